@@ -1,0 +1,95 @@
+"""One end of a control channel in a process of its own, and the messages that the tests exchange.
+
+Run as a script: ``dial ADDRESS`` or ``listen [ADDRESS]``, the token in ``WTRANSFER_TOKEN``. It
+sends every `Note` back and writes one line on stdout for each thing that happens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import msgspec
+
+from wtransfer.transport.channel import Codec, Dialer, Listener, MessageType, resolve_token
+
+MIB = 1 << 20
+
+
+class Note(msgspec.Struct):
+    """A message with entries."""
+
+    text: str = ""
+    parts: list[bytes] = []
+
+    def num_entries(self):
+        """See `wtransfer.transport.frames.MessageType`."""
+        return len(self.parts)
+
+
+class Word(msgspec.Struct):
+    """A message without entries."""
+
+    text: str = ""
+
+
+CODEC = Codec([MessageType(1, Note, 64 * MIB, max_entries=1000), MessageType(2, Word)])
+
+
+def say(*words):
+    """Write a line for the test to read."""
+    print(*words, flush=True)
+
+
+def callbacks():
+    """Return callbacks that tell what happens and send notes back."""
+    return {
+        "on_open": lambda _connection: say("open"),
+        "on_message": lambda connection, message: connection.send(message),
+        "on_close": lambda _connection, error: say("close", type(error).__name__),
+        "on_refused": lambda error: say("refused", type(error).__name__),
+    }
+
+
+def main():
+    """Be one end until stdin ends."""
+    token = resolve_token(None)
+    if sys.argv[1] == "dial":
+        end = Dialer(CODEC, address=sys.argv[2], token=token, **callbacks())
+    else:
+        address = sys.argv[2] if len(sys.argv) > 2 else None
+        end = Listener(CODEC, address=address, token=token, **callbacks())
+        say("address", end.address)
+    if "fork" in sys.argv[1:]:
+        sys.stdin.readline()
+        fork_a_bystander(end)
+    sys.stdin.readline()
+    end.close()
+
+
+def fork_a_bystander(end):
+    """Leave a child behind that tries to use what belongs to its parent, and then lingers."""
+    pid = os.fork()
+    if pid:
+        return
+    num_sockets = sum(
+        os.readlink(f"/proc/self/fd/{fd}").startswith(("socket:", "anon_inode:[event"))
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    )
+    try:
+        connection = next(iter(end._open))
+        connection.send(Note("from the child"))
+    except Exception as error:
+        refusal = type(error).__name__
+    else:
+        refusal = "none"
+    connection.close()
+    end.close()
+    say("child", os.getpid(), num_sockets, refusal, connection.closed)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Addresses: what they mean, who may listen, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from wtransfer.errors import AddressError, AddressInUseError
+from wtransfer.transport.addresses import (
+    ListeningSocket,
+    is_self_connected,
+    parse_address,
+    random_address,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("unix:@name", "\0name"),
+        ("unix:/run/x.sock", "/run/x.sock"),
+        ("tcp:127.0.0.1:80", ("127.0.0.1", 80)),
+        ("tcp:[::1]:0", ("::1", 0)),
+    ],
+)
+def test_addresses_are_read(text, target):
+    assert target == parse_address(text).target
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "name",
+        "unix:",
+        "unix:@",
+        "unix:relative",
+        "unix:/nul\0",
+        "unix:@" + "x" * 107,
+        "unix:/" + "x" * 107,
+        "tcp:",
+        "tcp:host",
+        "tcp::80",
+        "tcp:127.0.0.1:",
+        "tcp:127.0.0.1:-1",
+        "tcp:127.0.0.1:65536",
+        "tcp:127.0.0.1:\N{SUPERSCRIPT TWO}",
+        "tcp:::1:80",
+        "tcp:no-such-host.invalid:80",
+        "http://127.0.0.1",
+    ],
+)
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(AddressError):
+        parse_address(text)
+
+
+@pytest.mark.parametrize("text", ["tcp:0.0.0.0:0", "tcp:[::]:0", "tcp:192.0.2.1:0"])
+def test_nobody_listens_beyond_this_host_unasked(text):
+    with pytest.raises(AddressError, match="allow_remote=True"):
+        ListeningSocket(text)
+
+
+def test_who_asks_may_try_to_listen_beyond_this_host():
+    with pytest.raises(AddressError, match="cannot listen at 'tcp:192.0.2.1:0'"):
+        ListeningSocket("tcp:192.0.2.1:0", allow_remote=True)  # documentation range: never ours
+
+
+def test_the_kernel_chooses_the_port():
+    listening = ListeningSocket("tcp:127.0.0.1:0")
+    port = listening.socket.getsockname()[1]
+    assert f"tcp:127.0.0.1:{port}" == listening.address
+    listening.socket.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "abstract", "path"])
+def test_a_busy_address_is_named_at_once(tmp_path, kind):
+    wanted = {
+        "tcp": "tcp:127.0.0.1:0",
+        "abstract": random_address(),
+        "path": f"unix:{tmp_path}/x.sock",
+    }[kind]
+    first = ListeningSocket(wanted)
+    begin = time.perf_counter()
+    with pytest.raises(AddressInUseError, match=first.address.replace(".", r"\.")):
+        ListeningSocket(first.address)
+    assert time.perf_counter() - begin < 0.1
+    with socket.socket(first.socket.family) as client:
+        client.connect(parse_address(first.address).target)
+    first.remove_file()
+    first.socket.close()
+    again = ListeningSocket(first.address)
+    again.remove_file()
+    again.socket.close()
+
+
+def test_a_busy_folder_is_reported_within_its_bound(tmp_path):
+    import fcntl
+
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    begin = time.perf_counter()
+    with pytest.raises(AddressInUseError, match="locked"):
+        ListeningSocket(f"unix:{tmp_path}/x.sock")
+    assert time.perf_counter() - begin < 0.1
+    os.close(fd)
+
+
+def test_socket_files_are_for_their_owner_only(tmp_path):
+    path = tmp_path / "x.sock"
+    before = os.umask(0)
+    try:
+        listening = ListeningSocket(f"unix:{path}")
+    finally:
+        os.umask(before)
+    assert 0o600 == stat.S_IMODE(path.lstat().st_mode)
+    listening.remove_file()
+    listening.socket.close()
+    assert not path.exists()
+
+
+def test_the_socket_file_of_a_dead_listener_is_replaced(tmp_path):
+    path = tmp_path / "x.sock"
+    dead = ListeningSocket(f"unix:{path}")
+    dead.socket.close()
+    assert path.exists()
+    alive = ListeningSocket(f"unix:{path}")
+    dead.remove_file()
+    assert path.exists(), "the dead listener's end must not remove its successor's file"
+    alive.remove_file()
+    assert not path.exists()
+    alive.socket.close()
+
+
+def test_a_file_that_somebody_else_put_there_is_left_alone(tmp_path):
+    path = tmp_path / "x.sock"
+    robbed = ListeningSocket(f"unix:{path}")
+    path.unlink()
+    thief = ListeningSocket(f"unix:{path}")
+    robbed.remove_file()
+    assert path.exists()
+    for listening in (robbed, thief):
+        listening.remove_file()
+        listening.socket.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_is_no_socket_is_left_alone(tmp_path, kind):
+    path = tmp_path / "x"
+    target = tmp_path / "target"
+    target.write_text("precious")
+    {
+        "file": lambda: path.write_text("precious"),
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to(target),
+    }[kind]()
+    with pytest.raises(AddressInUseError):
+        ListeningSocket(f"unix:{path}")
+    assert path.exists()
+    assert "precious" == target.read_text()
+
+
+def test_missing_folders_are_named(tmp_path):
+    with pytest.raises(AddressError, match="nowhere"):
+        ListeningSocket(f"unix:{tmp_path}/nowhere/x.sock")
+
+
+def test_of_many_that_replace_a_dead_listener_one_wins(tmp_path):
+    path = tmp_path / "x.sock"
+    for _ in range(20):
+        dead = ListeningSocket(f"unix:{path}")
+        dead.socket.close()
+        start = threading.Barrier(8)
+
+        def listen(start=start):
+            start.wait(10)
+            try:
+                return ListeningSocket(f"unix:{path}")
+            except AddressInUseError:
+                return None
+
+        with ThreadPoolExecutor(8) as threads:
+            winners = [one for one in threads.map(lambda _: listen(), range(8)) if one]
+        assert 1 == len(winners)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        winners[0].remove_file()
+        winners[0].socket.close()
+
+
+def test_a_socket_that_reached_itself_is_recognised():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.connect(sock.getsockname())
+        assert is_self_connected(sock)
+
+
+def test_other_sockets_have_not_reached_themselves():
+    listening = ListeningSocket("tcp:127.0.0.1:0")
+    with socket.create_connection(listening.socket.getsockname()) as client:
+        assert not is_self_connected(client)
+    listening.socket.close()

@@ -1,0 +1,244 @@
+"""The handshake: both sides prove the token, neither sends it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from wtransfer.errors import AuthenticationError, LimitError, ProtocolError, StallError
+from wtransfer.transport.auth import (
+    HANDSHAKE,
+    MAX_HANDSHAKE_NBYTES,
+    Auth,
+    Challenge,
+    Reject,
+    TrainerHandshake,
+    Welcome,
+    WorkerHandshake,
+    new_token,
+    resolve_token,
+)
+from wtransfer.transport.frames import FrameReader, pack_frame
+
+TOKEN = "a token that is not random"
+
+
+def trainer(token=TOKEN, **options):
+    return TrainerHandshake(token, heartbeat_s=5, deadline_s=30, **options)
+
+
+def test_both_sides_prove_the_token():
+    here, there = trainer(), WorkerHandshake(TOKEN)
+    assert there.start() is None
+    there.receive(here.receive(there.receive(here.start())))
+    assert here.complete
+    assert there.complete
+    assert (5, 30) == (there.heartbeat_s, there.deadline_s)
+
+
+def test_the_token_is_in_no_message():
+    here, there = trainer(), WorkerHandshake(TOKEN)
+    challenge = here.start()
+    auth = there.receive(challenge)
+    sent = [challenge, auth, here.receive(auth)]
+    assert all(TOKEN.encode() not in HANDSHAKE.encode(message) for message in sent)
+
+
+@pytest.mark.parametrize("token", ["", "another", TOKEN[:-1], TOKEN + "x"])
+def test_a_worker_with_another_token_is_refused(token):
+    here = trainer()
+    auth = WorkerHandshake(token).receive(here.start())
+    with pytest.raises(AuthenticationError, match="could not prove"):
+        here.receive(auth)
+    assert not here.complete
+
+
+def test_a_trainer_with_another_token_is_refused():
+    here, there = trainer("another"), WorkerHandshake(TOKEN)
+    there.receive(here.start())
+    for proof in (b"", b"x" * 32):
+        with pytest.raises(AuthenticationError, match="the trainer could not prove"):
+            there.receive(Welcome(proof, 5, 30))
+    assert not there.complete
+
+
+def test_a_worker_cannot_be_used_as_its_own_trainer():
+    there = WorkerHandshake(TOKEN)
+    auth = there.receive(Challenge(1, b"n" * 32))
+    with pytest.raises(AuthenticationError):
+        there.receive(Welcome(auth.proof, 5, 30))
+
+
+def test_a_recorded_answer_does_not_open_another_connection():
+    recorded = WorkerHandshake(TOKEN).receive(trainer().start())
+    with pytest.raises(AuthenticationError):
+        trainer().receive(recorded)
+
+
+def test_a_recorded_welcome_does_not_convince_another_worker():
+    here, there = trainer(), WorkerHandshake(TOKEN)
+    recorded = here.receive(there.receive(here.start()))
+    again = WorkerHandshake(TOKEN)
+    again.receive(Challenge(1, b"n" * 32))
+    with pytest.raises(AuthenticationError):
+        again.receive(recorded)
+
+
+def test_versions_are_compared_before_any_token_work():
+    here, there = trainer(protocol=2), WorkerHandshake("another", protocol=1)
+    with pytest.raises(ProtocolError, match="trainer speaks protocol 2, this worker .* 1;") as seen:
+        there.receive(here.start())
+    told = there.refusal(seen.value)
+    assert 1 == told.protocol
+    with pytest.raises(ProtocolError, match="worker speaks protocol 1, this trainer .* 2;"):
+        here.receive(told)
+
+
+def test_a_worker_of_another_version_that_answers_all_the_same_is_refused_by_version():
+    here = trainer(protocol=2)
+    with pytest.raises(ProtocolError, match="worker speaks protocol 1, this trainer .* 2;"):
+        here.receive(Auth(1))
+
+
+def test_a_trainer_of_another_version_that_rejects_is_named_by_version():
+    with pytest.raises(ProtocolError, match="trainer speaks protocol 2, this worker .* 1;"):
+        WorkerHandshake(TOKEN).receive(Reject(2, "AuthenticationError", "whatever"))
+
+
+@pytest.mark.parametrize("message", [Welcome(b"", 5, 30), Auth(1, b"n" * 32), Challenge(1)])
+def test_messages_out_of_order_are_refused_by_the_worker(message):
+    with pytest.raises(ProtocolError):
+        WorkerHandshake(TOKEN).receive(message)
+
+
+def test_a_second_challenge_is_refused():
+    there = WorkerHandshake(TOKEN)
+    there.receive(Challenge(1, b"n" * 32))
+    with pytest.raises(ProtocolError, match="wrong point"):
+        there.receive(Challenge(1, b"m" * 32))
+
+
+@pytest.mark.parametrize("message", [Welcome(b"", 5, 30), Challenge(1, b"n" * 32)])
+def test_messages_out_of_order_are_refused_by_the_trainer(message):
+    with pytest.raises(ProtocolError, match="wrong point"):
+        trainer().receive(message)
+
+
+@pytest.mark.parametrize("nbytes", [0, 31, 33])
+def test_short_or_long_nonces_are_refused(nbytes):
+    with pytest.raises(ProtocolError, match="32 bytes"):
+        trainer().receive(Auth(1, b"n" * nbytes, b""))
+    with pytest.raises(ProtocolError, match="32 bytes"):
+        WorkerHandshake(TOKEN).receive(Challenge(1, b"n" * nbytes))
+
+
+def test_a_full_trainer_says_so_only_to_who_proved_the_token():
+    def full():
+        raise LimitError("no room")
+
+    here, there = trainer(admit=full), WorkerHandshake(TOKEN)
+    auth = there.receive(here.start())
+    with pytest.raises(AuthenticationError):
+        trainer("another", admit=full).receive(auth)
+    with pytest.raises(LimitError, match="no room") as seen:
+        here.receive(auth)
+    with pytest.raises(LimitError, match="no room"):
+        there.receive(here.refusal(seen.value))
+
+
+def test_a_reject_is_not_answered():
+    there = WorkerHandshake(TOKEN)
+    with pytest.raises(AuthenticationError) as seen:
+        there.receive(Reject(1, "AuthenticationError", "no"))
+    assert there.refusal(seen.value) is None
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "StallError", "__class__", "x" * 500])
+def test_a_reject_cannot_choose_an_error_that_is_no_peer_error(name):
+    with pytest.raises(AuthenticationError, match="no"):
+        WorkerHandshake(TOKEN).receive(Reject(1, name, "no"))
+
+
+def test_a_long_reason_still_fits_the_limit():
+    told = trainer().refusal(ProtocolError("\N{SNOWMAN}" * 5000))
+    assert len(HANDSHAKE.encode(told)) <= MAX_HANDSHAKE_NBYTES
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e9])
+def test_silly_times_are_refused(seconds):
+    import msgspec
+
+    body = msgspec.msgpack.encode({"proof": b"", "heartbeat_s": seconds, "deadline_s": 1})
+    with pytest.raises(ProtocolError, match="Welcome"):
+        list(FrameReader(HANDSHAKE).feed(pack_frame(0xFF02, 0, body)))
+
+
+def test_new_tokens_are_long_and_different():
+    assert new_token() != new_token()
+    assert 43 == len(new_token())
+
+
+def owner_only(tmp_path, text):
+    path = tmp_path / "token"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def test_the_argument_wins_then_the_variable_then_the_file(tmp_path):
+    environ = {"WTRANSFER_TOKEN_FILE": str(owner_only(tmp_path, "from the file\n"))}
+    assert "from the file" == resolve_token(None, environ)
+    environ["WTRANSFER_TOKEN"] = "from the variable"
+    assert "from the variable" == resolve_token(None, environ)
+    assert "given" == resolve_token("given", environ)
+    assert resolve_token(None, {}) is None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o620])
+def test_token_files_that_others_can_use_are_refused(tmp_path, mode):
+    path = owner_only(tmp_path, "x")
+    path.chmod(mode)
+    with pytest.raises(AuthenticationError, match="chmod 600"):
+        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(path)})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_token_files_of_others_are_refused(tmp_path):
+    path = owner_only(tmp_path, "x")
+    os.chown(path, 65534, 65534)
+    with pytest.raises(AuthenticationError, match="belongs to user 65534"):
+        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(path)})
+
+
+def test_token_files_behind_links_are_refused(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(owner_only(tmp_path, "x"))
+    with pytest.raises(AuthenticationError, match="symbolic link"):
+        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(link)})
+
+
+def test_token_files_must_be_regular(tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo, 0o600)
+    for path in (fifo, tmp_path):
+        with pytest.raises(AuthenticationError, match="not a regular file"):
+            resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(path)})
+
+
+@pytest.mark.parametrize("text", ["", " \n", "x" * 5000])
+def test_token_files_must_hold_a_token(tmp_path, text):
+    with pytest.raises(AuthenticationError, match="1 to 4096 bytes"):
+        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(owner_only(tmp_path, text))})
+
+
+def test_a_missing_token_file_is_named(tmp_path):
+    with pytest.raises(AuthenticationError, match=r"nowhere.*No such file"):
+        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(tmp_path / "nowhere")})
+
+
+def test_stall_errors_are_no_peer_errors():
+    """What the handshake of `Reject` relies on."""
+    from wtransfer.errors import PeerError
+
+    assert not issubclass(StallError, PeerError)

@@ -1,0 +1,531 @@
+"""The control channel between two ends of one process: delivery, order, ends, refusals."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import threading
+import time
+import tracemalloc
+
+import pytest
+
+from wtransfer.errors import (
+    AddressError,
+    AddressInUseError,
+    AuthenticationError,
+    ChecksumError,
+    LimitError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+    TruncatedError,
+)
+from wtransfer.transport import connection as connection_module
+from wtransfer.transport.auth import HANDSHAKE, Challenge, Reject, Welcome
+from wtransfer.transport.channel import Dialer, random_address
+from wtransfer.transport.frames import MIB, FrameReader, pack_frame
+
+
+def wait_for(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+@pytest.fixture(params=["abstract", "path", "tcp", "tcp6"])
+def address(request, tmp_path):
+    if request.param == "tcp6" and not _has_ipv6():
+        pytest.skip("no IPv6 loopback here")
+    return {
+        "abstract": random_address(),
+        "path": f"unix:{tmp_path}/x.sock",
+        "tcp": "tcp:127.0.0.1:0",
+        "tcp6": "tcp:[::1]:0",
+    }[request.param]
+
+
+def _has_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_messages_travel_both_ways_in_order(channel, messages, address):
+    both = channel.pair(address=address)
+    for number in range(200):
+        both.to_worker.send(messages.Note(f"down {number}"))
+        both.to_trainer.send(messages.Word(f"up {number}"))
+    assert [messages.Note(f"down {n}") for n in range(200)] == [
+        both.worker.message() for _ in range(200)
+    ]
+    assert [messages.Word(f"up {n}") for n in range(200)] == [
+        both.trainer.message() for _ in range(200)
+    ]
+    assert both.dialer.connected
+
+
+def test_the_largest_message_arrives(channel, messages):
+    both = channel.pair()
+    sent = messages.Note("large", [bytes([n]) * MIB for n in range(63)])
+    both.to_worker.send(sent)
+    both.to_worker.send(messages.Note("behind it"))
+    assert sent == both.worker.message()
+    assert messages.Note("behind it") == both.worker.message()
+
+
+def test_one_frame_is_sent_to_many(channel, messages):
+    listener, trainer = channel.listen()
+    workers = [channel.dial(listener)[1] for _ in range(5)]
+    frame = messages.CODEC.encode(messages.Note("to all"))
+    for connection in [trainer.connection() for _ in workers]:
+        connection.send_frame(frame)
+    assert [messages.Note("to all")] * 5 == [worker.message() for worker in workers]
+
+
+def test_many_threads_may_send(channel, messages):
+    both = channel.pair()
+
+    def send(name):
+        for number in range(100):
+            both.to_worker.send(messages.Note(f"{name} {number}", [b"x" * 5000]))
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    got = [both.worker.message().text for _ in range(400)]
+    for thread in threads:
+        thread.join()
+    for name in "abcd":
+        mine = [text for text in got if text.startswith(name)]
+        assert [f"{name} {number}" for number in range(100)] == mine
+
+
+def test_messages_sent_while_opening_arrive_first(channel, messages):
+    listener, _ = channel.listen(on_open=lambda connection: connection.send(messages.Word("first")))
+    _, worker = channel.dial(listener)
+    assert messages.Word("first") == worker.message()
+
+
+def test_close_sends_what_is_queued(channel, messages):
+    both = channel.pair()
+    for number in range(20):
+        both.to_worker.send(messages.Note(str(number), [b"x" * MIB]))
+    both.to_worker.close()
+    assert [str(number) for number in range(20)] == [
+        both.worker.message().text for _ in range(20)
+    ]
+    assert isinstance(both.worker.close_error(), PeerLostError)
+    assert both.trainer.close_error() is None
+
+
+def test_close_waits_for_nobody_who_does_not_read(channel, messages, raw_peer):
+    listener, trainer = channel.listen()
+    raw_peer(listener.address).shake_hands(listener.token)
+    connection = trainer.connection()
+    connection.send(messages.Note("", [b"x" * MIB] * 8))
+    begin = time.monotonic()
+    listener.close()
+    assert time.monotonic() - begin < 2
+    assert trainer.closed.get_nowait() == (connection, None)
+
+
+def test_a_reason_reaches_on_close_and_later_senders(channel, messages):
+    both = channel.pair()
+    reason = StallError("too slow")
+    both.to_worker.close(reason)
+    with pytest.raises(PeerLostError):
+        both.to_worker.send(messages.Word())
+    assert reason is both.trainer.close_error()
+    with pytest.raises(PeerLostError) as seen:
+        both.to_worker.send(messages.Word())
+    assert reason is seen.value.__cause__
+    assert both.to_worker.closed
+
+
+def test_on_close_comes_once(channel):
+    both = channel.pair()
+    for _ in range(3):
+        both.to_worker.close()
+    both.listener.close()
+    both.listener.close()
+    both.dialer.close()
+    assert 1 == both.trainer.closed.qsize()
+    assert 1 == both.worker.closed.qsize()
+
+
+def test_ends_may_be_closed_from_their_callbacks(channel, messages):
+    listener, trainer = channel.listen()
+    dialer, worker = channel.dial(listener, on_message=lambda _c, _m: dialer.close())
+    trainer.connection().send(messages.Word())
+    assert worker.close_error() is None
+    assert isinstance(trainer.close_error(), PeerLostError)
+
+
+def test_a_lost_listener_is_dialed_again(channel, messages):
+    address = random_address()
+    first, _ = channel.listen(address=address, token="t")
+    dialer, worker = channel.dial(address=address, token="t")
+    worker.connection()
+    first.close()
+    assert isinstance(worker.close_error(), PeerLostError)
+    assert not dialer.connected
+    _, trainer = channel.listen(address=address, token="t")
+    trainer.connection()
+    worker.connection().send(messages.Word("again"))
+    assert messages.Word("again") == trainer.message()
+
+
+def test_redialing_can_be_switched_off(channel):
+    address = random_address()
+    first, _ = channel.listen(address=address, token="t")
+    _, worker = channel.dial(address=address, token="t", redial=False)
+    worker.connection()
+    first.close()
+    worker.close_error()
+    _, trainer = channel.listen(address=address, token="t")
+    time.sleep(0.5)
+    assert trainer.opened.empty()
+
+
+def test_a_dialer_may_come_before_its_listener(channel):
+    address = random_address()
+    dialer, worker = channel.dial(address=address, token="t")
+    wait_for(lambda: dialer.last_error is not None)
+    assert "is the trainer running?" in str(dialer.last_error)
+    with pytest.raises(PeerLostError, match="not connected") as seen:
+        dialer.send(None)
+    assert isinstance(seen.value.__cause__, PeerLostError)
+    channel.listen(address=address, token="t")
+    worker.connection()
+    assert dialer.last_error is None
+
+
+def test_nobody_listening_on_tcp_is_no_connection(channel):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        dialer, _ = channel.dial(address=f"tcp:127.0.0.1:{free.getsockname()[1]}", token="t")
+        wait_for(lambda: dialer.last_error is not None)
+        assert "Connection refused" in str(dialer.last_error)
+
+
+def test_being_dropped_at_once_is_not_answered_by_a_tight_loop(channel):
+    listener, trainer = channel.listen(on_open=lambda connection: connection.close())
+    channel.dial(listener)
+    time.sleep(1)
+    assert trainer.closed.qsize() <= 10
+
+
+def test_a_callback_that_raises_costs_its_own_connection_only(channel, messages, caplog):
+    def explode(_connection, message):
+        if message.text == "bad":
+            raise ZeroDivisionError("oops")
+        trainer.received.put((_connection, message))
+
+    listener, trainer = channel.listen(on_message=explode)
+    _, good = channel.dial(listener)
+    _, bad = channel.dial(listener, redial=False)
+    good_connection = good.connection()
+    with caplog.at_level(logging.ERROR):
+        bad.connection().send(messages.Word("bad"))
+        error = trainer.close_error()
+    assert isinstance(error, PeerLostError)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert "ZeroDivisionError" in caplog.text
+    assert isinstance(bad.close_error(), PeerLostError)
+    good_connection.send(messages.Word("good"))
+    assert messages.Word("good") == trainer.message()
+
+
+def test_peer_errors_of_callbacks_are_logged_too(channel, messages, caplog):
+    def explode(_connection, _message):
+        raise PeerLostError("another worker is gone")
+
+    listener, trainer = channel.listen(on_message=explode)
+    _, worker = channel.dial(listener, redial=False)
+    with caplog.at_level(logging.ERROR):
+        worker.connection().send(messages.Word())
+        assert "another worker" in str(trainer.close_error())
+    assert "a handler failed" in caplog.text
+
+
+def test_on_close_that_raises_ends_nothing(channel, caplog):
+    def explode(_connection, _error):
+        raise ZeroDivisionError
+
+    listener, trainer = channel.listen(on_close=explode)
+    _, first = channel.dial(listener, redial=False)
+    first.connection().close()
+    trainer.connection()
+    _, second = channel.dial(listener)
+    second.connection()
+    wait_for(lambda: "on_close failed" in caplog.text)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_a_busy_address_leaves_nothing_half_open(channel, kind):
+    listener, _ = channel.listen(address="tcp:127.0.0.1:0" if kind == "tcp" else None)
+    num_threads = threading.active_count()
+    with pytest.raises(AddressInUseError, match=listener.address):
+        channel.listen(address=listener.address)
+    assert num_threads == threading.active_count()
+
+
+def test_dialers_need_an_address_and_a_token(messages, recorder, leaves_nothing):
+    callbacks = recorder().callbacks()
+    for token in (None, ""):
+        with pytest.raises(AuthenticationError, match="WTRANSFER_TOKEN_FILE"):
+            Dialer(messages.CODEC, address="unix:@x", token=token, **callbacks)
+    with pytest.raises(AddressError):
+        Dialer(messages.CODEC, address="x", token="t", **callbacks)
+
+
+def test_a_wrong_token_is_refused_on_both_sides_and_tried_again_slowly(channel, address):
+    listener, trainer = channel.listen(address=address)
+    begin = time.monotonic()
+    dialer, worker = channel.dial(listener, token="wrong")
+    assert isinstance(worker.refusal(), AuthenticationError)
+    assert isinstance(trainer.refusal(), AuthenticationError)
+    assert time.monotonic() - begin < 1
+    time.sleep(0.5)
+    assert worker.refused.empty()
+    assert not dialer.connected
+    assert trainer.opened.empty()
+    assert worker.opened.empty()
+
+
+@pytest.mark.parametrize(("trainer_speaks", "worker_speaks"), [(1, 2), (2, 1)])
+def test_versions_are_named_on_both_sides(channel, address, trainer_speaks, worker_speaks):
+    listener, trainer = channel.listen(address=address, protocol=trainer_speaks)
+    _, worker = channel.dial(listener, protocol=worker_speaks)
+    for error in (trainer.refusal(), worker.refusal()):
+        assert isinstance(error, ProtocolError)
+        assert f"trainer speaks protocol {trainer_speaks}" in str(error)
+        assert f"worker speaks protocol {worker_speaks}" in str(error)
+
+
+def test_a_full_listener_says_so(channel, messages):
+    listener, trainer = channel.listen(max_connections=1)
+    _, first = channel.dial(listener)
+    first_connection = first.connection()
+    _, second = channel.dial(listener)
+    assert isinstance(second.refusal(), LimitError)
+    assert isinstance(trainer.refusal(), LimitError)
+    first_connection.send(messages.Word("still here"))
+    assert messages.Word("still here") == trainer.message()
+
+
+def test_a_false_trainer_is_refused_by_the_worker(channel, leaves_nothing):
+    address = random_address()
+    with socket.socket(socket.AF_UNIX) as impostor:
+        impostor.bind("\0" + address.removeprefix("unix:@"))
+        impostor.listen()
+        _, worker = channel.dial(address=address, token="t")
+        with impostor.accept()[0] as accepted:
+            accepted.sendall(HANDSHAKE.encode(Challenge(1, b"n" * 32)))
+            reader = FrameReader(HANDSHAKE)
+            (auth,) = reader.feed(accepted.recv(1024))
+            accepted.sendall(HANDSHAKE.encode(Welcome(auth.proof, 5, 30)))
+            assert isinstance(worker.refusal(), AuthenticationError)
+            (reject,) = reader.feed(accepted.recv(1024))
+            assert isinstance(reject, Reject)
+    assert worker.opened.empty()
+
+
+HOSTILE = {
+    "pickle": pickle.dumps({"a": [1, 2, 3]}, protocol=5),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(4096),
+    "message before proof": pack_frame(1, 0, b"\x80"),
+    "long before proof": pack_frame(0xFF01, 0, bytes(1025)),
+    "not typed": pack_frame(0xFF01, 0, b"\x80"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_bytes_without_a_proof_are_refused(channel, raw_peer, address, name):
+    listener, trainer = channel.listen(address=address)
+    peer = raw_peer(listener.address)
+    begin = time.monotonic()
+    peer.send(HOSTILE[name])
+    peer.until_closed()
+    assert time.monotonic() - begin < 1
+    assert isinstance(trainer.refusal(), LimitError if "long" in name else ProtocolError)
+    assert trainer.opened.empty()
+
+
+def test_strangers_cost_little_memory(channel, raw_peer):
+    listener, trainer = channel.listen()
+    peers = [raw_peer(listener.address) for _ in range(10)]
+    wait_for(lambda: len(listener._unproven) == 10)
+    tracemalloc.start()
+    more = [raw_peer(listener.address) for _ in range(10)]
+    for peer in more:
+        peer.send(pack_frame(0xFF01, 0, bytes(1000))[:-1])
+    wait_for(lambda: len(listener._unproven) == 20)
+    time.sleep(0.05)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak / 10 < 64 * 1024
+    for peer in peers + more:
+        peer.socket.close()
+    for _ in range(20):
+        trainer.refusal()
+
+
+def test_a_stranger_that_says_nothing_is_gone_within_its_time(channel, raw_peer):
+    listener, trainer = channel.listen()
+    begin = time.monotonic()
+    raw_peer(listener.address).until_closed()
+    assert 0.8 < time.monotonic() - begin < 1.5
+    assert isinstance(trainer.refusal(), StallError)
+
+
+def test_a_stranger_that_sends_byte_by_byte_is_gone_within_its_time(channel, raw_peer):
+    listener, trainer = channel.listen()
+    peer = raw_peer(listener.address)
+    begin = time.monotonic()
+    for byte in pack_frame(0xFF01, 0, bytes(1000)):
+        if not trainer.refused.empty():
+            break
+        peer.send(bytes([byte]))
+        time.sleep(0.01)
+    assert isinstance(trainer.refusal(), StallError)
+    assert time.monotonic() - begin < 1.5
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (pickle.dumps([1]), ProtocolError),
+        (pack_frame(9, 0, b""), ProtocolError),
+        (pack_frame(1, 1001, b""), LimitError),
+        (pack_frame(2, 0, bytes(MIB + 1)), LimitError),
+        (pack_frame(0xFF01, 0, b"\x80"), ProtocolError),
+        (pack_frame(2, 0, b"\x80")[:-1] + b"\x81", ChecksumError),
+    ],
+    ids=["pickle", "code", "entries", "length", "handshake again", "flipped"],
+)
+def test_a_worker_that_breaks_the_protocol_is_dropped(channel, messages, raw_peer, data, error):
+    listener, trainer = channel.listen()
+    _, bystander = channel.dial(listener)
+    to_trainer = bystander.connection()
+    trainer.connection()
+    peer = raw_peer(listener.address).shake_hands(listener.token)
+    bad = trainer.connection()
+    peer.send(data)
+    connection, got = trainer.closed.get(timeout=10)
+    assert connection is bad
+    assert isinstance(got, error)
+    assert bad.peer in str(got)
+    to_trainer.send(messages.Word("still here"))
+    assert messages.Word("still here") == trainer.message()
+
+
+def test_every_truncated_message_is_reported(channel, messages, raw_peer):
+    listener, trainer = channel.listen()
+    frame = messages.CODEC.encode(messages.Note("abc", [b"d"]))
+    for length in range(len(frame)):
+        peer = raw_peer(listener.address).shake_hands(listener.token)
+        peer.send(frame[:length])
+        begin = time.monotonic()
+        peer.socket.close()
+        assert isinstance(trainer.close_error(), TruncatedError if length else PeerLostError)
+        assert time.monotonic() - begin < 1
+    assert trainer.received.empty()
+
+
+def test_a_silent_peer_is_given_up_at_the_deadline(channel, raw_peer):
+    listener, trainer = channel.listen(deadline_s=0.5)
+    peer = raw_peer(listener.address).shake_hands(listener.token)
+    trainer.connection()
+    begin = time.monotonic()
+    error = trainer.close_error()
+    assert isinstance(error, StallError)
+    assert 0.5 == error.seconds
+    assert "process" in str(error)
+    assert 0.45 < time.monotonic() - begin < 0.5 * 1.1 + 0.2
+    peer.until_closed()
+
+
+def test_idle_peers_hear_each_other(channel):
+    both = channel.pair(deadline_s=0.4)
+    time.sleep(1.5)
+    assert not both.to_worker.closed
+    assert not both.to_trainer.closed
+    assert both.to_worker.last_heard_s < 0.4
+    assert both.trainer.received.empty()
+
+
+def test_a_slow_large_message_is_a_sign_of_life(channel, messages, raw_peer):
+    listener, trainer = channel.listen(deadline_s=0.4)
+    peer = raw_peer(listener.address).shake_hands(listener.token)
+    sent = messages.Note("slow", [b"x" * 1000])
+    frame = messages.CODEC.encode(sent)
+    for start in range(0, len(frame), 100):
+        peer.send(frame[start : start + 100])
+        time.sleep(0.1)
+    assert sent == trainer.message()
+    assert isinstance(trainer.close_error(), StallError)
+
+
+def test_a_large_message_to_one_does_not_hold_up_another(channel, messages, raw_peer):
+    listener, trainer = channel.listen()
+    _, worker = channel.dial(listener)
+    to_worker = trainer.connection()
+    raw_peer(listener.address).shake_hands(listener.token)
+    stuck = trainer.connection()
+    stuck.send(messages.Note("", [b"x" * MIB] * 60))
+    begin = time.monotonic()
+    to_worker.send(messages.Word("quick"))
+    assert messages.Word("quick") == worker.message()
+    assert time.monotonic() - begin < 1
+
+
+def test_a_peer_that_does_not_read_costs_bounded_memory(channel, messages, raw_peer, monkeypatch):
+    monkeypatch.setattr(connection_module, "MAX_OUTBOX_NBYTES", 4 * MIB)
+    listener, trainer = channel.listen()
+    raw_peer(listener.address).shake_hands(listener.token)
+    connection = trainer.connection()
+    frame = messages.CODEC.encode(messages.Note("", [b"x" * MIB]))
+    with pytest.raises(LimitError, match="does not take its messages"):
+        for _ in range(10):
+            connection.send_frame(frame)
+    assert isinstance(trainer.close_error(), LimitError)
+    with pytest.raises(PeerLostError):
+        connection.send_frame(frame)
+
+
+def test_too_large_a_message_is_refused_where_it_is_sent(channel, messages):
+    both = channel.pair()
+    with pytest.raises(LimitError, match="this process announced a Note with 1001 entries"):
+        both.to_worker.send(messages.Note("", [b""] * 1001))
+    both.to_worker.send(messages.Word("still here"))
+    assert messages.Word("still here") == both.worker.message()
+
+
+def test_the_last_words_of_a_peer_are_read(channel, messages, raw_peer):
+    listener, trainer = channel.listen()
+    peer = raw_peer(listener.address).shake_hands(listener.token)
+    connection = trainer.connection()
+    words = b"".join(messages.CODEC.encode(messages.Word(str(n))) for n in range(100))
+    busy = threading.Event()
+    listener._loop.call_soon(lambda: busy.wait(0.3))
+    connection.send(messages.Word("nobody reads this"))
+    peer.send(words)
+    peer.socket.close()
+    busy.set()
+    assert [str(n) for n in range(100)] == [trainer.message().text for _ in range(100)]
+    assert isinstance(trainer.close_error(), PeerLostError)
+
+
+def test_peers_may_be_given_names(channel):
+    both = channel.pair()
+    both.to_worker.peer = "worker 3"
+    both.dialer.close()
+    assert "worker 3 is gone" in str(both.trainer.close_error())

@@ -1,0 +1,116 @@
+"""A plug-in layer for what an inference fleet moves: weights, and KV cache to peers and tiers.
+
+Importing it is cheap: neither torch nor any plug-in is imported until it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wtransfer import errors
+    from wtransfer.config import (
+        KVCacheConfig,
+        KVTransferConfig,
+        ParallelConfig,
+        ServingConfig,
+        WeightTransferConfig,
+    )
+    from wtransfer.engines.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
+    from wtransfer.engines.interface import (
+        TrainerInitInfo,
+        TrainerWeightTransferEngine,
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferInitRequest,
+        WeightTransferUpdateInfo,
+        WeightTransferUpdateRequest,
+    )
+    from wtransfer.engines.publisher import Publisher
+    from wtransfer.engines.session import WorkerSession
+    from wtransfer.errors import WTransferError
+    from wtransfer.host import hooks
+    from wtransfer.host.hooks import hookimpl
+
+    __version__: str
+
+__all__ = [
+    "KVCacheConfig",
+    "KVTransferConfig",
+    "ParallelConfig",
+    "Publisher",
+    "ServingConfig",
+    "TrainerInitInfo",
+    "TrainerWeightTransferEngine",
+    "WTransferError",
+    "WeightTransferConfig",
+    "WeightTransferEngine",
+    "WeightTransferEngineFactory",
+    "WeightTransferInitInfo",
+    "WeightTransferInitRequest",
+    "WeightTransferTrainerFactory",
+    "WeightTransferUpdateInfo",
+    "WeightTransferUpdateRequest",
+    "WorkerSession",
+    "__version__",
+    "errors",
+    "hookimpl",
+    "hooks",
+]
+
+_MODULES = {"errors": "wtransfer.errors", "hooks": "wtransfer.host.hooks"}
+
+_MEMBERS = {
+    "wtransfer.config": (
+        "KVCacheConfig",
+        "KVTransferConfig",
+        "ParallelConfig",
+        "ServingConfig",
+        "WeightTransferConfig",
+    ),
+    "wtransfer.engines.factory": ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"),
+    "wtransfer.engines.interface": (
+        "TrainerInitInfo",
+        "TrainerWeightTransferEngine",
+        "WeightTransferEngine",
+        "WeightTransferInitInfo",
+        "WeightTransferInitRequest",
+        "WeightTransferUpdateInfo",
+        "WeightTransferUpdateRequest",
+    ),
+    "wtransfer.engines.publisher": ("Publisher",),
+    "wtransfer.engines.session": ("WorkerSession",),
+    "wtransfer.errors": ("WTransferError",),
+    "wtransfer.host.hooks": ("hookimpl",),
+}
+
+_HOMES = {name: module for module, names in _MEMBERS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, and keep it."""
+    if name in _MODULES:
+        value: Any = importlib.import_module(_MODULES[name])
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name == "__version__":
+        value = _installed_version()
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
+    return sorted({*globals(), *__all__})
+
+
+def _installed_version() -> str:
+    import importlib_metadata
+
+    return importlib_metadata.version(__name__)

@@ -1,0 +1,59 @@
+"""The command line. Each command lives with what it commands and is imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import NamedTuple
+
+import click
+
+
+class Place(NamedTuple):
+    """Where a command is, and what the overview says about it."""
+
+    module: str
+    """Module that defines it."""
+    attr: str
+    """Its name there."""
+    summary: str
+    """One line; here, so that the overview imports no command."""
+
+
+COMMANDS = {
+    "demo": Place(
+        "wtransfer.demo.command", "demo", "Train, publish and serve a small model, and watch it."
+    ),
+    "plugins": Place("wtransfer.host.command", "plugins", "List and check installed backends."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by place."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
+        """Return the names."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import the command."""
+        place = COMMANDS.get(cmd_name)
+        if place is None:
+            return None
+        command = getattr(importlib.import_module(place.module), place.attr)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002  # click's signature
+        formatter: click.HelpFormatter,
+    ) -> None:
+        """Write the overview without importing any command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].summary) for name in sorted(COMMANDS)])
+
+
+@click.group(cls=LazyGroup)
+@click.version_option(package_name="wtransfer")
+def main() -> None:
+    """Move weights from a trainer to its workers, and KV cache between instances and tiers."""

@@ -1,0 +1,40 @@
+"""The yardstick: how long a plain copy of a model's bytes takes, here and now."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from wtransfer.engines.state import group_storages, module_tensors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_NUM_TRIES = 3
+
+
+class Memcpy:
+    """Copies between two buffers as large as the model's weights, tied ones counted once.
+
+    Args:
+        model: Gives the size.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        storages = group_storages(module_tensors(model)).values()
+        self.nbytes = sum(storage.tensors[0].nbytes for storage in storages)
+        """Bytes that one copy moves."""
+        # Written once here, so that no page is touched for the first time while it is measured.
+        self._source = torch.ones(self.nbytes, dtype=torch.uint8)
+        self._target = torch.zeros(self.nbytes, dtype=torch.uint8)
+
+    def seconds(self) -> float:
+        """Return the seconds of the fastest of three copies on one thread."""
+        return min(self._once() for _ in range(_NUM_TRIES))
+
+    def _once(self) -> float:
+        began = time.perf_counter()
+        self._target.copy_(self._source)
+        return time.perf_counter() - began

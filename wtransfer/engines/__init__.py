@@ -1,0 +1,1 @@
+"""Weights: from a trainer to its workers. Entry-point group ``wtransfer.engines``."""

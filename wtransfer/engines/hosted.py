@@ -1,0 +1,234 @@
+"""The engine that a worker runs for one publisher: made on request, guarded, rebuilt after a hang."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wtransfer.config import ParallelConfig, WeightTransferConfig
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.mover import MoverThread
+from wtransfer.engines.staging import is_out_of_memory, out_of_memory
+from wtransfer.errors import (
+    EngineError,
+    NotInitializedError,
+    PluginBlockedError,
+    PluginError,
+    PluginIncompatibleError,
+    WTransferError,
+)
+from wtransfer.host.registry import registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from wtransfer.engines.interface import LoadWeights
+    from wtransfer.engines.messages import Init
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+UNBLOCK_GRACE_S = 1.0
+"""Seconds an engine gets to return after ``abort_weight_update`` before its thread is abandoned."""
+
+
+class HostedEngine:
+    """An engine, the thread it is called on, and what it was made from.
+
+    Everything but `submit`, `abort` and `shutdown` runs on that thread.
+
+    Args:
+        rank: Rank within the serving instance.
+        num_ranks: Ranks of the instance.
+        allowed: Engine names that a peer may ask for; None: every one that is found here.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, allowed: Collection[str] | None) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._allowed = allowed
+        self._init: Init | None = None
+        self._engine: Any = None
+        self._lock = threading.Lock()
+        self._mover = MoverThread("wtransfer-engine")
+
+    # -- from any thread
+
+    def submit(self, task: Callable[[], None]) -> threading.Event:
+        """Run `task` on the engine's thread; the event is set when it has run."""
+        with self._lock:
+            return self._mover.submit(task)
+
+    def abort(self, running: threading.Event) -> None:
+        """Unblock the engine; if it does not return in time, leave its thread behind.
+
+        Args:
+            running: Set when the task that must end has ended.
+        """
+        if running.is_set():
+            return
+        engine = self._engine
+        guarded("abort_weight_update", getattr(engine, "abort_weight_update", None))
+        if running.wait(UNBLOCK_GRACE_S):
+            return
+        logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
+        with self._lock:
+            # What was queued behind the hanging call belongs to later rounds: it moves along.
+            waiting = self._mover.abandon()
+            self._mover = MoverThread("wtransfer-engine")
+            self._engine = None
+            for entry in waiting:
+                self._mover.resubmit(entry)
+        _shutdown_in_background(engine)
+
+    def shutdown(self) -> None:
+        """Shut the engine down and end its thread; a hanging one is left behind."""
+        done = self.submit(self._drop)
+        done.wait(UNBLOCK_GRACE_S)
+        self._mover.stop()
+
+    @property
+    def name(self) -> str | None:
+        """Engine name, once one was asked for."""
+        return None if self._init is None else self._init.engine
+
+    # -- on the engine's thread
+
+    def make(self, init: Init) -> None:
+        """Make and initialise the engine that a publisher asks for.
+
+        Raises:
+            WTransferError: It cannot be found, is not allowed, or failed to initialise.
+        """
+        self._drop()
+        self._init = None
+        self._check_allowed(init)
+        try:
+            self._check_origin(init)
+            engine = WeightTransferEngineFactory.create_engine(
+                WeightTransferConfig(init.engine), self._parallel_config(init)
+            )
+        except PluginError as error:
+            error.add_facts(plugin=f"engines:{init.engine}")
+            raise _with_origin(error, init) from error
+        self._engine = engine
+        self._init = init
+        info = self._parse("parse_init_info", init.init_info)
+        self._call("init_transfer_engine", lambda: engine.init_transfer_engine(info))
+
+    def ensure(self) -> None:
+        """Make the engine again if it was left behind.
+
+        Raises:
+            NotInitializedError: No publisher has asked for one yet.
+        """
+        if self._engine is None and self._init is not None:
+            self.make(self._init)
+        if self._engine is None:
+            raise NotInitializedError("not initialized: the worker has no weight transfer engine")
+
+    @property
+    def copies(self) -> bool:
+        """Whether tensors must be copied before ``load_weights`` returns."""
+        return getattr(self._engine, "tensors_valid_until", "return") != "round"
+
+    def receive(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:
+        """Let the engine receive once."""
+        engine = self._engine
+        info = self._parse("parse_update_info", update_info)
+        self._call("receive_weights", lambda: engine.receive_weights(info, load_weights))
+
+    def optional(self, method: str) -> None:
+        """Call a method that an engine may leave out."""
+        call = getattr(self._engine, method, None)
+        if call is not None:
+            self._call(method, call)
+
+    def _parse(self, method: str, values: dict[str, Any]) -> Any:
+        parse = getattr(self._engine, method, None)
+        return values if parse is None else self._call(method, lambda: parse(values))
+
+    def _call(self, method: str, call: Callable[[], T]) -> T:
+        plugin = f"engines:{self.name}"
+        try:
+            return call()
+        except WTransferError as error:
+            error.add_facts(plugin=plugin)
+            raise
+        except BaseException as error:
+            raise engine_error(method, error, plugin) from error
+
+    def _drop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            guarded("shutdown", engine.shutdown)
+
+    def _parallel_config(self, init: Init) -> ParallelConfig:
+        return ParallelConfig(
+            rank=self._rank,
+            world_size=self._num_ranks,
+            tensor_parallel_size=self._num_ranks,
+            data_parallel_size=init.data_parallel_size,
+            data_parallel_rank=init.data_parallel_index,
+            data_parallel_index=init.data_parallel_index,
+        )
+
+    def _check_allowed(self, init: Init) -> None:
+        if self._allowed is not None and init.engine not in self._allowed:
+            raise PluginBlockedError(
+                f"the trainer asks for engine {init.engine!r}; this worker allows only "
+                f"{', '.join(map(repr, sorted(self._allowed)))} (WorkerSession engines=)",
+                kind="engines",
+                name=init.engine,
+            )
+
+    def _check_origin(self, init: Init) -> None:
+        record = registry("engines").record(init.engine)
+        ours, theirs = record.distribution, init.distribution
+        if ours is not None and theirs is not None and ours != theirs:
+            raise PluginIncompatibleError(
+                f"engine {init.engine!r} comes from {theirs} {init.engine_version} on the trainer "
+                f"and from {ours} {record.version} here; install the same one on both sides",
+                kind="engines",
+                name=init.engine,
+            )
+
+
+def engine_error(method: str, error: BaseException, plugin: str) -> WTransferError:
+    """Return our error for whatever an engine raised."""
+    if isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError)) and is_out_of_memory(error)
+    ):
+        shortage = out_of_memory(0, error)
+        shortage.add_facts(plugin=plugin)
+        return shortage
+    return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)
+
+
+def guarded(what: str, call: Callable[[], object] | None) -> None:
+    """Call something of an engine whose failure must not stop us; it is logged."""
+    if call is None:
+        return
+    try:
+        call()
+    except BaseException:
+        logger.exception("an engine failed in %s", what)
+
+
+def _shutdown_in_background(engine: Any) -> None:
+    # Its own thread: an engine that hangs in receiving may hang in shutdown as well.
+    threading.Thread(
+        target=guarded, args=("shutdown", engine.shutdown), name="wtransfer-shutdown", daemon=True
+    ).start()
+
+
+def _with_origin(error: PluginError, init: Init) -> PluginError:
+    if init.distribution is None or init.distribution in error.message:
+        return error
+    told = type(error)(
+        f"{error.message} (the trainer has it from {init.distribution} {init.engine_version})"
+    )
+    told.add_facts(**{k: v for k, v in vars(error).items() if k != "message"})
+    return told

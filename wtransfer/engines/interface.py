@@ -1,0 +1,365 @@
+"""The contract of a weight transfer engine: what an author writes, and when it is called.
+
+An engine moves tensors; a session decides what is true. So an engine needs to know nothing of
+digests, versions or other workers, and it cannot break them either. Two classes make an engine:
+
+1. Worker side, `WeightTransferEngine`, named by an entry point in ``wtransfer.engines``::
+
+       [project.entry-points."wtransfer.engines"]
+       mine = "my_package.engine:MyEngine"
+
+2. Trainer side, `TrainerWeightTransferEngine`, named by the worker class in one line::
+
+       trainer_cls = "my_package.trainer:MyTrainerEngine"
+
+The life of an engine, T on the trainer, W on every worker:
+
+1. T ``trainer_init(init_info, client=..., source=...)``, once. It calls
+   ``client.init_weight_transfer_engine(info)``.
+2. W ``__init__(config, parallel_config)``, then ``init_transfer_engine(info)``.
+3. T ``send_weights()`` in every round. It iterates ``source.iter_full()`` and calls
+   ``client.update_weights(info)``, once or many times.
+4. W ``receive_weights(info, load_weights)`` for each of those calls, on a thread of the session.
+   It calls ``load_weights([(name, tensor), ...])`` with whatever has arrived.
+5. Both sides ``shutdown()``.
+
+Whatever either side raises ends the round with every worker on its old version.
+
+Source: names and signatures are those of vLLM's weight transfer, both of the release in which the
+worker contract first appeared and of today's trainer contract.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+    from wtransfer.config import HasBackend, ParallelConfig
+
+# -- infos ------------------------------------------------------------------------------------
+
+
+@dataclass
+class WeightTransferInitInfo(ABC):  # noqa: B024  # a marker base, as in the seed
+    """What a worker's engine needs before the first update. Fields must be plain data."""
+
+
+@dataclass
+class WeightTransferUpdateInfo(ABC):  # noqa: B024  # a marker base, as in the seed
+    """What a worker's engine needs for one call of ``receive_weights``. Fields: plain data."""
+
+    is_checkpoint_format: bool = field(default=True, kw_only=True)
+    """Whether tensors come under the names of the checkpoint."""
+
+
+@dataclass
+class TrainerInitInfo(WeightTransferInitInfo):
+    """Options of the trainer side; each field can be set by name (``options={}``, ``-o k=v``)."""
+
+    backend: ClassVar[str] = ""
+    """Engine name; set by each subclass."""
+
+    rank: int = field(default=0, kw_only=True)
+    """This trainer process's rank. Rank 0 sends; every rank iterates its source."""
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank sends."""
+        return self.rank == 0
+
+
+@dataclass
+class WeightTransferInitRequest:
+    """Request to initialise an engine, before its backend is known."""
+
+    init_info: dict[str, Any] = field(default_factory=dict)
+    """Fields of the engine's ``init_info_cls``."""
+
+
+@dataclass
+class WeightTransferUpdateRequest:
+    """Request to receive weights, before its backend is known."""
+
+    update_info: dict[str, Any] = field(default_factory=dict)
+    """Fields of the engine's ``update_info_cls``."""
+
+
+TInitInfo = TypeVar("TInitInfo", bound=WeightTransferInitInfo)
+TUpdateInfo = TypeVar("TUpdateInfo", bound=WeightTransferUpdateInfo)
+TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
+
+LoadWeights = Callable[["Iterable[tuple[str, torch.Tensor]]"], object]
+"""Takes tensors that have arrived, as ``(name, tensor)``; raises once the round is over."""
+
+# -- what the trainer offers and the worker takes -----------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """One tensor of a source, known without transferring it."""
+
+    name: str
+    """Name as the workers know it."""
+    dtype: torch.dtype
+    """Dtype on the wire."""
+    shape: tuple[int, ...]
+    """Whole shape, also where ranks hold shards."""
+    owners: tuple[int, ...] | None = None
+    """Trainer ranks that hold a part; None: every rank holds all of it."""
+    mesh: Any = None
+    """Device mesh of a sharded tensor."""
+    placements: tuple[Any, ...] | None = None
+    """Placement per mesh axis of a sharded tensor."""
+
+
+class WeightSource(Protocol):
+    """The trainer's weights: what there is, and fresh passes over it."""
+
+    @property
+    def metadata(self) -> Sequence[ParamMeta]:
+        """Every tensor, in the order in which the passes yield them. Moves no data."""
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors, one at a time, in the order of `metadata`."""
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what this rank holds. Without sharding the same as `iter_full`."""
+
+
+class RoundSource(WeightSource, Protocol):
+    """The source that the framework hands to a trainer engine: it digests what it yields."""
+
+    def iter_into(
+        self, allocate: Callable[[ParamMeta], memoryview]
+    ) -> Iterator[tuple[ParamMeta, memoryview]]:
+        """Copy and digest in one pass, which is faster than one after the other.
+
+        Args:
+            allocate: Called before each tensor; returns where its bytes go: writable, one
+                dimension of bytes, of exactly the tensor's size.
+
+        Yields:
+            The metadata and the memory, after the bytes are there.
+        """
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a target expects under one name."""
+
+    dtype: torch.dtype
+    """Dtype of the tensor as the target holds it."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same storage (tied weights); each of them covers it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightTarget(Protocol):
+    """What a worker session writes to: a model, a state dict, or a serving engine's model.
+
+    All methods run on the thread that owns the model, except `schema`, which may run on the
+    session's thread at any time.
+    """
+
+    def schema(self) -> Mapping[str, TensorSpec] | None:
+        """Return name -> spec in the form in which updates arrive; None: the last whole update."""
+
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the model consist of these tensors.
+
+        May raise at any point; the session then applies the previous set, so a second call after
+        a failed one must work. The tensors stay valid until the next `apply` has returned.
+        """
+
+    def capture(self) -> Mapping[str, torch.Tensor] | None:
+        """Return what `apply` would need to restore the present state, or None if it cannot."""
+
+
+# -- control ------------------------------------------------------------------------------------
+
+
+class WeightSyncClient(Protocol):
+    """How a trainer engine reaches the workers. Calls return when every worker has done it."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Initialise the engine of every worker. Plain data only."""
+
+    def start_weight_update(self) -> None:
+        """State that sending begins. May be left out."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Let every worker receive; returns when all have. Any thread may call it."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """State that everything was sent. May be left out."""
+
+
+# -- the engine -----------------------------------------------------------------------------------
+
+
+class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
+    """Worker side of an engine.
+
+    All methods but `abort_weight_update` are called from one thread of the session, never
+    concurrently; the model goes on serving on its own thread meanwhile.
+
+    Args:
+        config: Names the backend.
+        parallel_config: This worker's place; its rank comes from here.
+    """
+
+    init_info_cls: type[TInitInfo]
+    """Dataclass of the init info."""
+    update_info_cls: type[TUpdateInfo]
+    """Dataclass of the update info."""
+    trainer_cls: ClassVar[type | str | None] = None
+    """The trainer's twin: a class, or ``"package.module:Class"``."""
+    tensors_valid_until: ClassVar[Literal["return", "round"]] = "return"
+    """How long tensors given to ``load_weights`` keep their bytes: until it returns (the session
+    copies them), or until the worker lets go of them (the session may keep views)."""
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    """Device types whose tensors it moves without a detour."""
+    multi_host: ClassVar[bool] = False
+    """Whether trainer and workers may be on several hosts."""
+    needs_generation: ClassVar[bool] = False
+    """Whether its group must be built anew, by all, when a worker joins or leaves."""
+
+    def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
+        self.config = config
+        self.parallel_config = parallel_config
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> TInitInfo:
+        """Build the typed init info.
+
+        Raises:
+            ValueError: The dictionary does not fit the dataclass.
+        """
+        return _parse(self, "init_info", self.init_info_cls, init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> TUpdateInfo:
+        """Build the typed update info.
+
+        Raises:
+            ValueError: The dictionary does not fit the dataclass.
+        """
+        return _parse(self, "update_info", self.update_info_cls, update_dict)
+
+    @abstractmethod
+    def init_transfer_engine(self, init_info: TInitInfo) -> None:
+        """Connect to the trainer. Called once, and once more after a fault or a new trainer.
+
+        May block for as long as the trainer's twin needs to do its part.
+        """
+
+    @abstractmethod
+    def receive_weights(self, update_info: TUpdateInfo, load_weights: LoadWeights) -> None:
+        """Receive tensors and pass them on by ``load_weights([(name, tensor), ...])``.
+
+        Called once per ``client.update_weights`` of the trainer's twin. May block; after an
+        exception it may be called again in the next round. Pass tensors on as they arrive: each
+        call counts as progress, and memory stays small.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Release everything. Called once, also after a failed `init_transfer_engine`."""
+
+    def start_weight_update(self) -> None:  # noqa: B027  # optional by contract
+        """Prepare for a round; called when the worker has accepted its plan."""
+
+    def finish_weight_update(self) -> None:  # noqa: B027  # optional by contract
+        """Clean up after a round's data has arrived; called before verification."""
+
+    def abort_weight_update(self) -> None:  # noqa: B027  # optional by contract
+        """Unblock a running ``receive_weights``. Called from another thread."""
+
+
+class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
+    """Trainer side of an engine.
+
+    Args:
+        init_info: Options.
+        client: Reaches all workers of the round.
+        source: The weights. Without one, `send_weights` has nothing to send.
+    """
+
+    init_info_cls: type[TTrainerInitInfo]
+    """Dataclass of the options."""
+
+    def __init__(
+        self,
+        init_info: TTrainerInitInfo,
+        *,
+        client: WeightSyncClient,
+        source: RoundSource | None = None,
+    ) -> None:
+        self.init_info = init_info
+        self.client = client
+        self.source = source
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: TTrainerInitInfo,
+        *,
+        client: WeightSyncClient,
+        source: RoundSource | None = None,
+    ) -> Self:
+        """Construct the engine and initialise the workers with `worker_init_info`."""
+        engine = cls(init_info, client=client, source=source)
+        if init_info.is_sender:
+            client.init_weight_transfer_engine(engine.worker_init_info())
+        return engine
+
+    def worker_init_info(self) -> dict[str, Any]:
+        """Return the init info of the workers: one for all, plain data, also for late joiners."""
+        return {}
+
+    @abstractmethod
+    def send_weights(self) -> None:
+        """Send every tensor of the source. Called on a thread of the round, one at a time.
+
+        When it returns, the trainer may change its weights again.
+        """
+
+    def round_finished(self, *, committed: bool) -> None:  # noqa: B027  # optional by contract
+        """Learn what became of the data that `send_weights` sent; called once after it.
+
+        Args:
+            committed: Whether it is the current version now; otherwise it may be forgotten.
+        """
+
+    def shutdown(self) -> None:  # noqa: B027  # optional by contract
+        """Release everything. Called once; must unblock a running `send_weights`."""
+
+
+class Resends(Protocol):
+    """A trainer engine that can bring a single worker up to date between rounds."""
+
+    def resend(self, client: WeightSyncClient) -> None:
+        """Send the last committed weights again, to the worker behind `client` only."""
+
+
+_TInfo = TypeVar("_TInfo")
+
+
+def _parse(
+    engine: WeightTransferEngine[Any, Any], what: str, cls: type[_TInfo], values: dict[str, Any]
+) -> _TInfo:
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Invalid {what} for {type(engine).__name__}: {error}") from error

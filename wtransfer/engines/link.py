@@ -1,0 +1,201 @@
+"""A worker's side of one publisher: its connection, its engine, its round."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from wtransfer.engines.hosted import HostedEngine
+from wtransfer.engines.messages import (
+    CODEC,
+    Abort,
+    Commit,
+    Data,
+    ErrorInfo,
+    Init,
+    Plan,
+    Ready,
+    Refused,
+    Release,
+    Revert,
+    Seal,
+)
+from wtransfer.engines.reception import Reception
+from wtransfer.errors import PeerError, ProtocolError, WTransferError
+from wtransfer.transport.channel import Dialer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import msgspec
+
+    from wtransfer.engines.session import WorkerSession
+    from wtransfer.transport.channel import Connection
+
+logger = logging.getLogger(__name__)
+
+
+class Link:
+    """Dials one publisher until closed, and answers it.
+
+    All ``_on_*`` methods run on the channel's thread and none of them waits: engine work is queued
+    to the engine's thread, applying is left to the thread that owns the model.
+
+    Args:
+        session: Decides which round may be active, and applies.
+        address: The publisher's.
+        token: Shared secret.
+        engine: Runs what the publisher asks for.
+    """
+
+    def __init__(
+        self, session: WorkerSession, address: str, token: str, engine: HostedEngine
+    ) -> None:
+        self.address = address
+        self.num_dropped = 0
+        self._session = session
+        self._engine = engine
+        self._connection: Connection | None = None
+        self._reception: Reception | None = None
+        self._handlers: dict[type[msgspec.Struct], Callable[..., None]] = {
+            Init: self._on_init,
+            Plan: self._on_plan,
+            Data: self._on_data,
+            Seal: self._on_seal,
+            Commit: self._on_commit,
+            Abort: self._on_abort,
+            Release: self._on_release,
+            Revert: self._on_revert,
+        }
+        self._dialer = Dialer(
+            CODEC,
+            address=address,
+            token=token,
+            on_open=self._on_open,
+            on_message=self._on_message,
+            on_close=self._on_close,
+            on_refused=self._on_refused,
+        )
+
+    @property
+    def connected(self) -> bool:
+        """Whether the publisher is reached right now."""
+        return self._connection is not None
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send to the publisher; without a connection the message has lost its meaning."""
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.send(message)
+        except PeerError as error:
+            logger.info("%s was not sent to %s: %s", type(message).__name__, self.address, error)
+
+    def close(self) -> None:
+        """Leave the publisher; a round that is not committed ends."""
+        self._dialer.close()
+        self._end_reception("the worker closed its session")
+        self._engine.shutdown()
+
+    # -- on the channel's thread
+
+    def _on_open(self, connection: Connection) -> None:
+        self._connection = connection
+        self.send(self._session.hello())
+
+    def _on_close(self, connection: Connection, error: Exception | None) -> None:
+        if connection is self._connection:
+            self._connection = None
+            self._end_reception(f"the publisher was lost: {error}")
+            self._session.publisher_lost(self)
+
+    def _on_refused(self, error: Exception) -> None:
+        logger.warning("publisher %s refuses this worker: %s", self.address, error)
+        self._session.refused(error)
+
+    def _on_message(self, _connection: Connection, message: msgspec.Struct) -> None:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise ProtocolError(f"a publisher does not send {type(message).__name__}")
+        handler(message)
+
+    def _on_init(self, init: Init) -> None:
+        self._end_reception("the engine is initialised anew")
+        self._engine.submit(lambda: self._make_engine(init))
+
+    def _make_engine(self, init: Init) -> None:
+        try:
+            self._engine.make(init)
+        except BaseException as error:
+            if not isinstance(error, WTransferError):
+                logger.exception("engine %r could not be made", init.engine)
+            self.send(Refused(init.generation, ErrorInfo.of(error)))
+        else:
+            self.send(Ready(init.generation))
+
+    def _on_plan(self, plan: Plan) -> None:
+        # The publisher knows which of its rounds is alive: a new plan ends an older one.
+        self._end_reception(f"superseded by round {plan.round_id}")
+        session = self._session
+        reception = Reception(
+            plan,
+            self._engine,
+            schema=session.schema,
+            cast=session.cast,
+            notes=session.notes(),
+            send=self.send,
+            on_over=lambda: session.free(plan.round_id),
+        )
+        self._reception = reception
+        reception.start(lambda: session.claim(self, plan.round_id, plan.version))
+
+    def _on_data(self, data: Data) -> None:
+        reception = self._current(data.round_id)
+        if reception is not None and reception.expects(data):
+            reception.receive(data)
+        else:
+            self._drop(data)
+
+    def _on_seal(self, seal: Seal) -> None:
+        reception = self._current(seal.round_id)
+        if reception is not None:
+            reception.seal(seal)
+        else:
+            self._drop(seal)
+
+    def _on_commit(self, commit: Commit) -> None:
+        reception = self._current(commit.round_id)
+        tensors = None if reception is None else reception.take()
+        if reception is None or tensors is None:
+            self._drop(commit)
+            return
+        self._reception = None
+        self._session.offer(self, reception, tensors)
+
+    def _on_abort(self, abort: Abort) -> None:
+        if self._current(abort.round_id) is not None:
+            self._end_reception(abort.reason)
+
+    def _on_release(self, release: Release) -> None:
+        self._session.release(release.round_id)
+
+    def _on_revert(self, revert: Revert) -> None:
+        self._session.revert(self, revert.round_id, revert.reason)
+
+    def _current(self, round_id: str) -> Reception | None:
+        reception = self._reception
+        if reception is not None and reception.plan.round_id == round_id:
+            return reception
+        return None
+
+    def _drop(self, message: Data | Seal | Commit) -> None:
+        self.num_dropped += 1
+        logger.info(
+            "dropped a late or repeated %s of round %s", type(message).__name__, message.round_id
+        )
+
+    def _end_reception(self, reason: str) -> None:
+        reception, self._reception = self._reception, None
+        if reception is not None:
+            reception.end(reason)

@@ -1,0 +1,283 @@
+"""The messages of the control channel, and what each side may do with them.
+
+T is the trainer's publisher, W a worker session. One round:
+
+1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves.
+2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
+3. T `Seal`; W `Verdict`, or `Fault`.
+4. T `Commit`; W `Receipt` when the thread that owns the model has applied it (or could not).
+5. T `Release`, or `Revert` where another rank of the same instance failed; to a revert W answers
+   with another `Receipt`.
+
+`Abort` ends a round before its commit, from the trainer's side; a `Fault` does so from a worker's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from wtransfer.errors import Fact, WTransferError, from_wire, to_wire
+from wtransfer.manifest import MAX_PIECES, Manifest
+from wtransfer.transport.frames import Codec, MessageType
+
+MIB = 1 << 20
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error on its way to the other side."""
+
+    kind: str
+    """Class name in `wtransfer.errors`."""
+    message: str
+    """The sentence."""
+    facts: dict[str, Fact] = {}
+    """Its facts."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorInfo:
+        """Describe an error."""
+        return cls(*to_wire(error))
+
+    def rebuild(self, **facts: object) -> WTransferError:
+        """Return the error as an exception of this process, with more facts added."""
+        error = from_wire(self.kind, self.message, self.facts)
+        error.add_facts(**facts)
+        return error
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """W: who I am and what I hold. Sent first, after every (re)connection."""
+
+    worker: str
+    """Name for people, unique in the fleet by habit."""
+    instance: str
+    """Serving instance; ranks of one instance commit all or none."""
+    rank: int
+    """Rank within the instance."""
+    num_ranks: int
+    """Ranks of the instance."""
+    version: str | None
+    """Label of what is held."""
+    fingerprint: str
+    """Identity of what is held."""
+    state: str
+    """fresh, serving, pending, behind or empty."""
+
+
+class Init(msgspec.Struct, frozen=True):
+    """T: make this engine."""
+
+    generation: int
+    """Counts initialisations, so that an answer can be matched."""
+    engine: str
+    """Name in the group ``wtransfer.engines``; never a path."""
+    distribution: str | None
+    """Where the trainer's engine comes from."""
+    engine_version: str | None
+    """Version of that distribution."""
+    data_parallel_index: int
+    """Index of the worker's instance."""
+    data_parallel_size: int
+    """Number of instances."""
+    init_info: dict[str, Any]
+    """Fields of the engine's init info."""
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """W: the engine of this generation is initialised."""
+
+    generation: int
+    """Generation of the `Init`."""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """W: the engine could not be made."""
+
+    generation: int
+    """Generation of the `Init`."""
+    error: ErrorInfo
+    """Why."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """T: what the round will bring."""
+
+    round_id: str
+    """Identity of the round."""
+    version: str
+    """Label, for people."""
+    manifest: Manifest
+    """The pieces."""
+
+    def num_entries(self) -> int:
+        """Entries, for the frame's limit."""
+        return len(self.manifest.pieces)
+
+
+class Accept(msgspec.Struct, frozen=True):
+    """W: the plan fits, there is room, nothing else is going on."""
+
+    round_id: str
+    """Round."""
+    notes: list[str]
+    """What the operator should know: staging memory, no way back, casts."""
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """W: the plan cannot be taken."""
+
+    round_id: str
+    """Round."""
+    error: ErrorInfo
+    """Why."""
+
+
+class Data(msgspec.Struct, frozen=True):
+    """T: call ``receive_weights`` with this."""
+
+    round_id: str
+    """Round."""
+    seq: int
+    """Counts from 0 in each round; anything else than the next one is dropped."""
+    update_info: dict[str, Any]
+    """Fields of the engine's update info."""
+
+    def num_entries(self) -> int:
+        """Entries, for the frame's limit: the longest list in the info."""
+        sizes = [len(v) for v in self.update_info.values() if isinstance(v, (list, tuple, dict))]
+        return max(sizes, default=0)
+
+
+class Received(msgspec.Struct, frozen=True):
+    """W: ``receive_weights`` returned."""
+
+    round_id: str
+    """Round."""
+    seq: int
+    """Which data."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """W: still receiving."""
+
+    round_id: str
+    """Round."""
+    nbytes: int
+    """Bytes staged so far."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """W: this round has failed here; staging is dropped."""
+
+    round_id: str
+    """Round."""
+    error: ErrorInfo
+    """Why."""
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """T: everything was sent; these are the digests."""
+
+    round_id: str
+    """Round."""
+    digests: list[str]
+    """In plan order."""
+
+    def num_entries(self) -> int:
+        """Entries, for the frame's limit."""
+        return len(self.digests)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """W: every piece arrived with these digests, computed here from what is staged."""
+
+    round_id: str
+    """Round."""
+    digests: list[str]
+    """In plan order, the worker's own."""
+    nbytes: int
+    """Bytes staged."""
+    seconds: dict[str, float]
+    """Seconds by stage so far."""
+
+    def num_entries(self) -> int:
+        """Entries, for the frame's limit."""
+        return len(self.digests)
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """T: every worker's verdict is good; apply."""
+
+    round_id: str
+    """Round."""
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """W: what came of a commit or a revert."""
+
+    round_id: str
+    """Round."""
+    outcome: str
+    """committed, restored (the old version, whole), reverted, discarded or empty."""
+    version: str | None
+    """Label of what is held now."""
+    fingerprint: str
+    """Identity of what is held now."""
+    state: str
+    """State now."""
+    seconds: dict[str, float]
+    """Seconds by stage."""
+    error: ErrorInfo | None = None
+    """Why it was not committed."""
+
+
+class Release(msgspec.Struct, frozen=True):
+    """T: nobody will be asked to go back; the previous set may be dropped."""
+
+    round_id: str
+    """Round."""
+
+
+class Revert(msgspec.Struct, frozen=True):
+    """T: another rank of your instance failed; go back."""
+
+    round_id: str
+    """Round."""
+    reason: str
+    """Whose failure."""
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """T: this round is over without a commit."""
+
+    round_id: str
+    """Round."""
+    reason: str
+    """Why."""
+
+
+CODEC = Codec(
+    [
+        MessageType(16, Hello),
+        MessageType(17, Init),
+        MessageType(18, Ready),
+        MessageType(19, Refused),
+        MessageType(20, Plan, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(21, Accept),
+        MessageType(22, Refuse),
+        MessageType(23, Data, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(24, Received),
+        MessageType(25, Progress),
+        MessageType(26, Fault),
+        MessageType(27, Seal, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(28, Verdict, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(29, Commit),
+        MessageType(30, Receipt),
+        MessageType(31, Release),
+        MessageType(32, Revert),
+        MessageType(33, Abort),
+    ]
+)
+"""Every message of the channel with its limits."""

@@ -1,0 +1,337 @@
+"""The trainer's side: workers join it, and it publishes the trainer's weights to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from wtransfer.deadline import Deadline
+from wtransfer.engines.catchup import CatchUp
+from wtransfer.engines.messages import CODEC
+from wtransfer.engines.origin import origin_of
+from wtransfer.engines.roster import Roster, Worker
+from wtransfer.engines.round import (
+    LostPolicy,
+    NonfinitePolicy,
+    Round,
+    Rules,
+    Sealed,
+    send_init,
+    too_few,
+)
+from wtransfer.engines.sender import Sender
+from wtransfer.engines.source import as_source
+from wtransfer.errors import ClosedError, ForkedError, RoundBusyError
+from wtransfer.transport.auth import new_token, resolve_token
+from wtransfer.transport.channel import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import nn
+    from typing_extensions import Self
+
+    from wtransfer.engines.interface import WeightSource
+    from wtransfer.engines.report import Report, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+MAX_VERSION_LENGTH = 256
+
+
+class Publisher:
+    """Publishes weights to every worker that has joined, all or nothing.
+
+    Args:
+        model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`. It is
+            read anew in every round.
+        engine: Engine name in the group ``wtransfer.engines``.
+        trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
+        options: Fields of the engine's trainer init info.
+        listen: Address to listen at. Default: an abstract Unix socket with a random name, which
+            only this user on this host can reach. ``tcp:host:port`` for others.
+        token: Shared secret. Default: ``WTRANSFER_TOKEN`` or the file that
+            ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
+        min_workers: Fewest workers of a round; the ranks of one instance count as one.
+        on_lost_worker: ``"abort"``: the loss of a worker before the commit ends the round, and all
+            stay on the old version. ``"drop"``: the rest commit, and the report names the lost.
+        nonfinite: What NaN or infinity in the weights does: ``"allow"`` counts it in the report,
+            ``"warn"`` logs it too, ``"reject"`` ends the round.
+        deadline_s: Longest time without progress, in seconds, before a peer or step counts as
+            stalled.
+
+    Raises:
+        PluginError: No such engine, or it cannot be loaded.
+        AddressInUseError: Somebody listens there already.
+    """
+
+    def __init__(
+        self,
+        model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
+        *,
+        engine: str = "shm",
+        trainer: type | None = None,
+        options: dict[str, Any] | None = None,
+        listen: str | None = None,
+        token: str | None = None,
+        min_workers: int = 1,
+        on_lost_worker: LostPolicy = "abort",
+        nonfinite: NonfinitePolicy = "allow",
+        deadline_s: float = 30.0,
+    ) -> None:
+        _check_choice("on_lost_worker", on_lost_worker, ("abort", "drop"))
+        _check_choice("nonfinite", nonfinite, ("allow", "warn", "reject"))
+        self.token = resolve_token(token, os.environ) or new_token()
+        self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
+        self._pid = os.getpid()
+        self._closed = False
+        self._origin = origin_of(engine, trainer)
+        self._sender_args = (engine, trainer, dict(options or {}), as_source(model_or_source))
+        self._sender = Sender(*self._sender_args)
+        self._current: Sealed | None = None
+        self._current_sender: Sender | None = None
+        self._active: Round | None = None
+        self._active_since = 0.0
+        self._unsettled: dict[str, Round] = {}
+        self._roster = Roster(on_join=self._on_join, on_receipt=self._on_receipt)
+        self._changed = self._roster.changed
+        self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
+        self._listener = Listener(
+            CODEC,
+            address=listen,
+            token=self.token,
+            on_open=lambda _connection: None,
+            on_message=self._roster.on_message,
+            on_close=self._roster.on_close,
+            deadline_s=deadline_s,
+        )
+
+    @property
+    def address(self) -> str:
+        """Where workers find this publisher: their ``join=``."""
+        return self._listener.address
+
+    @property
+    def version(self) -> str | None:
+        """Label of the last committed update."""
+        return self._current.version if self._current else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Identity of the last committed update."""
+        return self._current.fingerprint if self._current else None
+
+    @property
+    def num_dropped(self) -> int:
+        """Late or repeated messages of workers that were dropped."""
+        return self._roster.num_dropped
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return every worker that has joined, and what it holds."""
+        return [worker.info for worker in self._roster.workers()]
+
+    def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
+        """Wait until `n` workers have joined; the ranks of one instance count as one.
+
+        Raises:
+            NoWorkersError: They have not within `timeout_s` seconds.
+        """
+        self._check_usable()
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._roster.instances()) >= n, timeout_s):
+                raise too_few(len(self._roster.instances()), n)
+
+    @overload
+    def publish(self, version: str, *, wait: Literal[True] = True) -> Report: ...
+
+    @overload
+    def publish(self, version: str, *, wait: Literal[False]) -> Round: ...
+
+    def publish(self, version: str, *, wait: bool = True) -> Report | Round:
+        """Send the weights as they are now to every joined worker.
+
+        Args:
+            version: Label, for people; what was sent is identified by its fingerprint.
+            wait: Whether to wait for the end.
+
+        Returns:
+            The `Report`; with ``wait=False`` the `Round`, whose ``packed()`` returns when the
+            trainer may train on and whose ``result()`` returns the report.
+
+        Raises:
+            NoWorkersError: Fewer than ``min_workers`` have joined.
+            RoundBusyError: A round of this publisher is under way.
+            WTransferError: The round was aborted; every worker is on its old version.
+        """
+        self._check_usable()
+        _check_version(version)
+        _settle_device()
+        round_ = self._begin(version)
+        round_.start()
+        return round_.result() if wait else round_
+
+    def close(self) -> None:
+        """End what is under way and let the workers go; they keep what they have."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        with self._changed:
+            active = self._active
+        if active is not None:
+            active.abort("the publisher was closed")
+        self._catchup.close()
+        self._listener.close()
+        if active is not None:
+            _wait_quietly(active)
+        self._sender.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- rounds
+
+    def _begin(self, version: str) -> Round:
+        deadline = Deadline(self._rules.deadline_s)
+        with self._changed:
+            while (active := self._active) is not None:
+                if not active.is_resend:
+                    age = time.monotonic() - self._active_since
+                    raise RoundBusyError(
+                        f"round {active.round_id} ({active.version!r}) is under way since "
+                        f"{age:.1f} s; wait for its result() first",
+                        round_id=active.round_id,
+                    )
+                # A joiner that is being served can wait; before its commit it is sent away.
+                active.abort("a new round begins")
+                deadline.check("a joiner's catch-up", round_id=active.round_id)
+                self._changed.wait(deadline.remaining())
+            instances = self._roster.instances()
+            if len(instances) < self._rules.min_workers:
+                raise too_few(len(instances), self._rules.min_workers)
+            self._renew_sender(frozenset(w for ranks in instances.values() for w in ranks))
+            return self._new_round(version, instances, None)
+
+    def _new_round(
+        self, version: str, instances: dict[str, list[Worker]], sealed: Sealed | None
+    ) -> Round:
+        round_ = Round(
+            version,
+            sender=self._sender,
+            roster=self._roster,
+            instances=instances,
+            rules=self._rules if sealed is None else Rules(deadline_s=self._rules.deadline_s),
+            origin=self._origin,
+            sealed=sealed,
+            on_done=self._on_done,
+        )
+        self._active, self._active_since = round_, time.monotonic()
+        self._unsettled[round_.round_id] = round_
+        return round_
+
+    def _renew_sender(self, members: frozenset[Worker]) -> None:
+        stale = self._origin.needs_generation and self._sender.members != members
+        if self._sender.abandoned or (stale and self._sender.started):
+            if not self._sender.abandoned:
+                self._sender.shutdown()
+            self._sender = Sender(*self._sender_args)
+
+    def _on_done(self, round_: Round) -> None:
+        with self._changed:
+            self._active = None
+            if round_.failed:
+                self._unsettled.pop(round_.round_id, None)
+            elif not round_.is_resend:
+                self._current, self._current_sender = round_.sealed, self._sender
+            self._changed.notify_all()
+        self._on_receipt(round_.round_id)
+        self._catchup.wake()
+
+    # -- on the channel's thread
+
+    def _on_join(self, worker: Worker) -> None:
+        info = self._sender.worker_init_info
+        if self._sender.started and info is not None and not self._origin.needs_generation:
+            num_instances = len(self._roster.instances())
+            send_init(worker, self._origin, info, max(0, num_instances - 1), num_instances)
+        self._catchup.wake()
+
+    def _on_receipt(self, round_id: str) -> None:
+        with self._changed:
+            round_ = self._unsettled.get(round_id)
+            if round_ is not None and round_.on_receipt() and round_.phase == "over":
+                self._unsettled.pop(round_id, None)
+                self._roster.close(round_id)
+
+    # -- on the catch-up's thread
+
+    def _next_behind(self) -> tuple[str, list[Worker]] | None:
+        """Return an instance that lacks the current version and can be served it now."""
+        with self._changed:
+            if self._closed or self._active is not None or self._current is None:
+                return None
+            if self._sender is not self._current_sender or not self._sender.can_resend:
+                return None
+            for name, ranks in self._roster.instances().items():
+                if self._is_behind(ranks):
+                    return name, ranks
+        return None
+
+    def _is_behind(self, ranks: list[Worker]) -> bool:
+        assert self._current is not None
+        lacks = any(worker.fingerprint != self._current.fingerprint for worker in ranks)
+        return lacks and all(
+            worker.state != "pending" and worker.num_failed < CatchUp.MAX_ATTEMPTS
+            for worker in ranks
+        )
+
+    def _bring_up_to_date(self, name: str, ranks: list[Worker]) -> Report | None:
+        with self._changed:
+            if self._active is not None or self._current is None:
+                return None
+            current = self._current
+            round_ = self._new_round(current.version, {name: ranks}, current)
+        round_.start()
+        return round_.result()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "this Publisher belongs to the parent process; after fork() make a new one"
+            )
+        if self._closed:
+            raise ClosedError("this Publisher is closed")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
+
+
+def _check_version(version: object) -> None:
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_LENGTH:
+        raise ValueError(
+            f"version is {version!r:.100}, expected a label of 1 to {MAX_VERSION_LENGTH} characters"
+        )
+
+
+def _settle_device() -> None:
+    """Let the caller's device work finish: the weights are read on another thread's stream."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def _wait_quietly(round_: Round) -> None:
+    from wtransfer.errors import WTransferError
+
+    try:
+        round_.result(timeout_s=5.0)
+    except WTransferError as error:
+        logger.info("round %s ended with its publisher: %s", round_.round_id, error)

@@ -1,0 +1,218 @@
+"""One round as a worker sees it: accepted, received, verified, or over."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from wtransfer.engines.messages import (
+    Accept,
+    ErrorInfo,
+    Fault,
+    Progress,
+    Received,
+    Refuse,
+    Verdict,
+)
+from wtransfer.engines.schema import canonical_names, check_fit
+from wtransfer.engines.staging import Staging
+from wtransfer.errors import RoundAbortedError, WTransferError
+from wtransfer.manifest import fingerprint
+from wtransfer.transport.memory import require_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import msgspec
+    import torch
+
+    from wtransfer.engines.hosted import HostedEngine
+    from wtransfer.engines.interface import TensorSpec
+    from wtransfer.engines.messages import Data, Plan, Seal
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 0.5
+"""Least time between two progress messages."""
+
+
+class Reception:
+    """Stages one round on the engine's thread, and answers each of its messages.
+
+    The channel's thread decides what is on time (`expects`) and queues the work here; the engine's
+    thread does it. `end` may be called from any thread, and only the first call counts.
+
+    Args:
+        plan: What the trainer announces.
+        engine: Receives it.
+        schema: Returns the target's, or None where any complete update is taken.
+        cast: Whether a floating dtype may take another.
+        notes: What the trainer should know of this worker.
+        send: Sends a message to the trainer; never raises.
+        on_over: Called once when the round is over here without a verified set.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: HostedEngine,
+        *,
+        schema: Callable[[], Mapping[str, TensorSpec] | None],
+        cast: bool,
+        notes: list[str],
+        send: Callable[[msgspec.Struct], None],
+        on_over: Callable[[], None],
+    ) -> None:
+        self.plan = plan
+        self.fingerprint = ""
+        self.seconds: dict[str, float] = {}
+        self.verified = False
+        self._engine = engine
+        self._schema = schema
+        self._canonical: dict[str, str] = {}
+        self._cast = cast
+        self._notes = list(notes)
+        self._send = send
+        self._on_over = on_over
+        self._next_seq = 0
+        self._sealed = False
+        self._over = False
+        self._lock = threading.Lock()
+        self._staging: Staging | None = None
+        self._running = threading.Event()
+        self._running.set()
+        self._progress_at = 0.0
+        self._started_at = time.monotonic()
+
+    # -- on the channel's thread
+
+    def start(self, claim: Callable[[], None]) -> None:
+        """Judge the plan and answer with `Accept` or `Refuse`.
+
+        Args:
+            claim: Takes the session for this round, or raises.
+        """
+        self._queue(lambda: self._accept(claim), refusal=True)
+
+    def expects(self, data: Data) -> bool:
+        """Whether this is the next data of this round, neither late nor repeated."""
+        return data.seq == self._next_seq and not self._sealed and not self._over
+
+    def receive(self, data: Data) -> None:
+        """Let the engine receive, and answer with `Received` or `Fault`."""
+        self._next_seq += 1
+        self._queue(lambda: self._receive(data))
+
+    def seal(self, seal: Seal) -> None:
+        """Verify, and answer with `Verdict` or `Fault`."""
+        if not self._sealed:
+            self._sealed = True
+            self._queue(lambda: self._verify(seal))
+
+    def take(self) -> dict[str, torch.Tensor] | None:
+        """Return the verified tensors, once; None if there are none to be had."""
+        with self._lock:
+            staging, self._staging = self._staging, None
+            if staging is None or not self.verified:
+                return None
+            self._over = True
+            return staging.tensors
+
+    def end(self, reason: str) -> None:
+        """Drop what is staged; the engine, if it is at work, is made to return."""
+        if self._finish(reason):
+            threading.Thread(
+                target=self._engine.abort, args=(self._running,), name="wtransfer-abort", daemon=True
+            ).start()
+
+    # -- on the engine's thread
+
+    def _queue(self, step: Callable[[], None], *, refusal: bool = False) -> None:
+        self._running = self._engine.submit(lambda: self._guarded(step, refusal=refusal))
+
+    def _guarded(self, step: Callable[[], None], *, refusal: bool) -> None:
+        if self._over:
+            return
+        try:
+            step()
+        except BaseException as error:
+            self._fail(error, refusal=refusal)
+
+    def _fail(self, error: BaseException, *, refusal: bool) -> None:
+        if not isinstance(error, WTransferError):
+            logger.exception("round %s failed", self.plan.round_id)
+        if not self._finish(str(error)):
+            return
+        info = ErrorInfo.of(error)
+        answer = Refuse if refusal else Fault
+        self._send(answer(self.plan.round_id, info))
+
+    def _finish(self, reason: str) -> bool:
+        with self._lock:
+            if self._over:
+                return False
+            self._over = True
+            self.verified = False
+            staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.stop(reason)
+        self._on_over()
+        return True
+
+    def _accept(self, claim: Callable[[], None]) -> None:
+        manifest = self.plan.manifest
+        manifest.check()
+        claim()
+        self._engine.ensure()
+        schema = self._schema()
+        if schema is not None:
+            self._canonical = canonical_names(schema)
+            if check_fit(manifest, schema, cast=self._cast):
+                self._notes.append("casts floating dtypes at commit")
+        self._make_room()
+        self._engine.optional("start_weight_update")
+        self.seconds["accept"] = time.monotonic() - self._started_at
+        self._send(Accept(self.plan.round_id, self._notes))
+
+    def _make_room(self) -> None:
+        manifest = self.plan.manifest
+        if self._engine.copies:
+            require_memory(manifest.nbytes, f"staging update {self.plan.version!r}")
+            self._notes.append(f"stages {manifest.nbytes} bytes of its own")
+        staging = Staging(manifest, copies=self._engine.copies, on_progress=self._progress)
+        with self._lock:
+            if not self._over:
+                self._staging = staging
+
+    def _staged(self) -> Staging:
+        staging = self._staging
+        if staging is None:
+            raise RoundAbortedError("the round was ended while it was received")
+        return staging
+
+    def _receive(self, data: Data) -> None:
+        begun = time.monotonic()
+        self._engine.receive(data.update_info, self._staged().load_weights)
+        self.seconds["transfer"] = self.seconds.get("transfer", 0.0) + time.monotonic() - begun
+        self._send(Received(self.plan.round_id, data.seq))
+
+    def _verify(self, seal: Seal) -> None:
+        begun = time.monotonic()
+        self._engine.optional("finish_weight_update")
+        staging = self._staged()
+        digests = staging.verify(seal.digests, self._canonical)
+        self.fingerprint = fingerprint(self.plan.manifest, digests)
+        self.seconds["verify"] = time.monotonic() - begun
+        with self._lock:
+            if self._over:
+                raise RoundAbortedError("the round was ended during its verification")
+            self.verified = True
+        self._send(Verdict(self.plan.round_id, digests, staging.nbytes, self.seconds))
+
+    def _progress(self, nbytes: int) -> None:
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_INTERVAL_S:
+            self._progress_at = now
+            self._send(Progress(self.plan.round_id, nbytes))

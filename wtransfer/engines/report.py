@@ -1,0 +1,110 @@
+"""What a round came to, for every worker: the proof that a publisher hands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wtransfer.errors import WTransferError
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker as its publisher knows it."""
+
+    worker: str
+    """Name."""
+    instance: str
+    """Serving instance."""
+    rank: int
+    """Rank within the instance."""
+    num_ranks: int
+    """Ranks of the instance."""
+    version: str | None
+    """Label of what it holds."""
+    fingerprint: str
+    """Identity of what it holds."""
+    state: str
+    """fresh, serving, pending, behind or empty."""
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a round came to for one worker."""
+
+    worker: str
+    """Name."""
+    instance: str
+    """Serving instance."""
+    rank: int
+    """Rank within the instance."""
+    outcome: str
+    """``committed``; ``pending`` (verified, the model's thread has not applied it yet);
+    ``restored``, ``reverted`` or ``discarded`` (on its old version, whole); ``empty`` (must not
+    serve); ``lost`` (gone, or dropped from the round); ``behind`` (joined, but no part of it)."""
+    version: str | None
+    """Label of what it holds now."""
+    fingerprint: str
+    """Identity of what it holds now."""
+    digests_equal: bool = False
+    """Whether its own digest of every piece equals the sender's."""
+    nbytes: int = 0
+    """Bytes that it staged and verified."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage: accept, transfer, verify, wait (for the model's thread), commit."""
+    notes: list[str] = field(default_factory=list)
+    """What it said of itself when it accepted the plan."""
+    error: WTransferError | None = None
+    """Why it did not commit."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a round came to. ``print(report)`` shows it as a table."""
+
+    version: str
+    """Label."""
+    fingerprint: str
+    """Identity of the weights that were sent."""
+    round_id: str
+    """Round."""
+    nbytes: int
+    """Bytes of the update."""
+    workers: tuple[WorkerReport, ...]
+    """Every worker that is known."""
+    seconds: dict[str, float]
+    """Seconds by phase: plan, transfer, seal, commit, total."""
+    packed_s: float
+    """Seconds until the trainer could train on."""
+    nonfinite: dict[str, int] = field(default_factory=dict)
+    """Tensors with NaN or infinity -> how many of their elements."""
+
+    @property
+    def outcome(self) -> str:
+        """``committed`` if every worker holds the update, else ``mixed``."""
+        return "committed" if self.ok else "mixed"
+
+    @property
+    def ok(self) -> bool:
+        """Whether every known worker committed and its digests and fingerprint are the sender's."""
+        return all(
+            each.outcome == "committed"
+            and each.digests_equal
+            and each.fingerprint == self.fingerprint
+            for each in self.workers
+        )
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.version}  {self.outcome}  {self.nbytes / 1e6:.1f} MB in "
+            f"{self.seconds.get('total', 0.0):.3f} s  {self.fingerprint}"
+        )
+        return "\n".join([head, *(_line(each) for each in self.workers)])
+
+
+def _line(each: WorkerReport) -> str:
+    stages = "  ".join(f"{stage} {seconds:.3f}s" for stage, seconds in each.seconds.items())
+    proof = f"{each.nbytes} bytes, digests equal" if each.digests_equal else "nothing proven"
+    why = f"  {each.error}" if each.error else ""
+    return f"  {each.worker}  {each.outcome}  holds {each.version}  {proof}  {stages}{why}"

@@ -1,0 +1,267 @@
+"""The workers that have joined a publisher, and what each has answered."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.engines.messages import (
+    Accept,
+    Fault,
+    Hello,
+    Progress,
+    Ready,
+    Receipt,
+    Received,
+    Refuse,
+    Refused,
+    Verdict,
+)
+from wtransfer.engines.report import WorkerInfo
+from wtransfer.errors import PeerError, PeerLostError, ProtocolError, WTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import msgspec
+
+    from wtransfer.transport.channel import Connection
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One joined worker: a connection and what it said last."""
+
+    connection: Connection
+    hello: Hello
+    generation: int = 0
+    """Generation of the last `Init` that was sent to it."""
+    ready: int = 0
+    """Generation that it has answered with `Ready`."""
+    refusal: WTransferError | None = None
+    """Why it refused the last `Init`."""
+    lost: WTransferError | None = None
+    """Set when the connection has ended."""
+    version: str | None = None
+    fingerprint: str = ""
+    state: str = "fresh"
+    num_failed: int = 0
+    """Times in a row that it could not be brought up to date."""
+
+    def __post_init__(self) -> None:
+        self.version = self.hello.version
+        self.fingerprint = self.hello.fingerprint
+        self.state = self.hello.state
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return self.hello.worker
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What a user may know of it."""
+        hello = self.hello
+        return WorkerInfo(
+            worker=hello.worker,
+            instance=hello.instance,
+            rank=hello.rank,
+            num_ranks=hello.num_ranks,
+            version=self.version,
+            fingerprint=self.fingerprint,
+            state=self.state,
+        )
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send; a lost worker shows by its connection's end, not here."""
+        try:
+            self.connection.send(message)
+        except PeerError as error:
+            logger.info("%s was not sent to %s: %s", type(message).__name__, self.name, error)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What one worker has answered in one round. Written under the roster's lock."""
+
+    worker: Worker
+    accept: Accept | None = None
+    num_received: int = 0
+    verdict: Verdict | None = None
+    receipt: Receipt | None = None
+    error: WTransferError | None = None
+    lost: bool = False
+    moved_at: float = field(default_factory=time.monotonic)
+
+
+class Roster:
+    """Workers by connection, and the answers to the rounds that are alive.
+
+    Messages come in on the channel's thread and wake whoever waits on `changed`.
+
+    Args:
+        on_join: Called, without the lock, when a worker has said hello.
+        on_receipt: Called likewise when a receipt has come in.
+    """
+
+    def __init__(
+        self,
+        on_join: Callable[[Worker], None],
+        on_receipt: Callable[[str], None],
+    ) -> None:
+        self.changed = threading.Condition()
+        self.num_dropped = 0
+        self._on_join = on_join
+        self._on_receipt = on_receipt
+        self._workers: dict[Connection, Worker] = {}
+        self._exchanges: dict[str, dict[Worker, Exchange]] = {}
+
+    # -- asked by rounds and by the publisher
+
+    def workers(self) -> list[Worker]:
+        """Return every joined worker."""
+        with self.changed:
+            return list(self._workers.values())
+
+    def instances(self) -> dict[str, list[Worker]]:
+        """Return the ranks of each instance of which every rank has joined."""
+        groups: dict[str, list[Worker]] = {}
+        for worker in self.workers():
+            groups.setdefault(worker.hello.instance, []).append(worker)
+        return {
+            name: sorted(ranks, key=lambda worker: worker.hello.rank)
+            for name, ranks in groups.items()
+            if len(ranks) == ranks[0].hello.num_ranks
+        }
+
+    def open(self, round_id: str, workers: Iterable[Worker]) -> dict[Worker, Exchange]:
+        """Begin to keep what `workers` answer in this round."""
+        with self.changed:
+            exchanges = {worker: Exchange(worker) for worker in workers}
+            self._exchanges[round_id] = exchanges
+            for exchange in exchanges.values():
+                if exchange.worker.lost is not None:
+                    exchange.lost, exchange.error = True, exchange.worker.lost
+            return exchanges
+
+    def close(self, round_id: str) -> None:
+        """Forget a round; what still comes in for it is dropped and counted."""
+        with self.changed:
+            self._exchanges.pop(round_id, None)
+
+    # -- called on the channel's thread
+
+    def on_message(self, connection: Connection, message: msgspec.Struct) -> None:
+        """Take in what a worker says."""
+        if isinstance(message, Hello):
+            self._join(connection, message)
+            return
+        worker = self._workers.get(connection)
+        if worker is None:
+            raise ProtocolError(f"{connection.peer} sends before its hello")
+        if isinstance(message, (Ready, Refused)):
+            self._engine_answer(worker, message)
+        else:
+            self._round_answer(worker, message)
+
+    def on_close(self, connection: Connection, error: Exception | None) -> None:
+        """Note that a worker is gone."""
+        with self.changed:
+            worker = self._workers.pop(connection, None)
+            if worker is None:
+                return
+            worker.lost = _lost(worker, error)
+            for exchanges in self._exchanges.values():
+                exchange = exchanges.get(worker)
+                if exchange is not None:
+                    exchange.lost, exchange.error = True, exchange.error or worker.lost
+            affected = [r for r, exchanges in self._exchanges.items() if worker in exchanges]
+            self.changed.notify_all()
+        for round_id in affected:
+            self._on_receipt(round_id)
+
+    def _join(self, connection: Connection, hello: Hello) -> None:
+        worker = Worker(connection, hello)
+        with self.changed:
+            self._check_place(hello)
+            self._workers[connection] = worker
+            self.changed.notify_all()
+        self._on_join(worker)
+
+    def _check_place(self, hello: Hello) -> None:
+        if not 0 <= hello.rank < hello.num_ranks:
+            raise ProtocolError(f"rank {hello.rank} of {hello.num_ranks} is no rank")
+        for other in self._workers.values():
+            if other.hello.instance != hello.instance:
+                continue
+            if other.hello.num_ranks != hello.num_ranks or other.hello.rank == hello.rank:
+                raise ProtocolError(
+                    f"{hello.worker} says it is rank {hello.rank} of {hello.num_ranks} of instance "
+                    f"{hello.instance}, but {other.name} is rank {other.hello.rank} of "
+                    f"{other.hello.num_ranks}"
+                )
+
+    def _engine_answer(self, worker: Worker, message: Ready | Refused) -> None:
+        with self.changed:
+            if message.generation != worker.generation:
+                self.num_dropped += 1
+            elif isinstance(message, Ready):
+                worker.ready, worker.refusal = message.generation, None
+            else:
+                worker.refusal = message.error.rebuild(worker=worker.name, phase="init")
+            self.changed.notify_all()
+
+    def _round_answer(self, worker: Worker, message: Any) -> None:
+        with self.changed:
+            exchange = self._exchanges.get(message.round_id, {}).get(worker)
+            if exchange is None:
+                self.num_dropped += 1
+                _take_late(worker, message)
+                return
+            exchange.moved_at = time.monotonic()
+            _take(exchange, message)
+            self.changed.notify_all()
+        if isinstance(message, Receipt):
+            self._on_receipt(message.round_id)
+
+
+def _take(exchange: Exchange, message: Any) -> None:
+    worker = exchange.worker
+    if isinstance(message, Accept):
+        exchange.accept = message
+    elif isinstance(message, Received):
+        # Answers come in the order of the data; a repeated one changes nothing.
+        exchange.num_received = max(exchange.num_received, message.seq + 1)
+    elif isinstance(message, Verdict):
+        exchange.verdict = message
+    elif isinstance(message, Receipt):
+        exchange.receipt = message
+        _take_late(worker, message)
+    elif isinstance(message, (Refuse, Fault)):
+        exchange.error = exchange.error or message.error.rebuild(
+            worker=worker.name,
+            round_id=message.round_id,
+            phase="plan" if isinstance(message, Refuse) else None,
+        )
+    elif not isinstance(message, Progress):
+        raise ProtocolError(f"a worker does not send {type(message).__name__}")
+
+
+def _take_late(worker: Worker, message: Any) -> None:
+    """A receipt says what the worker holds, whenever it comes."""
+    if isinstance(message, Receipt):
+        worker.version, worker.fingerprint = message.version, message.fingerprint
+        worker.state = message.state
+
+
+def _lost(worker: Worker, error: Exception | None) -> WTransferError:
+    if isinstance(error, WTransferError):
+        error.add_facts(worker=worker.name)
+        return error
+    reason = f": {error}" if error else ""
+    return PeerLostError(f"worker {worker.name} was lost{reason}", worker=worker.name)

@@ -1,0 +1,607 @@
+"""One round: plan, transfer, seal, commit, release. All or nothing until the first commit.
+
+Three kinds of threads meet here, under one lock, the roster's: the channel's, which writes what
+workers answer; the round's own, which takes the steps; and the engine's, which sends. Every wait
+of the latter two goes through `Round._await`, which ends on an answer, on a fault, on a lost peer,
+on an abort, and at the deadline. So nothing hangs, whoever dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from wtransfer.engines.messages import Abort, Commit, Data, Init, Plan, Release, Revert, Seal
+from wtransfer.engines.report import Report, WorkerReport
+from wtransfer.errors import (
+    DigestMismatchError,
+    NonfiniteError,
+    NoWorkersError,
+    RoundAbortedError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.host import hooks
+from wtransfer.manifest import Manifest, fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import msgspec
+
+    from wtransfer.engines.origin import Origin
+    from wtransfer.engines.roster import Exchange, Roster, Worker
+    from wtransfer.engines.sender import Running, Sender
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""Longest wait between two looks at the deadline."""
+INTERRUPT_GRACE_S = 1.0
+"""Seconds that an interrupted caller waits for the round to wind down."""
+
+LostPolicy = Literal["abort", "drop"]
+NonfinitePolicy = Literal["allow", "warn", "reject"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a publisher wants its rounds to be judged."""
+
+    min_workers: int = 1
+    """Fewest instances that a round may have."""
+    on_lost_worker: LostPolicy = "abort"
+    """What the loss of a worker before the commit does."""
+    nonfinite: NonfinitePolicy = "allow"
+    """What NaN or infinity in the weights does."""
+    deadline_s: float = 30.0
+    """Longest time without progress, in seconds."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What a round has proven: the update that workers hold after its commit."""
+
+    version: str
+    """Label."""
+    manifest: Manifest
+    """Pieces."""
+    digests: list[str]
+    """In plan order."""
+    fingerprint: str
+    """Identity."""
+
+
+@dataclass
+class Seat:
+    """One instance in a round: its ranks commit all or none."""
+
+    exchanges: list[Exchange]
+    settled: bool = False
+    reverting: bool = False
+    dropped: bool = False
+
+
+@dataclass
+class Clock:
+    """Seconds by phase."""
+
+    begun: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def lap(self, phase: str, since: float) -> None:
+        """Note a phase that began at `since`."""
+        self.seconds[phase] = time.monotonic() - since
+
+    def total(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+
+class Round:
+    """A round under way: wait for it with `packed` and `result`, end it with `abort`.
+
+    Args:
+        version: Label.
+        sender: The trainer's engine.
+        roster: The workers.
+        instances: Which of them take part, by instance.
+        rules: How to judge.
+        origin: Which engine workers must have.
+        sealed: An update that was committed before and is sent again; None: the source's.
+        on_done: Called when the round is over, on its thread.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        *,
+        sender: Sender,
+        roster: Roster,
+        instances: dict[str, list[Worker]],
+        rules: Rules,
+        origin: Origin,
+        sealed: Sealed | None = None,
+        on_done: Callable[[Round], None],
+    ) -> None:
+        self.version = version
+        self.round_id = secrets.token_hex(8)
+        self.phase = "init"
+        self.sealed = sealed
+        self.is_resend = sealed is not None
+        self.members = frozenset(worker for ranks in instances.values() for worker in ranks)
+        self._sender = sender
+        self._roster = roster
+        self._rules = rules
+        self._origin = origin
+        self._on_done = on_done
+        self._manifest = sealed.manifest if sealed else Manifest(())
+        self._clock = Clock()
+        self._packed_s: float | None = None
+        self._num_sent = 0
+        self._send_lock = threading.Lock()
+        self._running: Running | None = None
+        self._aborted: WTransferError | None = None
+        self._failure: WTransferError | None = None
+        self._report: Report | None = None
+        self._done = threading.Event()
+        opened = roster.open(self.round_id, self.members)
+        self._seats = [Seat([opened[worker] for worker in ranks]) for ranks in instances.values()]
+        self._thread = threading.Thread(target=self._run, name="wtransfer-round", daemon=True)
+
+    # -- for the caller
+
+    def start(self) -> None:
+        """Begin, on a thread of the round's own."""
+        self._thread.start()
+
+    def packed(self, timeout_s: float | None = None) -> None:
+        """Wait until the trainer may change its weights again.
+
+        Raises:
+            WTransferError: The round failed before that; the trainer may go on as well.
+            StallError: `timeout_s` seconds have passed.
+        """
+        with self._roster.changed:
+            ended = self._roster.changed.wait_for(
+                lambda: self._packed_s is not None or self._done.is_set(), timeout_s
+            )
+        if not ended:
+            raise StallError(f"not packed within {timeout_s} s", round_id=self.round_id)
+        if self._packed_s is None and self._failure is not None:
+            raise self._failure
+
+    def result(self, timeout_s: float | None = None) -> Report:
+        """Wait for the end and return the report.
+
+        Raises:
+            WTransferError: The round was aborted; every worker is on its old version.
+            StallError: `timeout_s` seconds have passed; the round goes on.
+        """
+        try:
+            ended = self._done.wait(timeout_s)
+        except BaseException as interruption:
+            self.abort(f"interrupted by {type(interruption).__name__}")
+            self._done.wait(INTERRUPT_GRACE_S)
+            raise
+        if not ended:
+            raise StallError(f"the round has not ended in {timeout_s} s", round_id=self.round_id)
+        if self._failure is not None:
+            raise self._failure
+        assert self._report is not None
+        return self._report
+
+    def abort(self, reason: str = "aborted by the caller") -> None:
+        """End the round before its commit. Later, or a second time, this does nothing."""
+        with self._roster.changed:
+            if self._aborted is None:
+                self._aborted = RoundAbortedError(
+                    f"the round was aborted: {reason}",
+                    round_id=self.round_id,
+                    version=self.version,
+                    phase=self.phase,
+                )
+            self._roster.changed.notify_all()
+
+    @property
+    def done(self) -> bool:
+        """Whether the round is over."""
+        return self._done.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the round was ended before its commit."""
+        return self._failure is not None
+
+    @property
+    def committing(self) -> bool:
+        """Whether commits have been sent: from here the round only goes forward."""
+        return self.phase in ("commit", "over")
+
+    # -- for the engine, by way of its client
+
+    def init_workers(self, init_info: dict[str, Any]) -> None:
+        """Have every worker make its engine; returns when all are ready."""
+        self._sender.worker_init_info = init_info
+        self._sender.members = self.members
+        self._origin.generation += 1
+        self._send_init()
+
+    def deliver(self, update_info: dict[str, Any]) -> None:
+        """Have every worker receive once; returns when all have."""
+        with self._send_lock:
+            # Numbered and queued under one lock: every worker sees the numbers in order.
+            self.check()
+            number = self._num_sent
+            self._num_sent += 1
+            self._broadcast(Data(self.round_id, number, update_info))
+        self._await(lambda exchange: exchange.num_received > number, "an update's receipt")
+
+    def check(self) -> None:
+        """Raise if the round has failed."""
+        with self._roster.changed:
+            self._raise_fault()
+
+    def wake(self) -> None:
+        """Let the round look again: something that it waits for may have happened."""
+        with self._roster.changed:
+            self._roster.changed.notify_all()
+
+    # -- the steps
+
+    def _run(self) -> None:
+        hooks.notify("wtransfer_round_started", worker=None, **self._identity())
+        try:
+            self._prepare()
+            self._plan()
+            self._transfer()
+            self._seal()
+            self._begin_commit()
+        except BaseException as error:
+            self._fail(error)
+        else:
+            self._commit()
+        finally:
+            self._finish()
+
+    def _prepare(self) -> None:
+        if not self._sender.started:
+            self._supervise(self._sender.start(self), "trainer_init")
+        self._send_init()
+
+    def _send_init(self) -> None:
+        origin = self._origin
+        info = self._sender.worker_init_info
+        if info is None:
+            raise RoundAbortedError("the trainer's engine has not initialised its workers")
+        for index, seat in enumerate(self._live_seats()):
+            for exchange in seat.exchanges:
+                send_init(exchange.worker, origin, info, index, len(self._seats))
+        self._await(lambda exchange: exchange.worker.ready == origin.generation, "engine init")
+
+    def _plan(self) -> None:
+        begun = time.monotonic()
+        self.phase = "plan"
+        if self.sealed is None:
+            self._manifest = self._sender.source.plan()
+        self._broadcast(Plan(self.round_id, self.version, self._manifest))
+        self._await(lambda exchange: exchange.accept is not None, "the plan's acceptance")
+        self._clock.lap("plan", begun)
+
+    def _transfer(self) -> None:
+        begun = time.monotonic()
+        self.phase = "transfer"
+        send = self._sender.resend if self.is_resend else self._sender.send
+        self._supervise(send(self), "the transfer")
+        with self._roster.changed:
+            self._packed_s = self._clock.total()
+            self._roster.changed.notify_all()
+        self._clock.lap("transfer", begun)
+
+    def _seal(self) -> None:
+        begun = time.monotonic()
+        self.phase = "seal"
+        if self.sealed is None:
+            self._judge_nonfinite()
+            digests = self._sender.source.digests()
+            identity = fingerprint(self._manifest, digests)
+            self.sealed = Sealed(self.version, self._manifest, digests, identity)
+        self._broadcast(Seal(self.round_id, self.sealed.digests))
+        self._await(lambda exchange: exchange.verdict is not None, "a verdict")
+        self._check_verdicts(self.sealed.digests)
+        self._clock.lap("seal", begun)
+
+    def _judge_nonfinite(self) -> None:
+        found = self._sender.source.nonfinite
+        if not found or self._rules.nonfinite == "allow":
+            return
+        name, count = next(iter(found.items()))
+        text = f"{len(found)} tensors hold NaN or infinity, first {name!r} with {count} elements"
+        if self._rules.nonfinite == "reject":
+            raise NonfiniteError(f"{text}; the policy is 'reject'", piece=name)
+        logger.warning("%s: %s", self.version, text)
+
+    def _check_verdicts(self, digests: list[str]) -> None:
+        # A worker compares by itself. That its own digests are looked at here as well means that
+        # no worker is believed on its word.
+        for exchange in self._live():
+            verdict = exchange.verdict
+            if verdict is None or verdict.digests != digests:
+                raise DigestMismatchError(
+                    f"the verdict of {exchange.worker.name} has other digests than the seal",
+                    worker=exchange.worker.name,
+                )
+
+    def _begin_commit(self) -> None:
+        with self._roster.changed:
+            # Under the lock: whatever ends the round comes before this line or has come too late.
+            self._raise_fault()
+            self.phase = "commit"
+
+    def _commit(self) -> None:
+        begun = time.monotonic()
+        self._broadcast(Commit(self.round_id))
+        end = begun + self._rules.deadline_s
+        with self._roster.changed:
+            while not all(seat.settled for seat in self._live_seats()):
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._roster.changed.wait(left)
+        self._clock.lap("commit", begun)
+
+    def on_receipt(self) -> bool:
+        """Release or revert what can be settled; return whether everything is.
+
+        Called on the channel's thread for every receipt and lost worker, also after the end: a
+        worker whose commit was pending may still apply it.
+        """
+        if not self.committing:
+            return False
+        with self._roster.changed:
+            for seat in self._live_seats():
+                if not seat.settled:
+                    self._settle(seat)
+            self._roster.changed.notify_all()
+            return all(seat.settled for seat in self._live_seats())
+
+    def _settle(self, seat: Seat) -> None:
+        ranks = seat.exchanges
+        if not all(each.receipt is not None or each.lost for each in ranks):
+            return
+        committed = [each for each in ranks if _outcome(each) == "committed"]
+        if len(committed) == len(ranks):
+            seat.settled = True
+            _send_each(committed, Release(self.round_id))
+        elif not committed or all(each.lost for each in committed):
+            seat.settled = True
+        elif not seat.reverting:
+            seat.reverting = True
+            failed = next(each for each in ranks if _outcome(each) != "committed")
+            reason = f"rank {failed.worker.hello.rank} of the instance: {_outcome(failed)}"
+            _send_each(committed, Revert(self.round_id, reason))
+
+    # -- waiting
+
+    def _await(self, done: Callable[[Exchange], bool], what: str) -> None:
+        """Wait until every live worker has done something; raise what ends the round."""
+        begun = time.monotonic()
+        with self._roster.changed:
+            while True:
+                self._raise_fault()
+                waiting = [exchange for exchange in self._live() if not done(exchange)]
+                if not waiting:
+                    return
+                self._check_stall(waiting, begun, what)
+                self._roster.changed.wait(TICK_S)
+
+    def _supervise(self, running: Running, what: str) -> None:
+        """Wait for a call into the trainer's engine; raise what ends the round."""
+        self._running = running
+        begun = time.monotonic()
+        with self._roster.changed:
+            while not running.done:
+                self._raise_fault()
+                self._check_engine_stall(begun, what)
+                self._roster.changed.wait(TICK_S)
+            # A worker's fault is the cause of what the engine then raises, not the other way round.
+            self._raise_fault()
+        if running.error is not None:
+            raise running.error
+
+    def _raise_fault(self) -> None:
+        if self._aborted is not None and not self.committing:
+            raise self._aborted
+        for seat in self._live_seats():
+            for exchange in seat.exchanges:
+                error = exchange.error or _refusal(exchange.worker, self._origin)
+                if error is not None and not self._drops(seat, exchange):
+                    error.add_facts(
+                        worker=exchange.worker.name,
+                        round_id=self.round_id,
+                        version=self.version,
+                        phase=self.phase,
+                    )
+                    raise error
+
+    def _drops(self, seat: Seat, exchange: Exchange) -> bool:
+        """Go on without a lost worker's instance, where the rules allow it."""
+        if not exchange.lost or self._rules.on_lost_worker != "drop":
+            return False
+        if len(list(self._live_seats())) <= self._rules.min_workers:
+            return False
+        seat.dropped = True
+        _send_each(seat.exchanges, Abort(self.round_id, f"{exchange.worker.name} was lost"))
+        return True
+
+    def _check_stall(self, waiting: list[Exchange], begun: float, what: str) -> None:
+        """Call a worker stalled that neither moves nor is still being fed by a moving trainer."""
+        fed_at = max(begun, self._sender.source.moved_at)
+        for exchange in waiting:
+            idle_s = time.monotonic() - max(exchange.moved_at, fed_at)
+            if idle_s > self._rules.deadline_s:
+                exchange.lost = True
+                exchange.error = StallError(
+                    f"{exchange.worker.name} made no progress on {what} for "
+                    f"{self._rules.deadline_s:g} s",
+                    worker=exchange.worker.name,
+                    seconds=self._rules.deadline_s,
+                )
+                self._raise_fault()
+
+    def _check_engine_stall(self, begun: float, what: str) -> None:
+        moved = max((each.moved_at for each in self._live()), default=begun)
+        idle_s = time.monotonic() - max(begun, moved, self._sender.source.moved_at)
+        if idle_s > self._rules.deadline_s:
+            raise StallError(
+                f"the trainer's engine {self._sender.name!r} made no progress on {what} for "
+                f"{self._rules.deadline_s:g} s",
+                plugin=self._sender.plugin,
+                round_id=self.round_id,
+                phase=self.phase,
+                seconds=self._rules.deadline_s,
+            )
+
+    # -- ending
+
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, WTransferError) else _unexpected(error)
+        failure.add_facts(round_id=self.round_id, version=self.version, phase=self.phase)
+        self._failure = failure
+        with self._roster.changed:
+            # From here on the client and the source raise, which lets the engine's call end.
+            self._aborted = self._aborted or failure
+        for seat in self._seats:
+            _send_each(seat.exchanges, Abort(self.round_id, str(failure)))
+        if self._running is not None:
+            self._sender.unblock(self._running, str(failure))
+        self._roster.close(self.round_id)
+        hooks.notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
+
+    def _finish(self) -> None:
+        committed = self._failure is None
+        if not self.is_resend:
+            self._sender.finished(committed=committed)
+        if committed:
+            self._report = report = self._make_report()
+            if report.ok:
+                facts = {**self._identity(), "fingerprint": report.fingerprint}
+                hooks.notify("wtransfer_weights_committed", worker=None, **facts)
+        self.phase = "over"
+        self._on_done(self)
+        self._done.set()
+        self.wake()
+
+    def _identity(self) -> dict[str, str]:
+        return {"round_id": self.round_id, "version": self.version}
+
+    def _make_report(self) -> Report:
+        assert self.sealed is not None
+        self._clock.seconds["total"] = self._clock.total()
+        ranks = [exchange for seat in self._seats for exchange in seat.exchanges]
+        reports = [_worker_report(exchange, self.sealed) for exchange in ranks]
+        others = [w for w in self._roster.workers() if w not in self.members]
+        return Report(
+            version=self.version,
+            fingerprint=self.sealed.fingerprint,
+            round_id=self.round_id,
+            nbytes=self._manifest.nbytes,
+            workers=tuple(reports + [_bystander(w, self.sealed) for w in others]),
+            seconds=self._clock.seconds,
+            packed_s=self._packed_s or 0.0,
+            nonfinite=dict(self._sender.source.nonfinite),
+        )
+
+    def _live_seats(self) -> Iterator[Seat]:
+        return (seat for seat in self._seats if not seat.dropped)
+
+    def _live(self) -> Iterator[Exchange]:
+        return (exchange for seat in self._live_seats() for exchange in seat.exchanges)
+
+    def _broadcast(self, message: msgspec.Struct) -> None:
+        _send_each(self._live(), message)
+
+
+def send_init(
+    worker: Worker, origin: Origin, init_info: dict[str, Any], index: int, num_instances: int
+) -> None:
+    """Ask a worker for the engine of this generation, once."""
+    if worker.generation == origin.generation:
+        return
+    worker.generation, worker.refusal = origin.generation, None
+    worker.send(
+        Init(
+            generation=origin.generation,
+            engine=origin.engine,
+            distribution=origin.distribution,
+            engine_version=origin.engine_version,
+            data_parallel_index=index,
+            data_parallel_size=num_instances,
+            init_info=init_info,
+        )
+    )
+
+
+def too_few(found: int, wanted: int) -> NoWorkersError:
+    """Return the error for a fleet that is too small."""
+    return NoWorkersError(
+        f"{found} workers have joined, {wanted} are needed (ranks of one instance count as one); "
+        "start them with join= the publisher's address, or wait with wait_for_workers()"
+    )
+
+
+def _send_each(exchanges: Iterable[Exchange], message: msgspec.Struct) -> None:
+    for exchange in exchanges:
+        exchange.worker.send(message)
+
+
+def _refusal(worker: Worker, origin: Origin) -> WTransferError | None:
+    return worker.refusal if worker.generation == origin.generation else None
+
+
+def _outcome(exchange: Exchange) -> str:
+    if exchange.receipt is not None:
+        return exchange.receipt.outcome
+    return "lost" if exchange.lost else "pending"
+
+
+def _worker_report(exchange: Exchange, sealed: Sealed) -> WorkerReport:
+    worker, verdict, receipt = exchange.worker, exchange.verdict, exchange.receipt
+    error = exchange.error
+    if receipt is not None and receipt.error is not None:
+        error = receipt.error.rebuild(worker=worker.name)
+    return WorkerReport(
+        worker=worker.name,
+        instance=worker.hello.instance,
+        rank=worker.hello.rank,
+        outcome=_outcome(exchange),
+        version=worker.version,
+        fingerprint=worker.fingerprint,
+        digests_equal=verdict is not None and verdict.digests == sealed.digests,
+        nbytes=verdict.nbytes if verdict else 0,
+        seconds={**(verdict.seconds if verdict else {}), **(receipt.seconds if receipt else {})},
+        notes=exchange.accept.notes if exchange.accept else [],
+        error=error,
+    )
+
+
+def _bystander(worker: Worker, sealed: Sealed) -> WorkerReport:
+    """Report a worker that joined after the plan, or whose instance is not complete."""
+    return WorkerReport(
+        worker=worker.name,
+        instance=worker.hello.instance,
+        rank=worker.hello.rank,
+        outcome="behind" if worker.fingerprint != sealed.fingerprint else "committed",
+        version=worker.version,
+        fingerprint=worker.fingerprint,
+    )
+
+
+def _unexpected(error: BaseException) -> WTransferError:
+    failure = RoundAbortedError(f"the round failed on {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,98 @@
+"""Whether an update fits a target: names, dtypes, shapes, and that nothing is missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wtransfer.errors import ManifestError, SchemaError
+from wtransfer.manifest import WHOLE, Manifest, Piece
+from wtransfer.transport.tensors import dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from wtransfer.engines.interface import TensorSpec
+
+MAX_LISTED = 20
+"""Mismatches that an error lists."""
+
+
+def canonical_names(schema: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Return every name and alias of a schema -> the name that stands for the storage."""
+    return {alias: name for name, spec in schema.items() for alias in (name, *spec.aliases)}
+
+
+def check_fit(manifest: Manifest, schema: Mapping[str, TensorSpec], *, cast: bool) -> bool:
+    """Raise unless every piece has its place in the target and every place gets its piece.
+
+    Args:
+        manifest: The update, already valid in itself.
+        schema: The target.
+        cast: Whether one floating dtype may take another at apply.
+
+    Returns:
+        Whether a cast will be needed.
+
+    Raises:
+        SchemaError: With one line per mismatch: every name, wanted and got (first 20).
+        ManifestError: The update uses slices or patches, which are not supported yet.
+    """
+    _check_whole(manifest)
+    names = canonical_names(schema)
+    wrong: list[str] = []
+    casts = False
+    for piece in manifest.pieces:
+        spec = schema[names[piece.name]] if piece.name in names else None
+        line = _mismatch(piece, spec, cast=cast)
+        if line:
+            wrong.append(line)
+        elif spec is not None:
+            casts |= piece.dtype != dtype_name(spec.dtype)
+    covered = {names[piece.name] for piece in manifest.pieces if piece.name in names}
+    wrong += [
+        f"{name}: wanted {dtype_name(spec.dtype)} {list(spec.shape)}, got nothing"
+        for name, spec in schema.items()
+        if name not in covered
+    ]
+    if wrong:
+        raise _schema_error(wrong)
+    return casts
+
+
+def _check_whole(manifest: Manifest) -> None:
+    if manifest.coverage != "full":
+        raise ManifestError(
+            f"updates with coverage {manifest.coverage!r} are not supported, only 'full'"
+        )
+    sliced = next((piece for piece in manifest.pieces if piece.slice != WHOLE), None)
+    if sliced is not None:
+        raise ManifestError(
+            f"piece {sliced.name!r} is the slice {sliced.slice!r}; only whole tensors are supported",
+            piece=sliced.name,
+        )
+
+
+def _mismatch(piece: Piece, spec: TensorSpec | None, *, cast: bool) -> str | None:
+    got = f"{piece.dtype} {list(piece.shape)}"
+    if spec is None:
+        return f"{piece.name}: wanted nothing (the target has no such name), got {got}"
+    if piece.shape == tuple(spec.shape) and _dtype_fits(piece, spec, cast=cast):
+        return None
+    return f"{piece.name}: wanted {dtype_name(spec.dtype)} {list(spec.shape)}, got {got}"
+
+
+def _dtype_fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
+    if piece.dtype == dtype_name(spec.dtype):
+        return True
+    wire = torch_dtype(piece.dtype)
+    return cast and wire.is_floating_point and spec.dtype.is_floating_point
+
+
+def _schema_error(wrong: list[str]) -> SchemaError:
+    listed = "\n  ".join(wrong[:MAX_LISTED])
+    more = f"\n  ... and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+    return SchemaError(
+        f"the update does not fit the target in {len(wrong)} of its names:\n  {listed}{more}",
+        mismatches=wrong[:MAX_LISTED],
+        piece=wrong[0].partition(": ")[0],
+    )

@@ -1,0 +1,147 @@
+"""Engine ``shm``, worker side: one staged copy per host, mapped by every worker.
+
+1. T (`ShmTrainerEngine`) copies each tensor into a segment of anonymous shared memory, digesting
+   it in the same pass, and announces bucket after bucket while it goes on copying.
+2. W borrows the segment by descriptor, maps it privately and afresh, and hands out views.
+3. The session digests the views. By adopting them, the model's parameters point into the mapping.
+4. The lease ends when the last view is gone; only then does T write to that segment again.
+
+Linux, one host, one user. Nothing has a name in the file system, so nothing can be left behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from wtransfer.engines.interface import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from wtransfer.errors import ManifestError, NotInitializedError
+from wtransfer.manifest import DTYPES
+from wtransfer.transport.handover import Borrower
+from wtransfer.transport.memory import populate
+from wtransfer.transport.tensors import tensor_from
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Iterator
+
+    import torch
+
+    from wtransfer.config import HasBackend, ParallelConfig
+    from wtransfer.engines.interface import LoadWeights
+
+CONNECT_TIMEOUT_S = 10.0
+"""Longest wait for the trainer's process when a segment is borrowed."""
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Where segments are handed over."""
+
+    address: str
+    """Abstract Unix socket of the trainer's lender."""
+    secret: str
+    """Proves that the worker was told the address by the trainer."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket: tensors that lie in a segment. All lists have the same length."""
+
+    segment: int
+    """Which segment."""
+    names: list[str] = field(default_factory=list)
+    """Names of the tensors."""
+    dtype_names: list[str] = field(default_factory=list)
+    """Wire dtypes."""
+    shapes: list[list[int]] = field(default_factory=list)
+    """Shapes."""
+    offsets: list[int] = field(default_factory=list)
+    """First byte of each tensor in the segment."""
+    start: int = 0
+    """First byte of the bucket."""
+    nbytes: int = 0
+    """Bytes of the bucket."""
+
+    def __post_init__(self) -> None:
+        lengths = {
+            name: len(getattr(self, name)) for name in ("names", "dtype_names", "shapes", "offsets")
+        }
+        odd = [name for name, length in lengths.items() if length != lengths["names"]]
+        if odd:
+            raise ValueError(
+                f"`{odd[0]}` has {lengths[odd[0]]} entries, `names` has {lengths['names']}"
+            )
+        unknown = next((name for name in self.dtype_names if name not in DTYPES), None)
+        if unknown is not None:
+            raise ManifestError(f"{unknown!r:.80} is no wire dtype")
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Maps what the trainer has staged on this host.
+
+    Args:
+        config: Names the backend.
+        parallel_config: Not needed: every worker maps the same memory.
+    """
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    trainer_cls = "wtransfer.engines.shm_trainer:ShmTrainerEngine"
+    tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
+
+    def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
+        super().__init__(config, parallel_config)
+        self._borrower: Borrower | None = None
+        self._mapped: tuple[int, mmap.mmap] | None = None
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Connect to the trainer's lender.
+
+        Raises:
+            PeerLostError: Nobody lends there: another host, or the trainer is gone.
+        """
+        self._borrower = Borrower(init_info.address, init_info.secret, CONNECT_TIMEOUT_S)
+
+    def start_weight_update(self) -> None:
+        """Forget the mapping of the round before: each round maps afresh.
+
+        A page that this process wrote to is its own from then on; the old mapping would go on
+        showing it after the trainer has rewritten the segment.
+        """
+        self._mapped = None
+
+    def receive_weights(self, update_info: ShmUpdateInfo, load_weights: LoadWeights) -> None:
+        """Hand out views of one bucket."""
+        mapping = self._mapping(update_info.segment)
+        # In bulk, and only what has been written: a page fault per 4 KiB would cost more.
+        populate(mapping, update_info.start, update_info.nbytes)
+        load_weights(_views(mapping, update_info))
+
+    def finish_weight_update(self) -> None:
+        """Let go of the mapping: from here it lives as long as the views."""
+        self._mapped = None
+
+    def shutdown(self) -> None:
+        """Disconnect; memory that a model still points to stays leased."""
+        self._mapped = None
+        if self._borrower is not None:
+            self._borrower.close()
+            self._borrower = None
+
+    def _mapping(self, segment: int) -> mmap.mmap:
+        if self._borrower is None:
+            raise NotInitializedError("not initialized: call init_transfer_engine first")
+        if self._mapped is None or self._mapped[0] != segment:
+            self._mapped = (segment, self._borrower.borrow(segment).mapping)
+        return self._mapped[1]
+
+
+def _views(mapping: mmap.mmap, info: ShmUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+    rows = zip(info.names, info.offsets, info.dtype_names, info.shapes, strict=True)
+    for name, offset, dtype, shape in rows:
+        yield name, tensor_from(mapping, offset, dtype, shape)

@@ -1,0 +1,298 @@
+"""Every exception a caller may catch.
+
+Each class is a `WTransferError` and the built-in that fits, so that both ``except WTransferError``
+and ordinary handlers work. Facts (worker, round, piece, plug-in, ...) are attributes; those that
+locate the failure are appended to the text, so that whoever learns them adds them once
+(`WTransferError.add_facts`) and nobody formats them twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeAlias
+
+Fact: TypeAlias = "str | int | float | bool | list[str] | None"
+"""What a fact may be when it travels to another process."""
+
+
+class WTransferError(Exception):
+    """Base of all errors raised by wtransfer.
+
+    Args:
+        message: The sentence: what failed, expected and got, what exists, what to do.
+        **facts: Kept as attributes.
+    """
+
+    located_by: ClassVar[tuple[str, ...]] = ("plugin", "worker", "round_id", "version", "phase")
+    """Facts that are appended to the text, in this order."""
+
+    plugin: str | None = None
+    """Backend, as ``kind:name``, that the failure belongs to."""
+    worker: str | None = None
+    """Peer that failed or reported the failure."""
+    round_id: str | None = None
+    """Round in which it happened."""
+    version: str | None = None
+    """Label of the update."""
+    phase: str | None = None
+    """Step of the round: plan, transfer, seal, commit or release."""
+    piece: str | None = None
+    """Tensor concerned; the first, where there are several."""
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.add_facts(**facts)
+
+    def add_facts(self, **facts: Any) -> None:
+        """Set facts that are not known yet; what is known stays as it is."""
+        for name, value in facts.items():
+            if getattr(self, name, None) is None:
+                setattr(self, name, value)
+
+    def __str__(self) -> str:
+        located = [
+            f"{name.removesuffix('_id')} {getattr(self, name)}"
+            for name in self.located_by
+            if getattr(self, name) is not None and str(getattr(self, name)) not in self.message
+        ]
+        return f"{self.message} [{', '.join(located)}]" if located else self.message
+
+
+# -- plug-ins ---------------------------------------------------------------------------------
+
+
+class PluginError(WTransferError):
+    """A backend could not be found, chosen, loaded or trusted; only this name is affected."""
+
+    kind: str | None = None
+    """Word of the group: engines, connectors or specs."""
+    name: str | None = None
+    """Name as it was asked for."""
+    distribution: str | None = None
+    """Distribution that declares the backend."""
+    distribution_version: str | None = None
+    """Its version."""
+
+
+class RegistrationError(PluginError, ValueError):
+    """A registration at run time is not complete: what is missing stands in the text."""
+
+
+class AlreadyRegisteredError(RegistrationError):
+    """A name was registered twice at run time, or hides a built-in."""
+
+
+class PluginSettingError(PluginError, ValueError):
+    """An environment variable that chooses among plug-ins cannot be read; nothing is guessed."""
+
+
+class UnknownBackendError(PluginError, LookupError, ValueError):
+    """No backend has this name here; the text lists those that exist."""
+
+    available: tuple[str, ...] = ()
+    """Names that exist."""
+
+
+class PluginNotInstalledError(UnknownBackendError):
+    """The name belongs to a distribution that is not installed; the text says which."""
+
+
+class PluginBlockedError(PluginError, ValueError):
+    """The backend exists and is excluded by ``WTRANSFER_PLUGINS`` or ``WTRANSFER_PLUGINS_BLOCK``."""
+
+
+class PluginAmbiguousError(PluginError, ValueError):
+    """Several distributions offer the name; the text shows the pin to write."""
+
+
+class PluginBrokenError(PluginError, ImportError):
+    """The backend's module or class could not be loaded; the cause is kept."""
+
+
+class PluginTypeError(PluginError, TypeError, AssertionError):
+    """The loaded object is not what its group requires."""
+
+
+class PluginIncompatibleError(PluginError, RuntimeError):
+    """The plug-in asks for another version of wtransfer."""
+
+
+# -- what an update consists of ---------------------------------------------------------------
+
+
+class ManifestError(WTransferError, ValueError):
+    """A manifest that no worker could take: names, dtypes, shapes or counts are not valid."""
+
+
+class SchemaError(WTransferError, ValueError):
+    """Valid pieces that do not fit the target: other names, dtypes or shapes."""
+
+    mismatches: list[str] | None = None
+    """One line per piece: name, wanted, got."""
+
+
+class IncompleteUpdateError(WTransferError, ValueError):
+    """Pieces of the plan never arrived."""
+
+    missing: list[str] | None = None
+    """Their names."""
+
+
+class DigestMismatchError(WTransferError, ValueError):
+    """Pieces arrived with other bytes than the trainer digested."""
+
+    pieces: list[str] | None = None
+    """Their names."""
+
+
+class NonfiniteError(WTransferError, ValueError):
+    """The weights hold NaN or infinity and the policy is ``reject``."""
+
+
+class SourceError(WTransferError, ValueError):
+    """A weight source contradicts itself: its iteration differs from its metadata."""
+
+
+class StagingMemoryError(WTransferError, MemoryError):
+    """There is not enough memory to stage the update."""
+
+
+# -- rounds -----------------------------------------------------------------------------------
+
+
+class NoWorkersError(WTransferError, RuntimeError):
+    """Fewer workers have joined than the round needs."""
+
+
+class RoundBusyError(WTransferError, RuntimeError):
+    """Another round is active, or a commit is pending; the text names holder and age."""
+
+
+class RoundAbortedError(WTransferError, RuntimeError):
+    """The round was ended before its commit; every worker keeps its old version."""
+
+
+class CommitError(WTransferError, RuntimeError):
+    """Applying a verified update failed; the old version was restored unless `restored` is false."""
+
+    restored: bool = True
+    """Whether the worker holds the version it had before."""
+
+
+class EngineError(WTransferError, RuntimeError):
+    """An engine raised something of its own; type and text are kept."""
+
+
+class NotInitializedError(WTransferError, RuntimeError):
+    """An engine was used before it was initialised."""
+
+
+class ClosedError(WTransferError, RuntimeError):
+    """The object was closed."""
+
+
+class ForkedError(WTransferError, RuntimeError):
+    """The object belongs to the parent process; make a new one after ``fork()``."""
+
+
+# -- peers ------------------------------------------------------------------------------------
+
+
+class PeerError(WTransferError, ConnectionError):
+    """Base of what goes wrong between two processes."""
+
+
+class PeerLostError(PeerError):
+    """The peer's process or connection ended."""
+
+
+class AuthenticationError(PeerError):
+    """The peer could not prove that it knows the token, or belongs to another user."""
+
+
+class ProtocolError(PeerError):
+    """The peer speaks another protocol, or breaks this one; both versions are named."""
+
+
+class ChecksumError(PeerError):
+    """A frame arrived with flipped bits."""
+
+
+class TruncatedError(PeerError, EOFError):
+    """The peer's bytes ended in the middle of a frame or payload."""
+
+
+class LimitError(PeerError, ValueError):
+    """The peer announced more than is allowed; nothing was allocated for it."""
+
+
+class AddressError(WTransferError, ValueError):
+    """An address that cannot be understood, listened at or dialed from here."""
+
+
+class AddressInUseError(WTransferError, OSError):
+    """Somebody listens at this address already."""
+
+
+class SegmentGoneError(PeerError, LookupError):
+    """The peer does not lend this shared segment (any more): its round is over."""
+
+
+class DescriptorLimitError(WTransferError, OSError):
+    """No file descriptor is left, in this process or on this machine."""
+
+
+class StallError(WTransferError, TimeoutError):
+    """A peer or a step made no progress within its deadline."""
+
+    seconds: float | None = None
+    """The deadline, in seconds."""
+
+
+class RemoteError(WTransferError, RuntimeError):
+    """A peer reported an error of a class that this version does not know."""
+
+
+def _subclasses(cls: type[WTransferError]) -> dict[str, type[WTransferError]]:
+    found = {cls.__name__: cls}
+    for sub in cls.__subclasses__():
+        found |= _subclasses(sub)
+    return found
+
+
+# A closed table: a peer's word selects among these and never among anything else.
+_BY_NAME = _subclasses(WTransferError)
+_LOCAL_ATTRIBUTES = frozenset({"message"})
+
+
+def to_wire(error: BaseException) -> tuple[str, str, dict[str, Fact]]:
+    """Describe an error for another process.
+
+    Returns:
+        Class name, message and the facts that are plain data. Errors that are not ours become an
+        `EngineError` that states type and text.
+    """
+    if not isinstance(error, WTransferError) or type(error).__name__ not in _BY_NAME:
+        return EngineError.__name__, f"{type(error).__name__}: {error}", {}
+    facts = {
+        name: value
+        for name, value in vars(error).items()
+        if name not in _LOCAL_ATTRIBUTES and isinstance(value, (str, int, float, list))
+    }
+    return type(error).__name__, error.message, facts
+
+
+def from_wire(kind: str, message: str, facts: dict[str, Fact]) -> WTransferError:
+    """Rebuild an error that a peer described; unknown classes become `RemoteError`.
+
+    Args:
+        kind: Class name.
+        message: The peer's sentence.
+        facts: Facts; names that the class does not declare are dropped.
+    """
+    cls = _BY_NAME.get(kind)
+    if cls is None:
+        return RemoteError(f"{kind}: {message}")
+    declared = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", {})}
+    known = {name: value for name, value in facts.items() if name in declared}
+    return cls(message, **known)

@@ -1,0 +1,195 @@
+"""What one update consists of: pieces, dtypes from a closed table, sizes, digests, fingerprint.
+
+Plain data without torch: a peer's manifest is judged here, before a byte is allocated for it.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from wtransfer.errors import ManifestError
+
+DTYPES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Wire dtypes and their item size in bytes. A peer's dtype is looked up here and nowhere else."""
+
+MAX_PIECES = 262_144
+"""Most pieces of one update."""
+MAX_NAME_NBYTES = 512
+"""Longest piece name, in UTF-8 bytes."""
+MAX_RANK = 16
+"""Most dimensions of a piece."""
+MAX_NBYTES = 2**63 - 1
+"""Largest piece or update, in bytes."""
+DIGEST_LENGTH = 32
+"""Hexadecimal digits of a digest, for every algorithm."""
+
+Algorithm = Literal["xxh3-128", "wsum64"]
+Coverage = Literal["full", "slice", "patch"]
+WHOLE = "whole"
+"""The slice of a piece that is the entire tensor."""
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of an update, in the form in which it travels."""
+
+    name: str
+    """Name in the trainer's schema."""
+    dtype: str
+    """Key of `DTYPES`."""
+    shape: tuple[int, ...]
+    """Dimensions; ``()`` for a scalar."""
+    slice: str = WHOLE
+    """Which part of the tensor; only ``"whole"`` so far."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece."""
+        return math.prod(self.shape) * DTYPES[self.dtype]
+
+    def check(self) -> None:
+        """Raise unless the piece is one that could be allocated.
+
+        Raises:
+            ManifestError: Bad name, unknown dtype, bad or too large dimensions.
+        """
+        self._check_name()
+        if self.dtype not in DTYPES:
+            raise ManifestError(
+                f"piece {self.name!r} has dtype {_short(self.dtype)}, which is not one of "
+                f"{', '.join(DTYPES)}",
+                piece=self.name,
+            )
+        self._check_shape()
+
+    def _check_name(self) -> None:
+        if not isinstance(self.name, str) or not self.name or "\0" in self.name:
+            raise ManifestError(f"{_short(self.name)} is not a piece name")
+        if len(self.name.encode("utf-8", "surrogatepass")) > MAX_NAME_NBYTES:
+            raise ManifestError(
+                f"piece name {_short(self.name)} is longer than {MAX_NAME_NBYTES} bytes"
+            )
+
+    def _check_shape(self) -> None:
+        if len(self.shape) > MAX_RANK:
+            raise ManifestError(
+                f"piece {self.name!r} has {len(self.shape)} dimensions, at most {MAX_RANK} are "
+                "allowed",
+                piece=self.name,
+            )
+        for size in self.shape:
+            # bool is an int to isinstance; a dimension of True is a mistake all the same.
+            if type(size) is not int or size < 0:
+                raise ManifestError(
+                    f"piece {self.name!r} has dimension {size!r}, expected an integer >= 0",
+                    piece=self.name,
+                )
+        if self.nbytes > MAX_NBYTES:
+            raise ManifestError(
+                f"piece {self.name!r} of shape {self.shape} is larger than 2^63 bytes",
+                piece=self.name,
+            )
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The pieces of one update and how they are proven. Digests are known only after sending."""
+
+    pieces: tuple[Piece, ...]
+    """In plan order: digests and verdicts follow it."""
+    algorithm: Algorithm = "xxh3-128"
+    """How pieces are digested."""
+    coverage: Coverage = "full"
+    """Whether the pieces are everything (``full``) or a part of it."""
+    base: str | None = None
+    """Fingerprint that a patch applies to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def check(self) -> None:
+        """Raise unless every piece is valid, names are unique and the whole is bounded.
+
+        Raises:
+            ManifestError: The first fault found, with the piece named.
+        """
+        if len(self.pieces) > MAX_PIECES:
+            raise ManifestError(
+                f"{len(self.pieces)} pieces, at most {MAX_PIECES} are allowed in one update"
+            )
+        for piece in self.pieces:
+            piece.check()
+        self._check_unique()
+        if self.nbytes > MAX_NBYTES:
+            raise ManifestError("the update is larger than 2^63 bytes")
+
+    def _check_unique(self) -> None:
+        names = [piece.name for piece in self.pieces]
+        if len(set(names)) == len(names):
+            return
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        raise ManifestError(
+            f"{len(twice)} names appear more than once, first {twice[0]!r}; a source must name "
+            "each tensor once",
+            piece=twice[0],
+        )
+
+
+def fingerprint(manifest: Manifest, digests: Sequence[str]) -> str:
+    """Return the identity of a set of weights: equal bytes under equal names, equal fingerprint.
+
+    Args:
+        manifest: The pieces; their order does not matter.
+        digests: One digest per piece, in the manifest's order.
+
+    Returns:
+        32 hexadecimal digits: xxh3-128 of the canonical msgpack list of the algorithm and of
+        ``[name, dtype, shape, slice, digest]`` sorted by name. No label and no round enter it; a
+        patch is prefixed by the fingerprint it applies to.
+    """
+    rows = sorted(
+        [piece.name, piece.dtype, list(piece.shape), piece.slice, digest]
+        for piece, digest in zip(manifest.pieces, digests, strict=True)
+    )
+    canonical: list[object] = [manifest.algorithm, *rows]
+    if manifest.coverage == "patch":
+        canonical.insert(0, manifest.base)
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(canonical))
+
+
+def local_fingerprint() -> str:
+    """Return an identity for weights that no update has brought: new in every process."""
+    return f"local:{secrets.token_hex(16)}"
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = repr(value[:limit] if isinstance(value, str) else value)
+    return text if len(text) <= limit + 2 else f"{text[:limit]}..."

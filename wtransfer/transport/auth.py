@@ -1,0 +1,350 @@
+"""Prove both ways that trainer and worker know the same token, without ever sending it.
+
+1. trainer: `Challenge` with its protocol number and a nonce
+2. worker: `Auth` with its protocol number, a nonce of its own and a proof over both nonces
+3. trainer: `Welcome` with its own proof over both nonces, or `Reject`
+
+A proof is HMAC-SHA256 keyed with the token; it names the side that made it, so that neither side's
+proof can be sent back as the other's. Protocol numbers are compared first: peers of different
+versions part before any token work, and each names both. The objects here hold no sockets: they
+take a message and return the answer.
+
+The bytes that follow are neither encrypted nor bound to the proof; who can alter packets between
+two hosts is kept out by a tunnel, not by this module.
+
+Source: challenge-response as in RFC 2195 and in ``multiprocessing.connection``, made mutual.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import socket
+import stat
+import struct
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import msgspec
+
+from wtransfer.errors import AuthenticationError, PeerError, ProtocolError, from_wire
+from wtransfer.transport.frames import Codec, MessageType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+PROTOCOL = 1
+"""Version of the frames, the handshake and the messages; peers must have the same one."""
+
+NONCE_NBYTES = 32
+MAX_HANDSHAKE_NBYTES = 1024
+"""Longest frame body of a peer that has proven nothing yet."""
+
+_TOKEN_VARIABLE = "WTRANSFER_TOKEN"  # noqa: S105 (a variable's name)
+_TOKEN_FILE_VARIABLE = "WTRANSFER_TOKEN_FILE"  # noqa: S105 (a variable's name)
+_MAX_TOKEN_NBYTES = 4096
+_DAY_S = 86_400
+_MAX_REASON = 200  # characters: fits the limit above whatever they encode to
+
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=_DAY_S)]
+
+
+class Challenge(msgspec.Struct):
+    """Open the handshake. In every future version `protocol` stays a field of it."""
+
+    protocol: int
+    """Number of the trainer's protocol."""
+    nonce: bytes = b""
+    """32 random bytes."""
+
+
+class Auth(msgspec.Struct):
+    """Answer a challenge. In every future version `protocol` stays a field of it."""
+
+    protocol: int
+    """Number of the worker's protocol."""
+    nonce: bytes = b""
+    """32 random bytes."""
+    proof: bytes = b""
+    """Proof of the worker."""
+
+
+class Welcome(msgspec.Struct):
+    """Accept the worker and prove the trainer."""
+
+    proof: bytes
+    """Proof of the trainer."""
+    heartbeat_s: Seconds
+    """Longest silence that either side shall keep, in seconds."""
+    deadline_s: Seconds
+    """Silence after which either side gives the other up, in seconds."""
+
+
+class Reject(msgspec.Struct):
+    """Refuse the other side; either side may send it."""
+
+    protocol: int
+    """Number of the sender's protocol."""
+    error: str
+    """Class of the error."""
+    reason: str
+    """Its sentence."""
+
+
+HANDSHAKE = Codec(
+    [
+        MessageType(0xFF00, Challenge, MAX_HANDSHAKE_NBYTES),
+        MessageType(0xFF01, Auth, MAX_HANDSHAKE_NBYTES),
+        MessageType(0xFF02, Welcome, MAX_HANDSHAKE_NBYTES),
+        MessageType(0xFF03, Reject, MAX_HANDSHAKE_NBYTES),
+    ]
+)
+
+
+class Handshake(Protocol):
+    """One side of the handshake."""
+
+    complete: bool
+    """Whether both proofs are good and the application's messages may follow."""
+    heartbeat_s: float
+    """Longest silence to keep, in seconds; valid once complete."""
+    deadline_s: float
+    """Silence that ends the connection, in seconds; valid once complete."""
+
+    def start(self) -> msgspec.Struct | None:
+        """Return the message to open with, if this side opens."""
+
+    def receive(self, message: msgspec.Struct) -> msgspec.Struct | None:
+        """Take the peer's message and return the answer.
+
+        Raises:
+            PeerError: The peer is refused, or refuses us.
+        """
+
+    def refusal(self, error: PeerError) -> Reject | None:
+        """Return the message that tells the peer why it is refused; None if it refused us."""
+
+
+class _Side:
+    """What both sides share: the protocol number, and what a `Reject` means."""
+
+    role = "peer"
+    peer_role = "peer"
+
+    def __init__(self, token: str, protocol: int) -> None:
+        self.complete = False
+        self._token = token
+        self._protocol = protocol
+        self._rejected = False
+        self._nonce = secrets.token_bytes(NONCE_NBYTES)
+
+    def refusal(self, error: PeerError) -> Reject | None:
+        """See `Handshake.refusal`."""
+        if self._rejected:
+            return None
+        reason = str(error)[:_MAX_REASON]
+        return Reject(self._protocol, type(error).__name__, reason)
+
+    def _check_protocol(self, theirs: int) -> None:
+        if theirs != self._protocol:
+            raise ProtocolError(
+                f"the {self.peer_role} speaks protocol {theirs}, this {self.role} speaks protocol "
+                f"{self._protocol}; install the same wtransfer on both sides"
+            )
+
+    def _check_proof(self, theirs: bytes, expected: bytes) -> None:
+        if not hmac.compare_digest(theirs, expected):
+            raise AuthenticationError(
+                f"the {self.peer_role} could not prove that it knows the token of this "
+                f"{self.role}; give both the same token"
+            )
+
+    def _take_reject(self, message: Reject) -> PeerError:
+        self._rejected = True
+        self._check_protocol(message.protocol)
+        error = from_wire(message.error, f"the {self.peer_role} says: {message.reason!r}", {})
+        return error if isinstance(error, PeerError) else AuthenticationError(error.message)
+
+    def _unexpected(self, message: msgspec.Struct) -> ProtocolError:
+        if isinstance(message, Reject):
+            raise self._take_reject(message)
+        return ProtocolError(
+            f"the {self.peer_role} sent {type(message).__name__} at the wrong point of the "
+            "handshake; expected the order Challenge, Auth, Welcome"
+        )
+
+
+class TrainerHandshake(_Side):
+    """The listening side.
+
+    Args:
+        token: Shared secret.
+        heartbeat_s: Longest silence that either side shall keep, in seconds.
+        deadline_s: Silence that ends the connection, in seconds.
+        protocol: This side's protocol number.
+        admit: Called when the worker's proof is good; may raise a `PeerError` to refuse it still.
+    """
+
+    role = "trainer"
+    peer_role = "worker"
+
+    def __init__(
+        self,
+        token: str,
+        *,
+        heartbeat_s: float,
+        deadline_s: float,
+        protocol: int = PROTOCOL,
+        admit: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(token, protocol)
+        self.heartbeat_s = heartbeat_s
+        self.deadline_s = deadline_s
+        self._admit = admit
+
+    def start(self) -> Challenge:
+        """See `Handshake.start`."""
+        return Challenge(self._protocol, self._nonce)
+
+    def receive(self, message: msgspec.Struct) -> Welcome:
+        """See `Handshake.receive`."""
+        if not isinstance(message, Auth):
+            raise self._unexpected(message)
+        self._check_protocol(message.protocol)
+        _check_nonce(message.nonce)
+        nonces = self._nonce, message.nonce
+        self._check_proof(message.proof, _proof(self._token, self.peer_role, *nonces))
+        self._admit()
+        self.complete = True
+        return Welcome(_proof(self._token, self.role, *nonces), self.heartbeat_s, self.deadline_s)
+
+
+class WorkerHandshake(_Side):
+    """The dialing side.
+
+    Args:
+        token: Shared secret.
+        protocol: This side's protocol number.
+    """
+
+    role = "worker"
+    peer_role = "trainer"
+
+    def __init__(self, token: str, *, protocol: int = PROTOCOL) -> None:
+        super().__init__(token, protocol)
+        self.heartbeat_s = 0.0
+        self.deadline_s = 0.0
+        self._expected: bytes | None = None
+
+    def start(self) -> None:
+        """See `Handshake.start`; the trainer opens."""
+
+    def receive(self, message: msgspec.Struct) -> Auth | None:
+        """See `Handshake.receive`."""
+        if isinstance(message, Challenge) and self._expected is None:
+            return self._answer(message)
+        if isinstance(message, Welcome) and self._expected is not None:
+            self._check_proof(message.proof, self._expected)
+            self.heartbeat_s, self.deadline_s = message.heartbeat_s, message.deadline_s
+            self.complete = True
+            return None
+        raise self._unexpected(message)
+
+    def _answer(self, challenge: Challenge) -> Auth:
+        self._check_protocol(challenge.protocol)
+        _check_nonce(challenge.nonce)
+        nonces = challenge.nonce, self._nonce
+        self._expected = _proof(self._token, self.peer_role, *nonces)
+        return Auth(self._protocol, self._nonce, _proof(self._token, self.role, *nonces))
+
+
+def _check_nonce(nonce: bytes) -> None:
+    if len(nonce) != NONCE_NBYTES:
+        raise ProtocolError(f"a nonce has {NONCE_NBYTES} bytes, got {len(nonce)}")
+
+
+def _proof(token: str, role: str, trainer_nonce: bytes, worker_nonce: bytes) -> bytes:
+    # Both nonces have a fixed length and the role is one of two words: no two inputs collide.
+    text = b"|".join((b"wtransfer", role.encode(), trainer_nonce, worker_nonce))
+    return hmac.digest(token.encode(errors="surrogateescape"), text, "sha256")
+
+
+def new_token() -> str:
+    """Return a new random token: 43 URL-safe characters, 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def resolve_token(token: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Find the token: the argument, else ``WTRANSFER_TOKEN``, else ``WTRANSFER_TOKEN_FILE``.
+
+    Args:
+        token: Token given in the program; wins where it is given.
+        environ: Environment to look in.
+
+    Returns:
+        The token, or None where none is given anywhere.
+
+    Raises:
+        AuthenticationError: The token file cannot be trusted or read, or is empty.
+    """
+    if token:
+        return token
+    if value := environ.get(_TOKEN_VARIABLE):
+        return value
+    path = environ.get(_TOKEN_FILE_VARIABLE)
+    return _token_from_file(path) if path else None
+
+
+def _token_from_file(path: str) -> str:
+    try:
+        # Not through a link, and without waiting for the writer of a FIFO.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        what = "is a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+        raise AuthenticationError(
+            f"token file {path!r} ({_TOKEN_FILE_VARIABLE}) cannot be opened: {what}"
+        ) from error
+    try:
+        _check_owner_only(path, os.fstat(fd))
+        text = os.read(fd, _MAX_TOKEN_NBYTES + 1).strip()
+    finally:
+        os.close(fd)
+    if not text or len(text) > _MAX_TOKEN_NBYTES:
+        raise AuthenticationError(
+            f"token file {path!r} must hold 1 to {_MAX_TOKEN_NBYTES} bytes of text"
+        )
+    return text.decode(errors="surrogateescape")
+
+
+def _check_owner_only(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise AuthenticationError(f"token file {path!r} is not a regular file")
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise AuthenticationError(
+            f"token file {path!r} must belong to this user and be readable by nobody else; "
+            f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}: "
+            f"run chmod 600 {path!r}"
+        )
+
+
+def check_same_user(sock: socket.socket) -> int:
+    """Refuse a Unix-socket peer of another user; the kernel vouches for the answer.
+
+    Args:
+        sock: Connected Unix socket.
+
+    Returns:
+        The peer's process id.
+
+    Raises:
+        AuthenticationError: The peer runs as another user.
+    """
+    credentials = struct.Struct("3i")
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    pid, uid, _ = credentials.unpack(raw)
+    if uid != os.geteuid():
+        raise AuthenticationError(
+            f"process {pid} belongs to user {uid}; only user {os.geteuid()} may connect here"
+        )
+    return int(pid)

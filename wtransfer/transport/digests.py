@@ -1,0 +1,123 @@
+"""Digests of tensors: what was sent, what arrived, and that they are the same bytes.
+
+Two algorithms, by name. ``xxh3-128`` where the bytes are in host memory, computed in the same pass
+that copies them. ``wsum64`` gives the same digits on every device, for where copying the bytes to
+the host would cost more than the transfer (`wtransfer.transport.wsum64` defines it).
+
+Both detect accidents. Neither is cryptographic: that a peer is who it says is the channel's affair.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from wtransfer.errors import ManifestError, SourceError
+from wtransfer.transport.nonfinite import counter
+from wtransfer.transport.tensors import byte_view, plain
+from wtransfer.transport.wsum64 import WeightedSum, wsum64
+
+if TYPE_CHECKING:
+    from wtransfer.manifest import Algorithm
+    from wtransfer.transport.tensors import ByteArray
+
+PIECE_NBYTES = 256 * 1024
+"""Bytes that are copied and hashed in one go: few enough to be in the L2 cache in between."""
+
+
+class Digested(NamedTuple):
+    """What one pass over a tensor's bytes found."""
+
+    hexdigest: str
+    """32 hexadecimal digits."""
+    nonfinite: int
+    """Elements that are NaN or infinite; 0 where nobody looked."""
+
+
+def digest(tensor: torch.Tensor, algorithm: Algorithm = "xxh3-128") -> str:
+    """Return the digest of a tensor's bytes in C order; dtype and shape do not enter it.
+
+    Args:
+        tensor: Any dtype, strides and device.
+        algorithm: ``xxh3-128`` copies device tensors to the host first; ``wsum64`` does not.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        ManifestError: Unknown algorithm.
+
+    Cost: one pass, about 3 us and 25 GB/s (``xxh3-128``, host).
+    """
+    if algorithm == "wsum64":
+        return wsum64(plain(tensor).view(-1).view(torch.uint8))
+    if algorithm != "xxh3-128":
+        raise _unknown(algorithm)
+    return xxhash.xxh3_128_hexdigest(byte_view(plain(tensor).cpu()).data)
+
+
+def copy_digest(
+    dst: ByteArray, src: torch.Tensor, algorithm: Algorithm = "xxh3-128", screen: bool = False
+) -> Digested:
+    """Copy a tensor's bytes and digest them in one pass.
+
+    What is hashed is the destination, piece by piece right after it was written: should somebody
+    change the source meanwhile, the digest still is that of the bytes that travel.
+
+    Args:
+        dst: uint8 array of shape ``(src.nbytes,)``, aligned for the dtype.
+        src: Any dtype, strides and device.
+        algorithm: How to digest.
+        screen: Whether to count NaN and infinity as well.
+
+    Raises:
+        ManifestError: Unknown algorithm.
+        ValueError: The sizes differ.
+
+    Cost: about 5 us, and per byte 1.4 times a copy; screening adds 3 us and a fifth per byte.
+    """
+    if dst.size != src.nbytes:
+        raise ValueError(f"cannot copy a tensor of {src.nbytes} bytes into {dst.size} bytes")
+    try:
+        source = byte_view(src)
+    except SourceError:
+        source = _fill(dst, src)
+    count = counter(src.dtype) if screen else None
+    if dst.size <= PIECE_NBYTES and algorithm == "xxh3-128":
+        # Models have thousands of small tensors; for these the loop below costs more than the work.
+        if source is not dst:
+            np.copyto(dst, source)
+        return Digested(xxhash.xxh3_128_hexdigest(dst.data), count(dst) if count else 0)
+    hasher = _hasher(algorithm)
+    nonfinite = 0
+    for start in range(0, dst.size, PIECE_NBYTES):
+        piece = dst[start : start + PIECE_NBYTES]
+        if source is not dst:
+            np.copyto(piece, source[start : start + PIECE_NBYTES])
+        hasher.update(piece.data)
+        nonfinite += count(piece) if count else 0
+    return Digested(hasher.hexdigest(), nonfinite)
+
+
+def _fill(dst: ByteArray, src: torch.Tensor) -> ByteArray:
+    """Copy a strided or device tensor the way torch does it best; return `dst`."""
+    if dst.size:
+        torch.from_numpy(dst).view(src.dtype).view(src.shape).copy_(src.detach())
+    return dst
+
+
+def _hasher(algorithm: str) -> xxhash.xxh3_128 | WeightedSum:
+    if algorithm == "xxh3-128":
+        return xxhash.xxh3_128()
+    if algorithm == "wsum64":
+        return WeightedSum()
+    raise _unknown(algorithm)
+
+
+def _unknown(algorithm: str) -> ManifestError:
+    return ManifestError(
+        f"there is no digest algorithm {algorithm!r}; there are 'xxh3-128' and 'wsum64'"
+    )

@@ -1,0 +1,308 @@
+"""Anonymous shared memory: made and pre-faulted by one process, mapped privately by others.
+
+A segment has no name in any file system, so nothing is left behind however its processes end. A
+process gets at it only by being handed the descriptor (`wtransfer.transport.handover`).
+
+Fresh pages cost ten times a copy. They are therefore touched once, ahead of use: by the writer with
+MADV_POPULATE_WRITE when the segment is made, by a reader with MADV_POPULATE_READ as it goes along.
+MAP_POPULATE is never used: on a private writable mapping it copies every page, which doubles the
+memory and freezes the mapping at what the segment held at that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from wtransfer.errors import (
+    ClosedError,
+    DescriptorLimitError,
+    StagingMemoryError,
+    TruncatedError,
+    WTransferError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from wtransfer.transport.tensors import ByteArray
+
+PAGE_NBYTES = mmap.PAGESIZE
+"""Size of a page."""
+ADVISE_NBYTES = 8 * 1024 * 1024
+"""Bytes populated by one system call; it holds the address space's lock meanwhile."""
+
+# Not in the mmap module yet; Linux 5.14.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise.restype = ctypes.c_int
+
+
+class Segment:
+    """Shared memory of fixed size that this process writes and others map.
+
+    Args:
+        nbytes: Size; also 0.
+
+    Raises:
+        StagingMemoryError: There is not that much memory.
+        DescriptorLimitError: No descriptor is left.
+
+    Cost: 0.5 s per GiB and more, once: reuse segments.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        require_memory(nbytes, "a shared segment")
+        self.nbytes = nbytes
+        """Size in bytes."""
+        with os_errors(f"making a shared segment of {nbytes:,} bytes"):
+            self._fd = _sealed_memory(nbytes)
+            # Also closes the descriptor of a segment that is merely dropped.
+            self._close_fd = weakref.finalize(self, os.close, self._fd)
+            try:
+                mapping = mmap.mmap(self._fd, max(nbytes, 1))
+                _populate(mapping, 0, nbytes, _MADV_POPULATE_WRITE)
+            except BaseException:
+                self._close_fd()
+                raise
+        self._buffer: ByteArray | None = np.frombuffer(mapping, dtype=np.uint8)[:nbytes]
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to hand over; it stays the segment's own.
+
+        Raises:
+            ClosedError: The segment was closed.
+        """
+        if not self._close_fd.alive:
+            raise ClosedError("this shared segment was closed; make another one")
+        return self._fd
+
+    @property
+    def buffer(self) -> ByteArray:
+        """The memory, writable, shape ``(nbytes,)``; views of it outlive `close`.
+
+        Raises:
+            ClosedError: The segment was closed.
+        """
+        if self._buffer is None:
+            raise ClosedError("this shared segment was closed; make another one")
+        return self._buffer
+
+    def close(self) -> None:
+        """Give up descriptor and mapping; the memory goes with its last user anywhere."""
+        self._buffer = None
+        self._close_fd()
+
+
+def _sealed_memory(nbytes: int) -> int:
+    fd = os.memfd_create("wtransfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, max(nbytes, 1))
+        # Nobody can cut it under a reader, whom that would end with SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_private(fd: int, nbytes: int) -> mmap.mmap:
+    """Map a segment copy-on-write: what is written here stays here.
+
+    Pages that were never written here show what the segment holds *now*: whoever maps a segment
+    needs a lease on it, so that its owner leaves it alone.
+
+    Args:
+        fd: Descriptor; may be closed afterwards.
+        nbytes: Size to map.
+
+    Returns:
+        Readable and writable mapping, not populated. Let go of it, never ``close()`` it: tensors
+        made from it do not keep it open.
+
+    Raises:
+        TruncatedError: The segment is smaller; reading past its end would be SIGBUS.
+        StagingMemoryError: There is no address space left.
+        DescriptorLimitError: No descriptor is left.
+    """
+    size = os.fstat(fd).st_size
+    if size < nbytes:
+        raise TruncatedError(f"a segment of {nbytes:,} bytes was announced, it has {size:,}")
+    with os_errors(f"mapping {nbytes:,} bytes"):
+        return mmap.mmap(
+            fd,
+            max(nbytes, 1),
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+
+
+def populate(mapping: mmap.mmap, start: int, length: int) -> None:
+    """Enter a range's pages into the page table, for reading, so that no fault hits it later.
+
+    Args:
+        mapping: Result of `map_private`.
+        start: First byte.
+        length: Number of bytes.
+
+    Raises:
+        StagingMemoryError: The kernel cannot.
+
+    Cost: about 0.1 s per GiB; other threads run meanwhile.
+    """
+    with os_errors(f"populating {length:,} bytes"):
+        _populate(mapping, start, length, _MADV_POPULATE_READ)
+
+
+def _populate(mapping: mmap.mmap, start: int, length: int, advice: int) -> None:
+    view = np.frombuffer(mapping, dtype=np.uint8)
+    end = min(start + length, view.size)
+    for at in range(start - start % PAGE_NBYTES, end, ADVISE_NBYTES):
+        stop = min(at + ADVISE_NBYTES, end)
+        # By ctypes, not mmap.madvise: that would hold the interpreter lock and stop serving.
+        if _madvise(view.ctypes.data + at, stop - at, advice) == 0:
+            continue
+        if ctypes.get_errno() != errno.EINVAL:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        _touch(view[at:stop:PAGE_NBYTES], write=advice == _MADV_POPULATE_WRITE)
+
+
+def _touch(one_byte_per_page: ByteArray, *, write: bool) -> None:
+    """Populate by hand, for kernels that do not know the advice."""
+    if write:
+        np.bitwise_or(one_byte_per_page, 0, out=one_byte_per_page)
+    else:
+        one_byte_per_page.max()
+
+
+@contextlib.contextmanager
+def os_errors(what: str) -> Iterator[None]:
+    """Turn what the kernel says when memory or descriptors run out into our errors.
+
+    Args:
+        what: What was being done, to start the sentence.
+
+    Raises:
+        StagingMemoryError: No memory or address space.
+        DescriptorLimitError: No descriptor.
+    """
+    try:
+        yield
+    except WTransferError:
+        raise
+    except MemoryError as error:
+        raise StagingMemoryError(f"{what} failed: out of memory") from error
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise DescriptorLimitError(
+                f"{what} failed: {error.strerror}; raise the limit (ulimit -n) or close files"
+            ) from error
+        if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EFBIG):
+            raise StagingMemoryError(
+                f"{what} failed: {error.strerror}; {available_memory():,} bytes are available"
+            ) from error
+        raise
+
+
+# -- how much there is ------------------------------------------------------------------------
+
+
+def require_memory(nbytes: int, what: str) -> None:
+    """Raise unless this process may still take that much memory.
+
+    Args:
+        nbytes: Bytes needed.
+        what: What they are for, to start the sentence.
+
+    Raises:
+        StagingMemoryError: With both numbers.
+    """
+    available = available_memory()
+    if nbytes > available:
+        raise StagingMemoryError(
+            f"{what} needs {nbytes:,} bytes, {available:,} are available to this process; free "
+            "memory, raise its limits or send less at a time"
+        )
+
+
+def available_memory() -> int:
+    """Return the bytes that this process may still take, by the narrowest limit that holds for it.
+
+    Counted are the machine (MemAvailable), the control groups (v2 and v1, every level; inactive
+    file cache counts as free) and RLIMIT_AS.
+
+    Cost: about 0.2 ms.
+    """
+    limits = [_machine_free(), *_cgroups_free(), *_address_space_free()]
+    return max(0, min(limits))
+
+
+def _machine_free() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise StagingMemoryError("/proc/meminfo has no MemAvailable; Linux 3.14 or later is needed")
+
+
+def _address_space_free() -> Iterator[int]:
+    soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        yield soft - num_pages * PAGE_NBYTES
+
+
+class _CgroupFiles(NamedTuple):
+    limit: str
+    usage: str
+    inactive_cache: str
+
+    def free(self, folder: Path) -> Iterator[int]:
+        """Yield what one group still allows; nothing where it has no limit or no such files."""
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / self.limit).read_text(encoding="ascii"))
+            used = int((folder / self.usage).read_text(encoding="ascii"))
+            yield limit - used + self._inactive(folder)
+
+    def _inactive(self, folder: Path) -> int:
+        stat = (folder / "memory.stat").read_text(encoding="ascii")
+        counts = dict(line.split() for line in stat.splitlines())
+        return int(counts.get(self.inactive_cache, 0))
+
+
+_V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")
+_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _cgroups_free(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield from _levels_free(_V2, root, path)
+            elif "memory" in controllers.split(","):
+                yield from _levels_free(_V1, root / "memory", path)
+
+
+def _levels_free(files: _CgroupFiles, root: Path, path: str) -> Iterator[int]:
+    # In a container the path may be the host's and not exist; the root is the container's then.
+    folder = root / path.lstrip("/")
+    while folder.is_relative_to(root):
+        yield from files.free(folder)
+        folder = folder.parent

@@ -1,0 +1,137 @@
+"""Tensors as bytes and bytes as tensors, without copying either way.
+
+The wire knows dtypes by name. Names are looked up in a table that is built here, once, from
+`wtransfer.manifest.DTYPES`; a peer's word never reaches ``getattr``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from wtransfer.errors import ManifestError, SourceError, TruncatedError
+from wtransfer.manifest import DTYPES
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    ByteArray: TypeAlias = npt.NDArray[np.uint8]
+    """One-dimensional uint8 array."""
+    WritableBuffer: TypeAlias = bytearray | memoryview | mmap.mmap | ByteArray
+    """What `tensor_from` may point a tensor into."""
+
+# Older torch releases lack some of the dtypes; those cannot arrive there, and are refused by name.
+_BY_NAME: dict[str, torch.dtype] = {
+    name: dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+_BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a wire name.
+
+    Args:
+        name: Key of `wtransfer.manifest.DTYPES`.
+
+    Raises:
+        ManifestError: The name is not in the table, or this torch lacks the dtype.
+    """
+    dtype = _BY_NAME.get(name)
+    if dtype is None:
+        reason = (
+            f"torch {torch.__version__} lacks it" if name in DTYPES else "it is not one of them"
+        )
+        raise ManifestError(
+            f"dtype {name[:80]!r} cannot be used here: {reason}; there are {', '.join(_BY_NAME)}"
+        )
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the wire name of a torch dtype.
+
+    Raises:
+        ManifestError: The dtype does not travel (quantised or sub-byte ones, ``complex32``).
+    """
+    name = _BY_DTYPE.get(dtype)
+    if name is None:
+        raise ManifestError(
+            f"tensors of {dtype} cannot be sent; the dtypes that can are {', '.join(_BY_NAME)}"
+        )
+    return name
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor detached, contiguous and without pending operations, on its device.
+
+    A tensor with a pending conjugation or negation holds other bytes than its values.
+
+    Cost: nothing for a contiguous tensor, else one copy of it.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def byte_view(tensor: torch.Tensor) -> ByteArray:
+    """Return a tensor's memory as bytes, without a copy.
+
+    Args:
+        tensor: Dense, contiguous, on the CPU; any dtype, any rank, also empty.
+
+    Returns:
+        uint8 array of shape ``(tensor.nbytes,)`` that shares and keeps alive the memory.
+
+    Raises:
+        SourceError: The tensor's memory cannot be viewed (strided, sparse, on a device, meta).
+
+    Cost: about 2.5 us, whatever the size.
+    """
+    try:
+        view: ByteArray = tensor.detach().view(-1).view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise SourceError(
+            f"a tensor of {tensor.dtype}, shape {tuple(tensor.shape)}, layout {tensor.layout} on "
+            f"device {tensor.device} has no byte view; pass `plain(tensor.cpu())`"
+        ) from error
+    return view
+
+
+def tensor_from(
+    buffer: WritableBuffer, offset: int, dtype_name: str, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return a tensor that lies in a buffer, without a copy.
+
+    The tensor keeps the buffer *object* alive but not exported: ``mmap.close()`` would pull the
+    memory from under it. Let go of a mapping instead; it goes when its last tensor goes.
+
+    Args:
+        buffer: Writable and contiguous.
+        offset: First byte.
+        dtype_name: Wire name.
+        shape: Dimensions.
+
+    Raises:
+        ManifestError: Unknown dtype or a negative dimension.
+        TruncatedError: The tensor does not lie within the buffer.
+
+    Cost: about 3 us.
+    """
+    dtype = torch_dtype(dtype_name)
+    numel = math.prod(shape)
+    # -1 is "all the rest" to frombuffer and to view; here it is only ever a mistake.
+    if any(size < 0 for size in shape):
+        raise ManifestError(f"shape {tuple(shape)} has a negative dimension")
+    if numel == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    try:
+        return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset).view(tuple(shape))
+    except (ValueError, OverflowError, TypeError) as error:
+        raise TruncatedError(
+            f"a {dtype_name} tensor of shape {tuple(shape)} at byte {offset} does not lie within "
+            f"{len(buffer)} bytes"
+        ) from error
