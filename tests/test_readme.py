@@ -1,0 +1,58 @@
+"""The README's example, executed as the two processes that it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+
+
+def example(name: str) -> str:
+    (code,) = re.findall(rf"```python\n(# {name}\n.*?)```", README, re.DOTALL)
+    return code
+
+
+def start(name: str, folder: Path, token: str) -> subprocess.Popen[str]:
+    script = folder / name
+    script.write_text(example(name), "utf-8")
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(script)],
+        env={**os.environ, "WTRANSFER_TOKEN": token},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_example_runs_as_two_processes(tmp_path):
+    token = secrets.token_hex(32)
+    trainer = start("trainer.py", tmp_path, token)
+    worker = start("worker.py", tmp_path, token)
+    try:
+        worker_out, worker_err = worker.communicate(timeout=60)
+        trainer_out, trainer_err = trainer.communicate(timeout=60)
+    finally:
+        for process in (trainer, worker):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    assert (worker.returncode, worker_err) == (0, "")
+    assert (trainer.returncode, trainer_err) == (0, "")
+    assert "step-7  committed" in trainer_out
+    fingerprint = worker_out.split()[1]
+    assert worker_out.startswith("step-7 ")
+    assert fingerprint in trainer_out
+    assert "[7., 7., 7., 7.]" in worker_out
+
+
+def test_it_holds_exactly_two_set_up_commands():
+    commands = [line for line in README.splitlines() if line.startswith("pip install torch==")]
+    assert commands == [
+        "pip install torch==2.13.0 . && wtransfer demo",
+        'pip install torch==2.13.0 ".[test]" && pytest',
+    ]
