@@ -1,4 +1,4 @@
-"""The engine that a worker runs for one publisher: made on request, guarded, rebuilt after a hang."""
+"""The engine that a worker runs for one publisher: made on request, guarded, rebuilt."""
 
 from __future__ import annotations
 

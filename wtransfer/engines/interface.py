@@ -277,13 +277,13 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     def shutdown(self) -> None:
         """Release everything. Called once, also after a failed `init_transfer_engine`."""
 
-    def start_weight_update(self) -> None:  # noqa: B027  # optional by contract
+    def start_weight_update(self) -> None:  # optional by contract
         """Prepare for a round; called when the worker has accepted its plan."""
 
-    def finish_weight_update(self) -> None:  # noqa: B027  # optional by contract
+    def finish_weight_update(self) -> None:  # optional by contract
         """Clean up after a round's data has arrived; called before verification."""
 
-    def abort_weight_update(self) -> None:  # noqa: B027  # optional by contract
+    def abort_weight_update(self) -> None:  # optional by contract
         """Unblock a running ``receive_weights``. Called from another thread."""
 
 
@@ -335,14 +335,14 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         When it returns, the trainer may change its weights again.
         """
 
-    def round_finished(self, *, committed: bool) -> None:  # noqa: B027  # optional by contract
+    def round_finished(self, *, committed: bool) -> None:  # optional by contract
         """Learn what became of the data that `send_weights` sent; called once after it.
 
         Args:
             committed: Whether it is the current version now; otherwise it may be forgotten.
         """
 
-    def shutdown(self) -> None:  # noqa: B027  # optional by contract
+    def shutdown(self) -> None:  # optional by contract
         """Release everything. Called once; must unblock a running `send_weights`."""
 
 

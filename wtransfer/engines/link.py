@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from wtransfer.engines.hosted import HostedEngine
 from wtransfer.engines.messages import (
     CODEC,
     Abort,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from wtransfer.engines.hosted import HostedEngine
     from wtransfer.engines.session import WorkerSession
     from wtransfer.transport.channel import Connection
 

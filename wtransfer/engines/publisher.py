@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from wtransfer.deadline import Deadline
 from wtransfer.engines.catchup import CatchUp
+from wtransfer.engines.endings import close_at_exit
 from wtransfer.engines.messages import CODEC
 from wtransfer.engines.origin import origin_of
 from wtransfer.engines.roster import Roster, Worker
@@ -108,6 +109,7 @@ class Publisher:
             on_close=self._roster.on_close,
             deadline_s=deadline_s,
         )
+        close_at_exit(self)
 
     @property
     def address(self) -> str:
@@ -324,7 +326,7 @@ def _settle_device() -> None:
     """Let the caller's device work finish: the weights are read on another thread's stream."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
 
 

@@ -124,7 +124,10 @@ class Reception:
         """Drop what is staged; the engine, if it is at work, is made to return."""
         if self._finish(reason):
             threading.Thread(
-                target=self._engine.abort, args=(self._running,), name="wtransfer-abort", daemon=True
+                target=self._engine.abort,
+                args=(self._running,),
+                name="wtransfer-abort",
+                daemon=True,
             ).start()
 
     # -- on the engine's thread
@@ -142,7 +145,7 @@ class Reception:
 
     def _fail(self, error: BaseException, *, refusal: bool) -> None:
         if not isinstance(error, WTransferError):
-            logger.exception("round %s failed", self.plan.round_id)
+            logger.error("round %s failed", self.plan.round_id, exc_info=error)
         if not self._finish(str(error)):
             return
         info = ErrorInfo.of(error)

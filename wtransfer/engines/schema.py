@@ -67,7 +67,7 @@ def _check_whole(manifest: Manifest) -> None:
     sliced = next((piece for piece in manifest.pieces if piece.slice != WHOLE), None)
     if sliced is not None:
         raise ManifestError(
-            f"piece {sliced.name!r} is the slice {sliced.slice!r}; only whole tensors are supported",
+            f"piece {sliced.name!r} is the slice {sliced.slice!r}; only whole tensors can be sent",
             piece=sliced.name,
         )
 

@@ -145,7 +145,7 @@ class Sender:
     def send(self, round_: Round) -> Running:
         """Let the engine send to every worker of `round_`."""
         self._client.attach(round_)
-        return self._running("send_weights", lambda: self._engine.send_weights(), round_)
+        return self._running("send_weights", self._engine.send_weights, round_)
 
     def resend(self, round_: Round) -> Running:
         """Let the engine send its last committed weights to the workers of `round_` only."""

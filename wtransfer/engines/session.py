@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from wtransfer.engines.endings import close_at_exit
 from wtransfer.engines.hosted import HostedEngine
 from wtransfer.engines.link import Link
 from wtransfer.engines.messages import ErrorInfo, Hello, Receipt
@@ -148,6 +149,7 @@ class WorkerSession:
         self._unreleased: str | None = None
         self._behind = False
         self._empty = False
+        close_at_exit(self)
         if join is not None:
             self.join(join)
 
@@ -286,7 +288,9 @@ class WorkerSession:
 
     def notes(self) -> list[str]:
         """Return what a publisher should know of this worker before a round."""
-        return [] if self._keep_previous else ["keeps no previous version: a failed commit empties it"]
+        return (
+            [] if self._keep_previous else ["keeps no previous version: a failed commit empties it"]
+        )
 
     def claim(self, link: Link, round_id: str, version: str) -> None:
         """Take the session for one round.
@@ -311,9 +315,7 @@ class WorkerSession:
             if self._claim is not None and self._claim.round_id == round_id:
                 self._claim = None
 
-    def offer(
-        self, link: Link, reception: Reception, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
+    def offer(self, link: Link, reception: Reception, tensors: Mapping[str, torch.Tensor]) -> None:
         """Leave a verified set, whose commit has been ordered, for `commit_pending`."""
         plan = reception.plan
         held = Held(plan.version, reception.fingerprint, plan.manifest, tensors)
@@ -470,9 +472,7 @@ class WorkerSession:
         if revert is not None and revert.revert_reason is not None:
             self._go_back(revert)
 
-    def _receipt(
-        self, pending: Pending, outcome: str, error: WTransferError | None = None
-    ) -> None:
+    def _receipt(self, pending: Pending, outcome: str, error: WTransferError | None = None) -> None:
         with self._changed:
             receipt = Receipt(
                 round_id=pending.round_id,

@@ -35,7 +35,7 @@ class ShmTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = "shm"
 
     bucket_nbytes: int = 32 << 20
-    """Bytes that are announced at a time. Smaller: workers start earlier; larger: fewer messages."""
+    """Bytes announced at a time. Smaller: workers start earlier; larger: fewer messages."""
 
     def __post_init__(self) -> None:
         # The CLI hands over strings.
@@ -157,7 +157,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         offsets: dict[str, int],
         announcer: ThreadPoolExecutor,
     ) -> list[Future[None]]:
-        memory = memoryview(slot.segment.buffer)
+        memory = slot.segment.buffer.data
         futures: list[Future[None]] = []
         bucket = Bucket(slot.segment_id, 0)
 

@@ -96,7 +96,7 @@ class CheckpointSource:
     Tensors are read one at a time through a memory map, so a checkpoint larger than memory works.
 
     Args:
-        path: A ``.safetensors`` file, or a folder with one or with ``model.safetensors.index.json``.
+        path: A ``.safetensors`` file, or a folder with one, or with shards and their index.
 
     Raises:
         SourceError: No such checkpoint, a shard is missing or damaged, a name appears twice.

@@ -29,9 +29,7 @@ class StateDictTarget:
             another dtype) are copied either way.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], commit: CommitMode = "adopt"
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], commit: CommitMode = "adopt") -> None:
         if commit not in ("adopt", "copy"):
             raise ValueError(f"commit is {commit!r}, expected 'adopt' or 'copy'")
         self._storages = group_storages(
