@@ -41,7 +41,8 @@ class WTransferError(Exception):
     def __init__(self, message: str = "", **facts: Any) -> None:
         super().__init__(message)
         self.message = message
-        self.add_facts(**facts)
+        # Not through add_facts: a fact whose class default is not None may be given here, too.
+        vars(self).update(facts)
 
     def add_facts(self, **facts: Any) -> None:
         """Set facts that are not known yet; what is known stays as it is."""
@@ -98,7 +99,7 @@ class PluginNotInstalledError(UnknownBackendError):
 
 
 class PluginBlockedError(PluginError, ValueError):
-    """The backend exists and is excluded by ``WTRANSFER_PLUGINS`` or ``WTRANSFER_PLUGINS_BLOCK``."""
+    """The backend exists; ``WTRANSFER_PLUGINS`` or ``WTRANSFER_PLUGINS_BLOCK`` excludes it."""
 
 
 class PluginAmbiguousError(PluginError, ValueError):
@@ -173,7 +174,7 @@ class RoundAbortedError(WTransferError, RuntimeError):
 
 
 class CommitError(WTransferError, RuntimeError):
-    """Applying a verified update failed; the old version was restored unless `restored` is false."""
+    """Applying a verified update failed; the old version is back unless `restored` is false."""
 
     restored: bool = True
     """Whether the worker holds the version it had before."""
@@ -274,7 +275,7 @@ def to_wire(error: BaseException) -> tuple[str, str, dict[str, Fact]]:
     """
     if not isinstance(error, WTransferError) or type(error).__name__ not in _BY_NAME:
         return EngineError.__name__, f"{type(error).__name__}: {error}", {}
-    facts = {
+    facts: dict[str, Fact] = {
         name: value
         for name, value in vars(error).items()
         if name not in _LOCAL_ATTRIBUTES and isinstance(value, (str, int, float, list))

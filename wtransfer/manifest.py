@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import xxhash
 
 from wtransfer.errors import ManifestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 DTYPES: Mapping[str, int] = {
     "bool": 1,

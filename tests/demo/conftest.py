@@ -14,6 +14,7 @@ from wtransfer.demo.messages import (
     Tokens,
     Trained,
 )
+from wtransfer.demo.row import row_of
 from wtransfer.demo.story import Kill, Story
 
 TOKEN_S = 0.010
@@ -105,6 +106,7 @@ def story(scribe):
             digest="sha-2",
             memcpy_s=0.001,
             started_at=started_at,
+            total_s=scribe.now - started_at,
             error="worker-1 was lost",
             blamed="worker-1",
         )
@@ -117,5 +119,6 @@ def story(scribe):
     scribe.commit(4, both, old="round-3")
     told.add(Trained(50, 2.5))
     told.add(Sample("worker-0", "round-4", "The class"))
+    told.rows = [row_of(told, over) for over in told.rounds]
     told.exits = {"trainer": 0, "worker-0": 0, "worker-1": 0}
     return told

@@ -45,18 +45,6 @@ def test_lines_say_every_round_and_event_once(story):
     assert written.count("worker-1 is back") == 1
 
 
-def test_lines_wait_for_the_proofs_of_a_round(story):
-    life = story.lives["worker-0"][0]
-    proofs, life.proofs = life.proofs, []
-    written = []
-    lines = Lines(written.append)
-    lines.show(story)
-    assert not any("round-1" in line for line in written)
-    life.proofs = proofs
-    lines.show(story)
-    assert any("round-1" in line for line in written)
-
-
 def test_the_live_table_shows_rounds_events_and_what_goes_on(story):
     out = io.StringIO()
     with LiveTable(Console(file=out, force_terminal=True, width=140)) as table:

@@ -19,7 +19,9 @@ def test_nothing_set_allows_everything():
     assert policy.load_timeout_s == DEFAULT_LOAD_TIMEOUT_S
 
 
-@pytest.mark.parametrize("text", ["acme-wt", "ACME_wt", "acme-wt:my-engine", "x, acme-wt:MY_ENGINE"])
+@pytest.mark.parametrize(
+    "text", ["acme-wt", "ACME_wt", "acme-wt:my-engine", "x, acme-wt:MY_ENGINE"]
+)
 def test_entries_name_a_distribution_or_one_name_of_it(text):
     assert Policy.read({"WTRANSFER_PLUGINS": text}).refusal(ACME) is None
     assert Policy.read({"WTRANSFER_PLUGINS_BLOCK": text}).refusal(ACME) is not None

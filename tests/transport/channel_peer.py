@@ -1,7 +1,8 @@
 """One end of a control channel in a process of its own, and the messages that the tests exchange.
 
-Run as a script: ``dial ADDRESS`` or ``listen [ADDRESS]``, the token in ``WTRANSFER_TOKEN``. It
-sends every `Note` back and writes one line on stdout for each thing that happens.
+Run as a script: ``dial ADDRESS`` or ``listen ADDRESS DEADLINE_S [fork]``, the token in
+``WTRANSFER_TOKEN``. It sends every message back and writes one line on stdout for each thing that
+happens.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -39,7 +41,7 @@ CODEC = Codec([MessageType(1, Note, 64 * MIB, max_entries=1000), MessageType(2, 
 
 def say(*words):
     """Write a line for the test to read."""
-    print(*words, flush=True)
+    print(*words, flush=True)  # noqa: T201 (stdout is how the test hears of it)
 
 
 def callbacks():
@@ -58,10 +60,12 @@ def main():
     if sys.argv[1] == "dial":
         end = Dialer(CODEC, address=sys.argv[2], token=token, **callbacks())
     else:
-        address = sys.argv[2] if len(sys.argv) > 2 else None
-        end = Listener(CODEC, address=address, token=token, **callbacks())
+        deadline_s = float(sys.argv[3])
+        end = Listener(
+            CODEC, address=sys.argv[2], token=token, deadline_s=deadline_s, **callbacks()
+        )
         say("address", end.address)
-    if "fork" in sys.argv[1:]:
+    if sys.argv[-1] == "fork":
         sys.stdin.readline()
         fork_a_bystander(end)
     sys.stdin.readline()
@@ -73,10 +77,10 @@ def fork_a_bystander(end):
     pid = os.fork()
     if pid:
         return
-    num_sockets = sum(
-        os.readlink(f"/proc/self/fd/{fd}").startswith(("socket:", "anon_inode:[event"))
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
+    num_descriptors = sum(
+        str(fd.readlink()).startswith(("socket:", "anon_inode:[event"))
+        for fd in Path("/proc/self/fd").iterdir()
+        if fd.is_symlink()
     )
     try:
         connection = next(iter(end._open))
@@ -87,7 +91,7 @@ def fork_a_bystander(end):
         refusal = "none"
     connection.close()
     end.close()
-    say("child", os.getpid(), num_sockets, refusal, connection.closed)
+    say("child", os.getpid(), num_descriptors, refusal, connection.closed)
     signal.pause()
 
 

@@ -71,11 +71,11 @@ def recorder():
 def _descriptors():
     """Sockets, event and poll descriptors of this process."""
     found = []
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{fd}")
+            target = str(fd.readlink())
             if target.startswith(("socket:", "anon_inode:[event")):
-                found.append(f"{fd}={target}")
+                found.append(f"{fd.name}={target}")
     return sorted(found)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 
-from wtransfer.errors import AuthenticationError, LimitError, ProtocolError, StallError
+from wtransfer.errors import AuthenticationError, LimitError, PeerError, ProtocolError, StallError
 from wtransfer.transport.auth import (
     HANDSHAKE,
     MAX_HANDSHAKE_NBYTES,
@@ -34,7 +35,7 @@ def test_both_sides_prove_the_token():
     there.receive(here.receive(there.receive(here.start())))
     assert here.complete
     assert there.complete
-    assert (5, 30) == (there.heartbeat_s, there.deadline_s)
+    assert (there.heartbeat_s, there.deadline_s) == (5, 30)
 
 
 def test_the_token_is_in_no_message():
@@ -87,22 +88,24 @@ def test_a_recorded_welcome_does_not_convince_another_worker():
 
 def test_versions_are_compared_before_any_token_work():
     here, there = trainer(protocol=2), WorkerHandshake("another", protocol=1)
-    with pytest.raises(ProtocolError, match="trainer speaks protocol 2, this worker .* 1;") as seen:
+    with pytest.raises(
+        ProtocolError, match=r"trainer speaks protocol 2, this worker .* 1;"
+    ) as seen:
         there.receive(here.start())
     told = there.refusal(seen.value)
-    assert 1 == told.protocol
-    with pytest.raises(ProtocolError, match="worker speaks protocol 1, this trainer .* 2;"):
+    assert told.protocol == 1
+    with pytest.raises(ProtocolError, match=r"worker speaks protocol 1, this trainer .* 2;"):
         here.receive(told)
 
 
 def test_a_worker_of_another_version_that_answers_all_the_same_is_refused_by_version():
     here = trainer(protocol=2)
-    with pytest.raises(ProtocolError, match="worker speaks protocol 1, this trainer .* 2;"):
+    with pytest.raises(ProtocolError, match=r"worker speaks protocol 1, this trainer .* 2;"):
         here.receive(Auth(1))
 
 
 def test_a_trainer_of_another_version_that_rejects_is_named_by_version():
-    with pytest.raises(ProtocolError, match="trainer speaks protocol 2, this worker .* 1;"):
+    with pytest.raises(ProtocolError, match=r"trainer speaks protocol 2, this worker .* 1;"):
         WorkerHandshake(TOKEN).receive(Reject(2, "AuthenticationError", "whatever"))
 
 
@@ -167,8 +170,6 @@ def test_a_long_reason_still_fits_the_limit():
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e9])
 def test_silly_times_are_refused(seconds):
-    import msgspec
-
     body = msgspec.msgpack.encode({"proof": b"", "heartbeat_s": seconds, "deadline_s": 1})
     with pytest.raises(ProtocolError, match="Welcome"):
         list(FrameReader(HANDSHAKE).feed(pack_frame(0xFF02, 0, body)))
@@ -176,7 +177,7 @@ def test_silly_times_are_refused(seconds):
 
 def test_new_tokens_are_long_and_different():
     assert new_token() != new_token()
-    assert 43 == len(new_token())
+    assert len(new_token()) == 43
 
 
 def owner_only(tmp_path, text):
@@ -188,10 +189,10 @@ def owner_only(tmp_path, text):
 
 def test_the_argument_wins_then_the_variable_then_the_file(tmp_path):
     environ = {"WTRANSFER_TOKEN_FILE": str(owner_only(tmp_path, "from the file\n"))}
-    assert "from the file" == resolve_token(None, environ)
+    assert resolve_token(None, environ) == "from the file"
     environ["WTRANSFER_TOKEN"] = "from the variable"
-    assert "from the variable" == resolve_token(None, environ)
-    assert "given" == resolve_token("given", environ)
+    assert resolve_token(None, environ) == "from the variable"
+    assert resolve_token("given", environ) == "given"
     assert resolve_token(None, {}) is None
 
 
@@ -238,7 +239,5 @@ def test_a_missing_token_file_is_named(tmp_path):
 
 
 def test_stall_errors_are_no_peer_errors():
-    """What the handshake of `Reject` relies on."""
-    from wtransfer.errors import PeerError
-
+    """What taking a `Reject` relies on."""
     assert not issubclass(StallError, PeerError)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from wtransfer.deadline import Deadline
 from wtransfer.demo.child import Child, Ended
 from wtransfer.demo.messages import Join, Prove, Publish, Report, Resume, RoundOver
+from wtransfer.demo.row import row_of
 from wtransfer.demo.story import Kill, Story
 from wtransfer.demo.verdict import WITNESS_TOKENS
 from wtransfer.errors import PeerLostError, WTransferError
@@ -28,7 +29,7 @@ VICTIM = WORKERS[1]
 """The one that is killed."""
 MIN_ROUNDS = 4
 """One to have an old version, one to die in, one without the dead, one to catch up."""
-_TRAIN_S = 1.5
+_TRAIN_S = 2.2
 _STEP_S = 180.0
 _END_S = 60.0
 _POLL_S = 0.2
@@ -121,6 +122,7 @@ class Conductor:
         self._publish(number, hold=False, num_workers=num_workers)
         over = self._result(number)
         self._until(lambda: self.story.is_proven(over), f"the proofs of {over.version}")
+        self.story.rows.append(row_of(self.story, over))
 
     def _round_with_a_kill(self, number: int) -> None:
         """Kill a worker while half of the tensors are under way, and no more than half."""
@@ -133,8 +135,9 @@ class Conductor:
         self._see_tokens(survivor)
         self.story.resumed_at = time.monotonic()
         self._children["trainer"].send(Resume())
-        self._result(number)
+        over = self._result(number)
         self._see_proof(survivor)
+        self.story.rows.append(row_of(self.story, over))
         # It imports torch while the next round is done without it.
         self._start_child(VICTIM, "wtransfer.demo.worker", VICTIM)
 

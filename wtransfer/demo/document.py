@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.demo.row import all_lives, row_of
+from wtransfer.demo.row import all_lives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,8 @@ def document(story: Story, checks: Sequence[Check], seconds: float) -> dict[str,
         "last_loss": story.trained.loss if story.trained else None,
         "usual_gap_s": max(gaps, default=None),
         "rounds": [
-            asdict(row_of(story, over)) | {"error": over.error, "blamed": over.blamed}
-            for over in story.rounds
+            asdict(row) | {"error": over.error, "blamed": over.blamed}
+            for row, over in zip(story.rows, story.rounds, strict=True)
         ],
         "killed": asdict(story.kill) if story.kill else None,
         "events": story.events,

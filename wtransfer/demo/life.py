@@ -6,6 +6,7 @@ not from what anybody says about himself.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
@@ -29,16 +30,19 @@ class Life:
         """Commits, in order."""
         self.proofs: list[Proof] = []
         """Digests of its live model, in order."""
-        self._tokens: list[tuple[float, str | None]] = []
+        # Times and versions of the tokens, side by side; a process writes them in order.
+        self._times: list[float] = []
+        self._versions: list[str | None] = []
 
     def add_tokens(self, tokens: Tokens) -> None:
         """Take note of generated tokens."""
-        self._tokens += ((at, tokens.version) for at in tokens.ended_at)
+        self._times += tokens.ended_at
+        self._versions += [tokens.version] * len(tokens.ended_at)
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far."""
-        return len(self._tokens)
+        return len(self._times)
 
     @property
     def version(self) -> str | None:
@@ -60,7 +64,7 @@ class Life:
 
     def versions_between(self, since: float, until: float) -> list[str | None]:
         """Return the version of every token that was finished in this time, in order."""
-        return [version for at, version in self._tokens if since < at < until]
+        return self._versions[bisect_right(self._times, since) : bisect_left(self._times, until)]
 
     def longest_gap(self, since: float, until: float) -> float | None:
         """Return the longest gap between two tokens that has a part in this time, in seconds.
@@ -70,8 +74,8 @@ class Life:
         return max(
             (
                 after - before
-                for before, after in self._gaps()
-                if after > since and before < until and not self._has_commit(before, after)
+                for before, after in self._gaps(since, until)
+                if not self._has_commit(before, after)
             ),
             default=None,
         )
@@ -81,7 +85,7 @@ class Life:
         return next(
             (
                 after - before
-                for before, after in self._gaps()
+                for before, after in self._gaps(applied.started_at, applied.ended_at)
                 if before <= applied.started_at and applied.ended_at <= after
             ),
             None,
@@ -89,7 +93,7 @@ class Life:
 
     def median_gap(self) -> float | None:
         """Return the usual gap between two tokens, in seconds."""
-        gaps = [after - before for before, after in self._gaps()]
+        gaps = [after - before for before, after in pairwise(self._times)]
         return median(gaps) if gaps else None
 
     def whole_tokens(self, since: float, until: float) -> int:
@@ -97,10 +101,13 @@ class Life:
 
         A token begins when the one before it is finished.
         """
-        return sum(since <= before and after <= until for before, after in self._gaps())
+        return sum(since <= before and after <= until for before, after in self._gaps(since, until))
 
     def _has_commit(self, before: float, after: float) -> bool:
         return any(before <= each.started_at < after for each in self.applied)
 
-    def _gaps(self) -> Iterator[tuple[float, float]]:
-        return pairwise(at for at, _ in self._tokens)
+    def _gaps(self, since: float, until: float) -> Iterator[tuple[float, float]]:
+        """Yield the times of neighbouring tokens whose gap has a part in this time."""
+        first = max(0, bisect_right(self._times, since) - 1)
+        last = bisect_left(self._times, until)
+        return pairwise(self._times[first : last + 1])

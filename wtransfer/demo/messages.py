@@ -121,7 +121,7 @@ class RoundOver(msgspec.Struct, frozen=True, tag=True):
     packed_s: float = 0.0
     """Seconds until the trainer could train on."""
     total_s: float = 0.0
-    """Seconds from ``publish`` to the last receipt."""
+    """Seconds from ``publish`` to the last receipt, or to the failure."""
     receipts: tuple[Receipt, ...] = ()
     """One per worker."""
     error: str | None = None

@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import nn
 
-from wtransfer.demo.sizes import HEAD_WIDTH, ModelShape
+from wtransfer.demo.sizes import HEAD_WIDTH, NUM_BYTES, ModelShape
 
-NUM_BYTES = 256
-"""Vocabulary: the values of a byte."""
 CONTEXT = 64
 """Bytes that the model looks back."""
 
@@ -49,8 +47,10 @@ class Block(nn.Module):
 class ByteTransformer(nn.Module):
     """Predicts the next byte.
 
-    The head shares the embedding's storage (an update must send it once and keep the tie), and
-    `trained_steps` is a buffer without dimensions (an update must bring it along).
+    Beside the embedding of a byte stands one of the pair that it ends. That table makes the model
+    heavy to move and cheap to compute, and it learns fast. The head shares the embedding's storage
+    (an update must send it once and keep the tie), and `trained_steps` is a buffer without
+    dimensions (an update must bring it along).
 
     Args:
         shape: Depth and width.
@@ -62,6 +62,7 @@ class ByteTransformer(nn.Module):
     def __init__(self, shape: ModelShape, seed: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_BYTES, shape.width)
+        self.pairs = nn.Embedding(NUM_BYTES**2, shape.width, sparse=True)
         self.position = nn.Embedding(CONTEXT, shape.width)
         self.blocks = nn.Sequential(*(Block(shape.width) for _ in range(shape.num_layers)))
         self.norm = nn.LayerNorm(shape.width)
@@ -87,7 +88,9 @@ class ByteTransformer(nn.Module):
         Returns:
             [batch, length, 256].
         """
-        stream = self.embedding(inputs) + self.position.weight[: inputs.shape[1]]
+        pairs = F.pad(inputs, (1, 0))[:, :-1] * NUM_BYTES + inputs
+        stream = self.embedding(inputs) + self.pairs(pairs)
+        stream = stream + self.position.weight[: inputs.shape[1]]
         logits: torch.Tensor = self.head(self.norm(self.blocks(stream)))
         return logits
 

@@ -14,42 +14,46 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
+
+_PART_NBYTES = 1 << 20
 
 
 class LiveDigest:
-    """Digests a model a few tensors at a time, so that serving need not stand still for it.
+    """Digests a model a part at a time, so that serving need not stand still for it.
 
     Args:
         model: Must not change until the digest is done.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._names = sorted(model.state_dict(), reverse=True)
         self._hash = hashlib.sha256()
+        self._parts = _parts(model)
 
     def advance(self, seconds: float) -> str | None:
-        """Digest at least one more tensor, and further ones while time is left.
+        """Digest at least one more part, and further ones while time is left.
 
         Args:
             seconds: Time to spend.
 
         Returns:
-            The digest in hexadecimal once all tensors are in it, before that None.
+            The digest in hexadecimal once everything is in it, before that None.
         """
         end = time.monotonic() + seconds
-        tensors = self._model.state_dict()
-        while self._names:
-            self._add(self._names.pop(), tensors)
+        for part in self._parts:
+            self._hash.update(part)
             if time.monotonic() >= end:
-                break
-        return None if self._names else self._hash.hexdigest()
+                return None
+        return self._hash.hexdigest()
 
-    def _add(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        tensor = tensors[name].detach()
-        self._hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        self._hash.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+def _parts(model: nn.Module) -> Iterator[bytes | memoryview]:
+    for name, tensor in sorted(model.state_dict().items()):
+        yield f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
+        for part in tensor.reshape(-1).view(torch.uint8).split(_PART_NBYTES):
+            yield part.numpy().data
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NAMED_SIZES = {"tiny": 0.6, "small": 3.0, "medium": 25.0, "large": 150.0}
+NAMED_SIZES = {"tiny": 4.0, "small": 9.0, "medium": 40.0, "large": 150.0}
 """Word -> million parameters."""
+NUM_BYTES = 256
+"""Vocabulary: the values of a byte."""
 HEAD_WIDTH = 64
 """Width of one attention head; widths are multiples of it."""
+MAX_MILLIONS = 10_000
+"""Largest model, in million parameters."""
 # A pre-norm block of width d holds 4 d^2 weights of attention and 8 d^2 of its feed-forward.
 _WEIGHTS_PER_LAYER = 12
-_WIDTH_PER_LAYER = 64
+_MAX_WIDTH = 8192
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class ModelShape:
 
     @classmethod
     def parse(cls, size: str) -> ModelShape:
-        """Return the shape for a size.
+        """Return the shape whose number of weights is nearest to a size.
 
         Args:
             size: A key of `NAMED_SIZES`, or a number of million parameters.
@@ -36,17 +40,21 @@ class ModelShape:
             millions = NAMED_SIZES.get(size) or float(size)
         except ValueError:
             millions = float("nan")
-        if not 0 < millions <= 10_000:  # noqa: PLR2004  # nan fails as well
+        if not 0 < millions <= MAX_MILLIONS:  # false for nan as well
             raise ValueError(
                 f"model size {size!r} is neither one of {', '.join(NAMED_SIZES)} nor a number of "
-                "million parameters between 0 and 10000"
+                f"million parameters between 0 and {MAX_MILLIONS}"
             )
-        return cls.of_millions(millions)
+        shapes = (cls.of_width(width) for width in range(HEAD_WIDTH, _MAX_WIDTH, HEAD_WIDTH))
+        return min(shapes, key=lambda shape: abs(shape.num_weights - millions * 1e6))
 
     @classmethod
-    def of_millions(cls, millions: float) -> ModelShape:
-        """Return a shape of about this many million parameters, 64 times as wide as deep."""
-        weights = millions * 1e6
-        ideal_width = (weights * _WIDTH_PER_LAYER / _WEIGHTS_PER_LAYER) ** (1 / 3)
-        width = HEAD_WIDTH * max(1, round(ideal_width / HEAD_WIDTH))
-        return cls(max(1, round(weights / (_WEIGHTS_PER_LAYER * width**2))), width)
+    def of_width(cls, width: int) -> ModelShape:
+        """Return a shape of usual proportions: 64 times as wide as deep, and one block more."""
+        return cls(width // HEAD_WIDTH + 1, width)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights in the blocks and in the table of pairs, which is nearly all of them."""
+        in_blocks = _WEIGHTS_PER_LAYER * self.num_layers * self.width**2
+        return in_blocks + NUM_BYTES**2 * self.width

@@ -20,6 +20,7 @@ from wtransfer.demo.messages import (
 
 if TYPE_CHECKING:
     from wtransfer.demo.messages import Report
+    from wtransfer.demo.row import Row
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Story:
         """When it was told to go on."""
         self.rounds: list[RoundOver] = []
         """Rounds, in order."""
+        self.rows: list[Row] = []
+        """Their numbers, once all that belongs to a round was heard."""
         self.lives: dict[str, list[Life]] = {}
         """Worker -> its processes, in order."""
         self.kill: Kill | None = None

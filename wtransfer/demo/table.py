@@ -10,8 +10,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wtransfer.demo.row import row_of
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -114,9 +112,8 @@ def drawn(story: Story) -> Group:
     table = Table(caption=LEGEND, caption_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for over in story.rounds:
-        style = "yellow" if over.outcome == "aborted" else None
-        table.add_row(*cells(row_of(story, over)), style=style)
+    for row in story.rows:
+        table.add_row(*cells(row), style="yellow" if row.outcome == "aborted" else None)
     events = [Text(event, style="yellow") for event in story.events]
     return Group(table, *events, Text(status(story), style="dim"))
 
@@ -130,7 +127,7 @@ class Lines:
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
-        self._num_rounds = 0
+        self._num_rows = 0
         self._num_events = 0
         write(" | ".join(_COLUMNS))
 
@@ -142,11 +139,9 @@ class Lines:
 
     def show(self, story: Story) -> None:
         """Write what is new and complete."""
-        for over in story.rounds[self._num_rounds :]:
-            if not story.is_proven(over):
-                break
-            self._num_rounds += 1
-            texts = zip(cells(row_of(story, over)), _COLUMNS, strict=True)
+        for row in story.rows[self._num_rows :]:
+            self._num_rows += 1
+            texts = zip(cells(row), _COLUMNS, strict=True)
             self._write(" | ".join(text.rjust(len(column)) for text, column in texts))
         for event in story.events[self._num_events :]:
             self._num_events += 1

@@ -105,7 +105,8 @@ class Trainer:
         try:
             return self._committed(published, self._transfer(command.version))
         except WTransferError as error:
-            return replace(published, error=str(error), blamed=error.worker)
+            total_s = time.monotonic() - published.started_at
+            return replace(published, total_s=total_s, error=str(error), blamed=error.worker)
 
     def _transfer(self, version: str) -> Report:
         running = self._publisher.publish(version=version, wait=False)

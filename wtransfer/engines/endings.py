@@ -29,10 +29,14 @@ def close_at_exit(what: Closable) -> None:
     _open.add(what)
 
 
+def _close(what: Closable) -> None:
+    try:
+        what.close()
+    except Exception:
+        logger.exception("%s could not be closed at exit", type(what).__name__)
+
+
 @atexit.register
 def _close_all() -> None:
     for each in list(_open):
-        try:
-            each.close()
-        except Exception:
-            logger.exception("%s could not be closed at exit", type(each).__name__)
+        _close(each)

@@ -77,7 +77,7 @@ class Catalog:
     """Everything that was found."""
 
     records: list[Record] = field(default_factory=list)
-    """Backends in the order of the search path."""
+    """Backends, by distribution and name."""
     diagnostics: list[Diagnostic] = field(default_factory=list)
     """What could not be read."""
     core_version: str | None = None
@@ -124,6 +124,8 @@ def discover(distributions: Distributions = installed) -> Catalog:
         catalog.diagnostics.append(
             Diagnostic("the search path", f"not read to its end: {_spell(error)}")
         )
+    # A folder lists its files in any order; people compare our texts between two machines.
+    catalog.records.sort(key=lambda record: (canonical(record.distribution), record.name))
     return catalog
 
 

@@ -124,6 +124,7 @@ class Registry:
             PluginBlockedError: The operator excludes it.
             PluginAmbiguousError: Several distributions offer it.
         """
+        name = str(name)  # a config's backend may be anything; the error shall say what it is
         known = self._answered.get(name) or self.shelf.pinned(name) or self._registered.get(name)
         return known or self.shelf.find(name, self._registered)
 

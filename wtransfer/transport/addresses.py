@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import ipaddress
@@ -16,8 +17,8 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,11 @@ from wtransfer.errors import AddressError, AddressInUseError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_BACKLOG = 128
+_BACKLOG = 512  # TCP peers that find it full wait for a second and more: a flood must not fill it
 _MAX_UNIX_NBYTES = 107
 _MAX_PORT = 65535
 _LOCK_PATIENCE_S = 0.05
+_QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
 
 UnixIdentity = tuple[int, int]
 """Device and inode of a socket file."""
@@ -160,7 +162,8 @@ class ListeningSocket:
         path = self.address.removeprefix("unix:")
         is_open = self.socket.fileno() >= 0
         if is_open and self._identity is not None and self._identity == _identity(path):
-            os.unlink(path)  # noqa: PTH108 (paths here are socket names, not files to read)
+            with contextlib.suppress(OSError):  # left behind, it is replaced at the next start
+                os.unlink(path)  # noqa: PTH108 (paths here are socket names, not files to read)
 
     def _listen(self, address: Address) -> None:
         try:
@@ -196,7 +199,7 @@ class ListeningSocket:
             self._identity = _identity(path)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked_folder(path: str) -> Iterator[None]:
     folder = os.path.dirname(path) or "/"  # noqa: PTH120 (see remove_file)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -242,6 +245,24 @@ def _is_stale(path: str) -> bool:
         probe.setblocking(False)
         # Any other answer (connected, backlog full, no permission) comes from somebody alive.
         return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+def connect(sock: socket.socket, address: Address) -> int:
+    """Start to connect a new socket and make it non-blocking.
+
+    On Unix sockets it waits for a place in the listener's queue, for at most 0.2 s: a waiting
+    peer is served in order, where one that asks again and again can lose every time.
+
+    Returns:
+        0, or the error's number; ``EINPROGRESS`` on TCP if the answer is still to come.
+    """
+    if not address.is_unix:
+        sock.setblocking(False)
+        return sock.connect_ex(address.target)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _QUEUE_PATIENCE)
+    number = sock.connect_ex(address.target)
+    sock.setblocking(False)
+    return number
 
 
 def is_self_connected(sock: socket.socket) -> bool:

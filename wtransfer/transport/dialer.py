@@ -17,7 +17,7 @@ from wtransfer.errors import (
     ProtocolError,
     WTransferError,
 )
-from wtransfer.transport.addresses import is_self_connected, no_delay, parse_address
+from wtransfer.transport.addresses import connect, is_self_connected, no_delay, parse_address
 from wtransfer.transport.auth import PROTOCOL, WorkerHandshake, check_same_user
 from wtransfer.transport.connection import Connection, Events, with_heartbeat
 from wtransfer.transport.loop import WRITE, Loop
@@ -38,7 +38,6 @@ _SETTLED_S = 1.0
 _CONNECT_S = 5.0
 _HANDSHAKE_S = 5.0  # longer than the listener allows: a stopped or busy trainer may come back
 _CLOSE_S = 1.0
-_IN_PROGRESS = {errno.EINPROGRESS, errno.EALREADY}
 
 
 class Dialer:
@@ -156,10 +155,9 @@ class Dialer:
             self._failed(str(error))
             return
         self._connecting = sock
-        sock.setblocking(False)
         self._timer = self._loop.call_later(_CONNECT_S, lambda: self._failed("no answer"))
-        number = sock.connect_ex(address.target)
-        if number in _IN_PROGRESS:
+        number = connect(sock, address)
+        if number == errno.EINPROGRESS:
             self._loop.watch(sock, WRITE, lambda _mask: self._answered(address, sock))
         else:
             self._dialed(address, sock, number)

@@ -44,9 +44,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """
     dtype = _BY_NAME.get(name)
     if dtype is None:
-        reason = (
-            f"torch {torch.__version__} lacks it" if name in DTYPES else "it is not one of them"
-        )
+        reason = f"torch {torch.__version__} lacks it" if name in DTYPES else "no such dtype"
         raise ManifestError(
             f"dtype {name[:80]!r} cannot be used here: {reason}; there are {', '.join(_BY_NAME)}"
         )
