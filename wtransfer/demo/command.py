@@ -12,7 +12,7 @@ import click
 from wtransfer.demo.conductor import MIN_ROUNDS, Conductor
 from wtransfer.demo.document import document
 from wtransfer.demo.sizes import ModelShape
-from wtransfer.demo.table import Lines, LiveTable, Silence
+from wtransfer.demo.table import Lines, LiveTable, Silence, gaps_in_words
 from wtransfer.demo.verdict import judge
 from wtransfer.errors import WTransferError
 
@@ -103,5 +103,6 @@ def _tell(story: Story, checks: Sequence[Check], seconds: float) -> None:
     click.echo()
     for check in checks:
         click.echo(f"[{'ok' if check.kept else 'FAILED'}] {check.promise}\n     {check.seen}")
+    click.echo(f"\n{gaps_in_words(story)}")
     kept = sum(check.kept for check in checks)
     click.echo(f"\n{kept} of {len(checks)} promises kept, {seconds:.0f} s after imports")

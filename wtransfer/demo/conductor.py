@@ -32,6 +32,8 @@ MIN_ROUNDS = 4
 _TRAIN_S = 2.2
 _STEP_S = 180.0
 _END_S = 60.0
+# After a failure a child may be stuck in a wait for what will not come.
+_FAILED_END_S = 5.0
 _POLL_S = 0.2
 
 
@@ -69,8 +71,8 @@ class Conductor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._end_all()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end_all(_END_S if kind is None else _FAILED_END_S)
 
     def start(self) -> None:
         """Start every process and let the workers join; most of its time is imports.
@@ -106,7 +108,7 @@ class Conductor:
                 self._come_back()
             else:
                 self._round(number, num_workers=len(WORKERS))
-        self._end_all()
+        self._end_all(_END_S)
         return self.story
 
     # -- the story ------------------------------------------------------------------------------
@@ -149,6 +151,14 @@ class Conductor:
             f"{VICTIM} is back as process {ready.pid}: {ready.state}, has "
             f"{ready.version or 'no version'} ({ready.fingerprint[:14]})"
         )
+        self._see_catch_up()
+
+    def _see_catch_up(self) -> None:
+        """Wait until the returned worker has what the others have, without a round of its own."""
+        life, last = self.story.life(VICTIM), self.story.last_committed()
+        assert last is not None
+        self._until(lambda: life.proof_of(last.version) is not None, f"{VICTIM} to catch up")
+        self.story.events.append(f"{VICTIM} caught up: has {life.version} ({life.fingerprint[:8]})")
 
     def _kill(self, number: int) -> None:
         self._children.pop(VICTIM).kill()
@@ -192,13 +202,13 @@ class Conductor:
         assert over is not None
         return over
 
-    def _end_all(self) -> None:
+    def _end_all(self, timeout_s: float) -> None:
         # All are asked before the first is waited for, so that they end side by side.
         for child in self._children.values():
             child.ask_to_end()
         while self._children:
             name, child = self._children.popitem()
-            self.story.exits[name] = child.end(_END_S)
+            self.story.exits[name] = child.end(timeout_s)
         self._hear_the_rest()
 
     def _hear_the_rest(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.demo.row import all_lives
+from wtransfer.demo.row import usual_gap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,14 +22,13 @@ def document(story: Story, checks: Sequence[Check], seconds: float) -> dict[str,
         checks: Its verdict.
         seconds: Duration after imports.
     """
-    gaps = [gap for life in all_lives(story) if (gap := life.median_gap()) is not None]
     return {
         "ok": all(check.kept for check in checks),
         "seconds": seconds,
         "parameters": story.listening.num_parameters if story.listening else None,
         "first_loss": story.first_loss,
         "last_loss": story.trained.loss if story.trained else None,
-        "usual_gap_s": max(gaps, default=None),
+        "usual_gap_s": usual_gap(story),
         "rounds": [
             asdict(row) | {"error": over.error, "blamed": over.blamed}
             for row, over in zip(story.rows, story.rounds, strict=True)

@@ -73,10 +73,10 @@ def row_of(story: Story, over: RoundOver) -> Row:
         packed_s=over.packed_s if done else None,
         gb_per_s=over.nbytes / over.total_s / 1e9 if done else None,
         memcpy_share=over.memcpy_s / over.total_s if done else None,
-        commit_pause_s=_longest(story, over, lambda _, got: got.ended_at - got.started_at),
+        commit_pause_s=_longest_commit(story, over, lambda _, got: got.ended_at - got.started_at),
         gap_normal_s=_gap_before(story, over),
         gap_transfer_s=_gap_in_transfer(story, over),
-        gap_commit_s=_longest(story, over, lambda life, got: life.gap_around(got)),
+        gap_commit_s=_longest_commit(story, over, lambda life, got: life.gap_around(got)),
         num_receipts=len(over.receipts),
         num_equal=sum(_is_equal(story, over, receipt.worker) for receipt in over.receipts),
     )
@@ -87,17 +87,27 @@ def all_lives(story: Story) -> list[Life]:
     return [life for lives in story.lives.values() for life in lives]
 
 
-def _longest(
+def usual_gap(story: Story) -> float | None:
+    """Return the median gap between two tokens of the slowest worker process, in seconds."""
+    return longest(life.median_gap() for life in all_lives(story))
+
+
+def longest(gaps: Iterable[float | None]) -> float | None:
+    """Return the longest of the gaps that are known, or None if none is."""
+    return max((gap for gap in gaps if gap is not None), default=None)
+
+
+def _longest_commit(
     story: Story, over: RoundOver, measure: Callable[[Life, Applied], float | None]
 ) -> float | None:
     commits = [(life, life.applied_version(over.version)) for life in all_lives(story)]
-    return _max(measure(life, applied) for life, applied in commits if applied)
+    return longest(measure(life, applied) for life, applied in commits if applied)
 
 
 def _gap_before(story: Story, over: RoundOver) -> float | None:
     ends = [_end(each) for each in story.rounds if each.number < over.number]
     since = max(ends, default=0.0)
-    return _max(life.longest_gap(since, over.started_at) for life in all_lives(story))
+    return longest(life.longest_gap(since, over.started_at) for life in all_lives(story))
 
 
 def _gap_in_transfer(story: Story, over: RoundOver) -> float | None:
@@ -106,7 +116,7 @@ def _gap_in_transfer(story: Story, over: RoundOver) -> float | None:
         applied = life.applied_version(over.version)
         until = applied.started_at if applied else _end(over)
         gaps.append(life.longest_gap(over.started_at, until))
-    return _max(gaps)
+    return longest(gaps)
 
 
 def _end(over: RoundOver) -> float:
@@ -116,7 +126,3 @@ def _end(over: RoundOver) -> float:
 def _is_equal(story: Story, over: RoundOver, worker: str) -> bool:
     proofs = [life.proof_of(over.version) for life in story.lives[worker]]
     return any(proof is not None and proof.digest == over.digest for proof in proofs)
-
-
-def _max(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)

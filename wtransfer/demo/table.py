@@ -10,6 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from wtransfer.demo.row import longest, usual_gap
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -67,6 +69,17 @@ def status(story: Story) -> str:
         for worker, lives in story.lives.items()
     ]
     return "  |  ".join(parts)
+
+
+def gaps_in_words(story: Story) -> str:
+    """Return how long readers waited for a token: usually, and at worst in each phase."""
+    rows = story.rows
+    return (
+        f"between two tokens: usually {_milliseconds(usual_gap(story))} ms; at most "
+        f"{_milliseconds(longest(row.gap_normal_s for row in rows))} ms between the rounds, "
+        f"{_milliseconds(longest(row.gap_transfer_s for row in rows))} ms during a transfer, "
+        f"{_milliseconds(longest(row.gap_commit_s for row in rows))} ms around a commit"
+    )
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -143,6 +143,7 @@ class Link:
             self._engine,
             schema=session.schema,
             cast=session.cast,
+            worker=session.name,
             notes=session.notes(),
             send=self.send,
             on_over=lambda: session.free(plan.round_id),

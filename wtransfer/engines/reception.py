@@ -19,6 +19,7 @@ from wtransfer.engines.messages import (
 from wtransfer.engines.schema import canonical_names, check_fit
 from wtransfer.engines.staging import Staging
 from wtransfer.errors import RoundAbortedError, WTransferError
+from wtransfer.host import hooks
 from wtransfer.manifest import fingerprint
 from wtransfer.transport.memory import require_memory
 
@@ -49,6 +50,7 @@ class Reception:
         engine: Receives it.
         schema: Returns the target's, or None where any complete update is taken.
         cast: Whether a floating dtype may take another.
+        worker: Name of the worker, for observers.
         notes: What the trainer should know of this worker.
         send: Sends a message to the trainer; never raises.
         on_over: Called once when the round is over here without a verified set.
@@ -61,6 +63,7 @@ class Reception:
         *,
         schema: Callable[[], Mapping[str, TensorSpec] | None],
         cast: bool,
+        worker: str,
         notes: list[str],
         send: Callable[[msgspec.Struct], None],
         on_over: Callable[[], None],
@@ -73,6 +76,7 @@ class Reception:
         self._schema = schema
         self._canonical: dict[str, str] = {}
         self._cast = cast
+        self._worker = worker
         self._notes = list(notes)
         self._send = send
         self._on_over = on_over
@@ -123,12 +127,18 @@ class Reception:
     def end(self, reason: str) -> None:
         """Drop what is staged; the engine, if it is at work, is made to return."""
         if self._finish(reason):
+            ended = RoundAbortedError(f"the round was ended: {reason}")
+            hooks.notify("wtransfer_round_aborted", error=ended, **self._identity())
             threading.Thread(
                 target=self._engine.abort,
                 args=(self._running,),
                 name="wtransfer-abort",
                 daemon=True,
             ).start()
+
+    def _identity(self) -> dict[str, str]:
+        plan = self.plan
+        return {"round_id": plan.round_id, "version": plan.version, "worker": self._worker}
 
     # -- on the engine's thread
 
@@ -148,6 +158,7 @@ class Reception:
             logger.error("round %s failed", self.plan.round_id, exc_info=error)
         if not self._finish(str(error)):
             return
+        hooks.notify("wtransfer_round_aborted", error=error, **self._identity())
         info = ErrorInfo.of(error)
         answer = Refuse if refusal else Fault
         self._send(answer(self.plan.round_id, info))
@@ -177,6 +188,7 @@ class Reception:
         self._make_room()
         self._engine.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at
+        hooks.notify("wtransfer_round_started", **self._identity())
         self._send(Accept(self.plan.round_id, self._notes))
 
     def _make_room(self) -> None:

@@ -42,7 +42,9 @@ class WorkerReport:
     outcome: str
     """``committed``; ``pending`` (verified, the model's thread has not applied it yet);
     ``restored``, ``reverted`` or ``discarded`` (on its old version, whole); ``empty`` (must not
-    serve); ``lost`` (gone, or dropped from the round); ``behind`` (joined, but no part of it)."""
+    serve); ``lost`` (gone after the commit was sent, so nobody knows); ``dropped`` (left out of the
+    round, because it or a rank of its instance was lost before the commit); ``behind`` (joined,
+    but no part of the round: it will be brought up to date)."""
     version: str | None
     """Label of what it holds now."""
     fingerprint: str
@@ -87,12 +89,17 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every known worker committed and its digests and fingerprint are the sender's."""
+        """Whether every worker of the round has proven that it holds the update.
+
+        Workers that were dropped from the round, and joiners that it came too early for, are named
+        in the report and do not count.
+        """
         return all(
             each.outcome == "committed"
             and each.digests_equal
             and each.fingerprint == self.fingerprint
             for each in self.workers
+            if each.outcome not in ("dropped", "behind")
         )
 
     def __str__(self) -> str:

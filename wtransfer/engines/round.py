@@ -147,6 +147,7 @@ class Round:
         self._running: Running | None = None
         self._aborted: WTransferError | None = None
         self._failure: WTransferError | None = None
+        self._forward = False
         self._report: Report | None = None
         self._done = threading.Event()
         opened = roster.open(self.round_id, self.members)
@@ -220,7 +221,7 @@ class Round:
     @property
     def committing(self) -> bool:
         """Whether commits have been sent: from here the round only goes forward."""
-        return self.phase in ("commit", "over")
+        return self._forward
 
     # -- for the engine, by way of its client
 
@@ -242,8 +243,13 @@ class Round:
         self._await(lambda exchange: exchange.num_received > number, "an update's receipt")
 
     def check(self) -> None:
-        """Raise if the round has failed."""
+        """Raise if the round has failed, or is past the point where an engine may use it."""
         with self._roster.changed:
+            if self._forward:
+                raise RoundAbortedError(
+                    "the round is over for its engine: send_weights had returned",
+                    round_id=self.round_id,
+                )
             self._raise_fault()
 
     def wake(self) -> None:
@@ -341,6 +347,7 @@ class Round:
             # Under the lock: whatever ends the round comes before this line or has come too late.
             self._raise_fault()
             self.phase = "commit"
+            self._forward = True
 
     def _commit(self) -> None:
         begun = time.monotonic()
@@ -414,7 +421,7 @@ class Round:
             raise running.error
 
     def _raise_fault(self) -> None:
-        if self._aborted is not None and not self.committing:
+        if self._aborted is not None and not self._forward:
             raise self._aborted
         for seat in self._live_seats():
             for exchange in seat.exchanges:
@@ -483,18 +490,20 @@ class Round:
         hooks.notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
 
     def _finish(self) -> None:
-        committed = self._failure is None
         if not self.is_resend:
-            self._sender.finished(committed=committed)
-        if committed:
-            self._report = report = self._make_report()
-            if report.ok:
-                facts = {**self._identity(), "fingerprint": report.fingerprint}
-                hooks.notify("wtransfer_weights_committed", worker=None, **facts)
+            self._sender.finished(committed=not self.failed)
+        if not self.failed:
+            self._report = self._make_report()
+            self._tell_committed(self._report)
         self.phase = "over"
         self._on_done(self)
         self._done.set()
         self.wake()
+
+    def _tell_committed(self, report: Report) -> None:
+        if report.ok:
+            facts = {**self._identity(), "fingerprint": report.fingerprint}
+            hooks.notify("wtransfer_weights_committed", worker=None, **facts)
 
     def _identity(self) -> dict[str, str]:
         return {"round_id": self.round_id, "version": self.version}
@@ -502,8 +511,11 @@ class Round:
     def _make_report(self) -> Report:
         assert self.sealed is not None
         self._clock.seconds["total"] = self._clock.total()
-        ranks = [exchange for seat in self._seats for exchange in seat.exchanges]
-        reports = [_worker_report(exchange, self.sealed) for exchange in ranks]
+        reports = [
+            _worker_report(exchange, self.sealed, dropped=seat.dropped)
+            for seat in self._seats
+            for exchange in seat.exchanges
+        ]
         others = [w for w in self._roster.workers() if w not in self.members]
         return Report(
             version=self.version,
@@ -530,7 +542,7 @@ def send_init(
     worker: Worker, origin: Origin, init_info: dict[str, Any], index: int, num_instances: int
 ) -> None:
     """Ask a worker for the engine of this generation, once."""
-    if worker.generation == origin.generation:
+    if worker.generation == origin.generation and worker.refusal is None:
         return
     worker.generation, worker.refusal = origin.generation, None
     worker.send(
@@ -569,7 +581,7 @@ def _outcome(exchange: Exchange) -> str:
     return "lost" if exchange.lost else "pending"
 
 
-def _worker_report(exchange: Exchange, sealed: Sealed) -> WorkerReport:
+def _worker_report(exchange: Exchange, sealed: Sealed, *, dropped: bool) -> WorkerReport:
     worker, verdict, receipt = exchange.worker, exchange.verdict, exchange.receipt
     error = exchange.error
     if receipt is not None and receipt.error is not None:
@@ -578,7 +590,7 @@ def _worker_report(exchange: Exchange, sealed: Sealed) -> WorkerReport:
         worker=worker.name,
         instance=worker.hello.instance,
         rank=worker.hello.rank,
-        outcome=_outcome(exchange),
+        outcome="dropped" if dropped else _outcome(exchange),
         version=worker.version,
         fingerprint=worker.fingerprint,
         digests_equal=verdict is not None and verdict.digests == sealed.digests,
@@ -591,13 +603,16 @@ def _worker_report(exchange: Exchange, sealed: Sealed) -> WorkerReport:
 
 def _bystander(worker: Worker, sealed: Sealed) -> WorkerReport:
     """Report a worker that joined after the plan, or whose instance is not complete."""
+    # An equal fingerprint is an equal digest of every piece, proven in an earlier round.
+    current = worker.fingerprint == sealed.fingerprint
     return WorkerReport(
         worker=worker.name,
         instance=worker.hello.instance,
         rank=worker.hello.rank,
-        outcome="behind" if worker.fingerprint != sealed.fingerprint else "committed",
+        outcome="committed" if current else "behind",
         version=worker.version,
         fingerprint=worker.fingerprint,
+        digests_equal=current,
     )
 
 

@@ -138,6 +138,8 @@ class WorkerSession:
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._pid = os.getpid()
+        # Held by whoever changes the model or decides not to: one thing at a time.
+        self._model = threading.Lock()
         self._changed = threading.Condition()
         self._links: list[Link] = []
         self._closed = False
@@ -191,21 +193,13 @@ class WorkerSession:
         self._check_usable()
         with self._changed:
             self._changed.wait_for(lambda: self._pending is not None or self._closed, timeout_s)
-            pending = self._pending
-        if pending is None:
-            return False
-        if pending.revert_reason is not None:
-            self._go_back(pending)
-        else:
-            self._apply(pending)
-            if self._num_ranks > 1:
-                self._await_release(pending)
-        return True
+        with self._model:
+            return self._do_pending()
 
     def discard_pending(self) -> bool:
         """Drop a verified update that waits for `commit_pending`; return whether there was one."""
         self._check_usable()
-        with self._changed:
+        with self._model, self._changed:
             pending = self._pending
             if pending is None or pending.revert_reason is not None:
                 return False
@@ -227,6 +221,7 @@ class WorkerSession:
     @property
     def state(self) -> str:
         """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
+        self._check_process()
         with self._changed:
             return self._state()
 
@@ -352,6 +347,18 @@ class WorkerSession:
         self._refusal = error
 
     # -- applying
+
+    def _do_pending(self) -> bool:
+        pending = self._pending
+        if pending is None:
+            return False
+        if pending.revert_reason is not None:
+            self._go_back(pending)
+        else:
+            self._apply(pending)
+            if self._num_ranks > 1:
+                self._await_release(pending)
+        return True
 
     def _state(self) -> str:
         if self._empty:
@@ -486,12 +493,15 @@ class WorkerSession:
         pending.link.send(receipt)
 
     def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError("this WorkerSession is closed")
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedError(
                 "this WorkerSession belongs to the parent process; after fork() make a new one"
             )
-        if self._closed:
-            raise ClosedError("this WorkerSession is closed")
 
 
 def _schema_of(manifest: Manifest) -> Mapping[str, TensorSpec]:

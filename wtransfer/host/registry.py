@@ -125,8 +125,12 @@ class Registry:
             PluginAmbiguousError: Several distributions offer it.
         """
         name = str(name)  # a config's backend may be anything; the error shall say what it is
-        known = self._answered.get(name) or self.shelf.pinned(name) or self._registered.get(name)
-        return known or self.shelf.find(name, self._registered)
+        return (
+            self._answered.get(name)
+            or self.shelf.pinned(name, self._registered)
+            or self._registered.get(name)
+            or self.shelf.find(name, self._registered)
+        )
 
     def names(self) -> list[str]:
         """Return every name that can be used, without importing anything."""

@@ -45,15 +45,19 @@ class Shelf:
         """Everything on the shelf, also what is blocked."""
         return [record for records in self._by_name.values() for record in records]
 
-    def pinned(self, name: str) -> Record | None:
+    def pinned(self, name: str, others: Iterable[str] = ()) -> Record | None:
         """Return what the operator pinned the name to, if anything.
+
+        Args:
+            name: A plain name.
+            others: Further names that exist, for the error.
 
         Raises:
             UnknownBackendError: The pinned distribution does not offer it.
             PluginBlockedError: It is blocked as well.
         """
         distribution = self._policy.pin(self._kind.word, name)
-        return None if distribution is None else self._addressed(name, distribution, name, ())
+        return None if distribution is None else self._addressed(name, distribution, name, others)
 
     def find(self, name: str, others: Iterable[str] = ()) -> Record:
         """Return the backend that a name means: the built-in, else the only one discovered.

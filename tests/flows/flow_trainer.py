@@ -1,0 +1,135 @@
+"""A trainer in a process of its own: publishes version after version."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import flow_stage
+
+from wtransfer.engines.messages import Commit
+from wtransfer.engines.publisher import Publisher
+from wtransfer.engines.roster import Worker
+from wtransfer.engines.round import Round
+from wtransfer.transport.listener import Listener
+
+PHASES_OF_ROUND = {"over": "idle"}
+
+
+class WitnessedPhase:
+    """Stands for `Round.phase`, which it keeps and shows to the witness."""
+
+    def __get__(self, round_, cls=None):
+        return self if round_ is None else vars(round_)["phase"]
+
+    def __set__(self, round_, phase):
+        vars(round_)["phase"] = phase
+        flow_stage.witness.enter(PHASES_OF_ROUND.get(phase, phase))
+
+
+def watch_rounds():
+    """Show phases to the witness, and the time between the first commit and the second."""
+    Round.phase = WitnessedPhase()
+    send = Worker.send
+
+    def send_and_tell(self, message):
+        send(self, message)
+        if isinstance(message, Commit):
+            flow_stage.witness.enter("between")
+
+    Worker.send = send_and_tell
+
+
+class TrainerPuppet(flow_stage.Puppet):
+    """Publishes when ordered."""
+
+    def __init__(
+        self, address, witness_path, *, num_tensors, numel, pace_s=0.0, protocol_step=0, **options
+    ):
+        super().__init__(address, witness_path, pace_s)
+        flow_stage.register()
+        Listener.__init__.__kwdefaults__["protocol"] += protocol_step
+        watch_rounds()
+        self.model = flow_stage.Weights(num_tensors, numel)
+        self.publisher = Publisher(self.model, engine=flow_stage.ENGINE, **options)
+        self.round = None
+
+    # -- orders
+
+    def where(self):
+        return {"address": self.publisher.address, "token": self.publisher.token}
+
+    def wait(self, n, timeout_s=20.0):
+        self.publisher.wait_for_workers(n, timeout_s)
+
+    def publish(self, number):
+        """Publish a version from this process's main thread, and wait for its end."""
+        self.model.fill(number)
+        return self._report(self.publisher.publish(f"v{number}"))
+
+    def begin(self, number):
+        self.model.fill(number)
+        self.round = self.publisher.publish(f"v{number}", wait=False)
+        return self.round.round_id
+
+    def result(self, timeout_s=30.0):
+        return self._report(self.round.result(timeout_s))
+
+    def packed(self, timeout_s=30.0):
+        self.round.packed(timeout_s)
+
+    def abort(self, times=1):
+        for _ in range(times):
+            self.round.abort()
+
+    def workers(self):
+        return [
+            {name: getattr(worker, name) for name in ("worker", "version", "fingerprint", "state")}
+            for worker in self.publisher.workers()
+        ]
+
+    def peak_nbytes(self):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def in_fork(self):
+        """Return what each use of the publisher does in a forked child."""
+        publisher, round_ = self.publisher, self.round
+        uses = {
+            "publish": lambda: publisher.publish("from the child"),
+            "wait_for_workers": lambda: publisher.wait_for_workers(1, 60),
+            "workers": publisher.workers,
+            "close": publisher.close,
+        }
+        if round_ is not None:
+            uses |= {"packed": round_.packed, "result": round_.result, "abort": round_.abort}
+        return {name: flow_stage.in_fork(use) for name, use in uses.items()}
+
+    def linger(self):
+        return flow_stage.linger()
+
+    def close(self):
+        self.publisher.close()
+
+    def _report(self, report):
+        return {
+            "ok": report.ok,
+            "outcome": report.outcome,
+            "fingerprint": report.fingerprint,
+            "text": str(report),
+            "seconds": report.seconds,
+            "workers": {
+                each.worker: {
+                    "outcome": each.outcome,
+                    "version": each.version,
+                    "fingerprint": each.fingerprint,
+                    "error": each.error and flow_stage.describe(each.error),
+                }
+                for each in report.workers
+            },
+        }
+
+
+def main(*args, **options):
+    """Be a trainer."""
+    os.environ.pop("WTRANSFER_TOKEN", None)
+    TrainerPuppet(*args, **options).serve()

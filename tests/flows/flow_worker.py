@@ -1,0 +1,152 @@
+"""A worker in a process of its own: serves a model, commits between two steps."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import flow_stage
+
+from wtransfer.engines.session import WorkerSession
+from wtransfer.engines.target import ModuleTarget
+from wtransfer.errors import CommitError
+from wtransfer.transport.dialer import Dialer
+
+
+class SlowTarget(ModuleTarget):
+    """Applies in two halves, with the phase "commit" between them."""
+
+    failing = False
+
+    def apply(self, tensors):
+        pairs = list(tensors.items())
+        half = len(pairs) // 2
+        super().apply(dict(pairs[:half]))
+        flow_stage.witness.enter("commit")
+        if self.failing:
+            raise ValueError("this rank cannot apply")
+        super().apply(dict(pairs[half:]))
+
+
+class SlowSession(WorkerSession):
+    """Enters the phase "verdict" when the commit has been ordered, before anything follows."""
+
+    def offer(self, link, reception, tensors):
+        flow_stage.witness.enter("verdict")
+        super().offer(link, reception, tensors)
+
+
+class WorkerPuppet(flow_stage.Puppet):
+    """Commits by itself (`auto`) or when ordered."""
+
+    def __init__(
+        self,
+        address,
+        witness_path,
+        *,
+        join,
+        num_tensors,
+        numel,
+        commit="adopt",
+        auto=True,
+        pace_s=0.0,
+        protocol_step=0,
+        **options,
+    ):
+        super().__init__(address, witness_path, pace_s)
+        flow_stage.register()
+        # The default that a build of another protocol would have.
+        Dialer.__init__.__kwdefaults__["protocol"] += protocol_step
+        self.model = flow_stage.Weights(num_tensors, numel)
+        self.target = SlowTarget(self.model, commit)
+        self.auto = auto
+        self.errors = []
+        self.torn = []
+        self._last_look = ()
+        self._looked_at = 0.0
+        self.witness.enter("init")
+        self.session = SlowSession(self.target, join=join, **options)
+
+    def patience_s(self):
+        return 0.005 if self.auto else None
+
+    def live(self):
+        try:
+            applied = self.session.commit_pending(0.01)
+        except CommitError as error:
+            self.errors.append(flow_stage.describe(error))
+            applied = True
+        if applied:
+            self.witness.enter("idle")
+        if applied or time.monotonic() - self._looked_at > 0.1:
+            self._look()
+
+    def _look(self):
+        """Keep every look at the model that shows something else than the last one."""
+        self._looked_at = time.monotonic()
+        look = (self.session.version, self.session.fingerprint, *self.model.numbers())
+        if look != self._last_look:
+            self._last_look = look
+            self.torn.append(look)
+
+    # -- orders
+
+    def look(self):
+        """Return what the model is and what the session says it is."""
+        claim = self.session._claim
+        return {
+            "numbers": self.model.numbers(),
+            "version": self.session.version,
+            "fingerprint": self.session.fingerprint,
+            "state": self.session.state,
+            "claim": claim and str(claim),
+            "connected": self.session.connected,
+            "errors": self.errors,
+            "looks": self.torn,
+            "refusal": self.session.refusal and flow_stage.describe(self.session.refusal),
+        }
+
+    def until_free(self, timeout_s):
+        """Return the time at which no round has this session any more."""
+        end = time.monotonic() + timeout_s
+        while self.session._claim is not None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"still held by {self.session._claim}")
+            time.sleep(0.001)
+        return time.monotonic()
+
+    def commit(self, timeout_s=0.0):
+        return self.session.commit_pending(timeout_s)
+
+    def set(self, **attributes):
+        """Set attributes of this puppet, or of its target (`failing`)."""
+        for name, value in attributes.items():
+            setattr(self.target if name == "failing" else self, name, value)
+
+    def join(self, address):
+        self.session.join(address)
+
+    def discard(self):
+        return self.session.discard_pending()
+
+    def in_fork(self):
+        """Return what each use of the session does in a forked child."""
+        session = self.session
+        return {
+            "commit_pending": flow_stage.in_fork(lambda: session.commit_pending(60)),
+            "discard_pending": flow_stage.in_fork(session.discard_pending),
+            "join": flow_stage.in_fork(lambda: session.join("unix:@wtransfer-nobody")),
+            "close": flow_stage.in_fork(session.close),
+        }
+
+    def linger(self):
+        return flow_stage.linger()
+
+    def close(self):
+        self.session.close()
+
+
+def main(*args, **options):
+    """Be a worker."""
+    os.environ.pop("WTRANSFER_TOKEN", None)
+    WorkerPuppet(*args, **options).serve()

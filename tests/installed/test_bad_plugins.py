@@ -1,0 +1,166 @@
+"""Every bad plug-in of FAULTS 38-41, really installed: its own name fails, all else works."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+PROBE = """
+import json, sys, time
+from wtransfer.host.registry import host, registry
+
+def attempt(name):
+    started = time.monotonic()
+    try:
+        cls = registry("engines").get(name)
+    except BaseException as error:
+        facts = ("distribution", "distribution_version", "plugin")
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "cause": type(error.__cause__).__name__,
+            "seconds": time.monotonic() - started,
+            **{fact: getattr(error, fact, None) for fact in facts},
+        }
+    return {"class": f"{cls.__module__}:{cls.__qualname__}"}
+
+before = [name for name in sys.modules if name.endswith("_plugin")]
+names = registry("engines").names()
+diagnostics = [d.distribution for d in host.catalog.diagnostics]
+results = {name: attempt(name) for name in sys.argv[1:]}
+print(json.dumps({
+    "imported_by_listing": before, "names": names, "diagnostics": diagnostics, "results": results,
+}))
+"""
+
+BAD = {
+    # name: (error, cause, part of the text)
+    "raising": ("PluginBrokenError", "ZeroDivisionError", "ZeroDivisionError: division by zero"),
+    "exiting": ("PluginBrokenError", "SystemExit", "SystemExit: 5"),
+    "syntax": ("PluginBrokenError", "SyntaxError", "SyntaxError"),
+    "needy": (
+        "PluginBrokenError",
+        "ModuleNotFoundError",
+        "No module named 'a_driver_that_is_not_installed'",
+    ),
+    "no-attribute": ("PluginBrokenError", "AttributeError", "has no attribute 'Engine'"),
+    "wrong-type": ("PluginTypeError", "NoneType", "is an object of type function"),
+    "no-methods": (
+        "PluginTypeError",
+        "NoneType",
+        "the class Engine without init_transfer_engine, receive_weights",
+    ),
+    "abstract": ("PluginTypeError", "NoneType", "with abstract methods left: shutdown"),
+    "bad-value": ("PluginBrokenError", "NoneType", "its place 'no place at all' is not of the"),
+    "no-class": ("PluginBrokenError", "NoneType", "its place 'no_class_wt_plugin' is not of"),
+    "newer": ("PluginIncompatibleError", "NoneType", "needs wtransfer>=999, and wtransfer "),
+    "older": ("PluginIncompatibleError", "NoneType", "needs wtransfer<0.0.1, and wtransfer "),
+    "thief": ("PluginTypeError", "PluginTypeError", "implements wtransfer_load"),
+}
+
+FINE = {
+    "good": "good_wt_plugin:Engine",
+    "GOOD": "good_wt_plugin:Engine",
+    "first-wt:two-homes": "first_wt_plugin:Engine",
+    "second-wt:two-homes": "second_wt_plugin:Engine",
+    "shadow-wt:shm": "shadow_wt_plugin:Engine",
+    "lonely": "lonely_wt_plugin:Engine",
+}
+
+BUILT_IN = "wtransfer.engines.shm:ShmWeightTransferEngine"
+
+
+@pytest.fixture(scope="module")
+def probed(python):
+    """One process in which everything was tried, the bad ones first."""
+    names = [*BAD, "two-homes", "nccl", *FINE, "shm"]
+    return json.loads(python("-c", PROBE, *names))
+
+
+def test_listing_shows_all_and_imports_none(probed):
+    assert probed["imported_by_listing"] == []
+    expected = {*BAD, "good", "shm", "hanging", "lonely"}
+    expected |= {"first-wt:two_homes", "second-wt:Two-Homes", "shadow-wt:SHM"}
+    assert expected <= set(probed["names"])
+    assert not {"not-utf8", "malformed", "two_homes", "SHM"} & set(probed["names"])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_plugin_fails_by_name_with_its_cause(probed, name):
+    result = probed["results"][name]
+    error, cause, text = BAD[name]
+    assert (result["error"], result["cause"]) == (error, cause)
+    assert text in result["text"]
+    assert f"'{name}' ({name}-wt 1.0)" in result["text"]
+    assert (result["distribution"], result["distribution_version"]) == (f"{name}-wt", "1.0")
+    assert result["plugin"] == f"engines:{name}"
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_the_others_work_beside_them(probed, name):
+    assert probed["results"][name] == {"class": FINE[name]}
+
+
+def test_the_built_in_works_beside_them(probed):
+    assert probed["results"]["shm"] == {"class": BUILT_IN}
+
+
+def test_malformed_distributions_are_diagnosed_and_nothing_more(probed):
+    assert {"malformed-wt", "not-utf8-wt"} <= set(probed["diagnostics"])
+
+
+def test_two_homes_are_never_chosen_from(probed):
+    result = probed["results"]["two-homes"]
+    assert result["error"] == "PluginAmbiguousError"
+    assert 'WTRANSFER_PIN="engines:two_homes=first-wt"' in result["text"]
+    assert 'WTRANSFER_PIN="engines:Two-Homes=second-wt"' in result["text"]
+    assert "(first-wt 1.0)" in result["text"]
+    assert "(second-wt 2.0)" in result["text"]
+
+
+def test_an_import_that_hangs_ends_within_its_deadline_and_is_not_tried_again(python):
+    names = ["hanging", "HANGING", "good"]
+    results = json.loads(python("-c", PROBE, *names, WTRANSFER_LOAD_TIMEOUT_S="1"))["results"]
+    first, second, good = (results[name] for name in names)
+    assert (first["error"], first["cause"]) == ("PluginBrokenError", "StallError")
+    assert "hanging_wt_plugin.py:2" in first["text"]
+    assert 1 <= first["seconds"] < 20
+    assert second["text"] == first["text"]
+    assert second["seconds"] < 0.5
+    assert good == {"class": FINE["good"]}
+
+
+def test_a_pin_chooses_even_against_a_built_in(python):
+    pins = "engines:two-homes=second-wt, engines:shm=Shadow_WT"
+    results = json.loads(python("-c", PROBE, "two_homes", "shm", WTRANSFER_PIN=pins))["results"]
+    assert results["two_homes"] == {"class": "second_wt_plugin:Engine"}
+    assert results["shm"] == {"class": "shadow_wt_plugin:Engine"}
+
+
+def test_blocked_plugins_are_not_imported(python):
+    probed = json.loads(
+        python("-c", PROBE, "good", "exiting", "two-homes", WTRANSFER_PLUGINS="good-wt,first-wt")
+    )
+    results = probed["results"]
+    assert results["good"] == {"class": FINE["good"]}
+    assert results["exiting"]["error"] == "PluginBlockedError"
+    assert results["two-homes"] == {"class": FINE["first-wt:two-homes"]}
+    assert probed["names"] == [
+        name for name in probed["names"] if name in {"good", "two_homes", "shm", "file", "gloo"}
+    ]
+
+
+TWIN = """
+from wtransfer import WeightTransferTrainerFactory
+try:
+    WeightTransferTrainerFactory.trainer_class("lonely")
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_twin_that_is_not_there_names_the_workers_distribution(python):
+    text = python("-c", TWIN)
+    assert text.startswith("PluginBrokenError The weight transfer trainer engine 'lonely' (lonely-")
+    assert "No module named 'nowhere'" in text

@@ -1,0 +1,205 @@
+"""``wtransfer plugins``, as a user runs it, and what importing and listing may cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ENGINE = """
+class Engine:
+    devices = ("cpu", "cuda")
+    multi_host = True
+    trainer_cls = "acme_engine:Twin"
+    def __init__(self, config, parallel_config): ...
+    def init_transfer_engine(self, init_info): ...
+    def receive_weights(self, update_info, load_weights): ...
+    def shutdown(self): ...
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    def add(name, entries):
+        info = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[wtransfer.engines]\n{entries}\n")
+
+    add("acme-wt", "acme = acme_engine:Engine\nbad = acme_bad:Engine\ntwice = acme_engine:Engine")
+    add("other-wt", "twice = acme_engine:Engine")
+    add("malformed-wt", "no equals sign")
+    (tmp_path / "acme_engine.py").write_text(ENGINE)
+    (tmp_path / "acme_bad.py").write_text("1 / 0")
+    return tmp_path
+
+
+@pytest.fixture
+def python(site):
+    def run(*arguments, **environ):
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("WTRANSFER_")}
+        path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**clean, "PYTHONPATH": path, **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def cli(python):
+    def run(*arguments, **environ):
+        return python("-m", "wtransfer", *arguments, **environ)
+
+    return run
+
+
+def test_list_shows_backends_conflicts_and_diagnostics(cli):
+    done = cli("plugins", "list")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(maxsplit=5) for line in done.stdout.splitlines()]
+    assert lines[0] == ["kind", "name", "distribution", "version", "origin", "status"]
+    assert ["engines", "acme", "acme-wt", "1.0", "discovered", "available"] in lines
+    conflict = "conflict: address it as other-wt:twice"
+    assert ["engines", "twice", "other-wt", "1.0", "discovered", conflict] in lines
+    assert any(line[1:3] == ["shm", "wtransfer"] and line[4] == "built-in" for line in lines)
+    assert "warning: malformed-wt: its entry points cannot be read" in done.stderr
+
+
+def test_list_as_json(cli):
+    done = cli("plugins", "list", "--json", WTRANSFER_PLUGINS_BLOCK="other-wt")
+    listed = json.loads(done.stdout)
+    rows = {(row["name"], row["distribution"]): row for row in listed["plugins"]}
+    assert rows["acme", "acme-wt"] == {
+        "kind": "engines",
+        "name": "acme",
+        "distribution": "acme-wt",
+        "version": "1.0",
+        "value": "acme_engine:Engine",
+        "origin": "discovered",
+        "status": "available",
+    }
+    assert rows["twice", "acme-wt"]["status"] == "available"
+    assert rows["twice", "other-wt"]["status"] == (
+        "blocked: WTRANSFER_PLUGINS_BLOCK names 'other-wt'; remove it there to use it"
+    )
+    assert [each["distribution"] for each in listed["diagnostics"]] == ["malformed-wt"]
+
+
+def test_list_says_what_is_pinned(cli):
+    done = cli("plugins", "list", "--json", WTRANSFER_PIN="engines:twice=other-wt")
+    rows = {(r["name"], r["distribution"]): r["status"] for r in json.loads(done.stdout)["plugins"]}
+    assert rows["twice", "other-wt"] == "available, pinned by WTRANSFER_PIN"
+    assert rows["twice", "acme-wt"] == "conflict: address it as acme-wt:twice"
+
+
+def test_a_setting_that_cannot_be_read_is_one_line(cli):
+    done = cli("plugins", "list", WTRANSFER_PIN="nonsense")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: WTRANSFER_PIN has the entry 'nonsense'")
+
+
+def test_show_loads_and_tells_what_is_declared(cli):
+    done = cli("plugins", "show", "ACME", "--json")
+    assert done.returncode == 0, done.stderr
+    (card,) = json.loads(done.stdout)
+    assert (card["kind"], card["distribution"], card["version"]) == ("engines", "acme-wt", "1.0")
+    assert (card["usable"], card["class"]) == (True, "acme_engine:Engine")
+    assert card["declared"] == {
+        "devices": ["cpu", "cuda"],
+        "multi_host": True,
+        "trainer_cls": "acme_engine:Twin",
+    }
+    text = cli("plugins", "show", "acme").stdout
+    assert "distribution  acme-wt" in text
+    assert "usable        yes" in text
+
+
+def test_show_says_in_full_why_not(cli):
+    done = cli("plugins", "show", "bad")
+    assert done.returncode == 1
+    assert "PluginBrokenError: The weight transfer engine 'bad' (acme-wt 1.0) cannot be" in (
+        done.stdout
+    )
+    assert "ZeroDivisionError: division by zero" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("twice", "PluginAmbiguousError"),
+        ("wtransfer-nccl:nccl", "PluginNotInstalledError"),
+        ("nonsense", "UnknownBackendError"),
+    ],
+)
+def test_show_of_what_cannot_be_chosen(cli, name, error):
+    done = cli("plugins", "show", name, "--kind", "engines", "--json")
+    assert done.returncode == 1
+    (card,) = json.loads(done.stdout)
+    assert (card["usable"], card["error"]["class"]) == (False, error)
+
+
+def test_show_of_a_name_that_no_kind_knows_says_so_for_each(cli):
+    done = cli("plugins", "show", "nonsense", "--json")
+    assert done.returncode == 1
+    assert len(json.loads(done.stdout)) == 3
+
+
+def test_the_overview_imports_no_command(python):
+    code = (
+        "import sys\n"
+        "from wtransfer.cli import main\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "loaded = {m for m in sys.modules if m.startswith('wtransfer.')}\n"
+        "assert loaded == {'wtransfer.cli'}, loaded\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "plugins" in done.stdout
+
+
+def test_listing_imports_neither_torch_nor_pluggy_nor_a_plugin(python):
+    code = (
+        "import sys\n"
+        "from wtransfer.cli import main\n"
+        "main(['plugins', 'list'], standalone_mode=False)\n"
+        "heavy = {'torch', 'pluggy', 'numpy', 'rich', 'acme_engine', 'acme_bad'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "acme" in done.stdout
+
+
+def test_importing_the_package_imports_neither_torch_nor_pluggy(python):
+    code = "import wtransfer, sys; assert not {'torch', 'pluggy', 'click'} & set(sys.modules)"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_contract_can_be_written_against_without_torch(python):
+    code = (
+        "import wtransfer, sys\n"
+        "wtransfer.WeightTransferEngine, wtransfer.WeightTransferEngineFactory\n"
+        "assert 'pluggy' not in sys.modules\n"
+        "wtransfer.hookimpl\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_the_distributions(python):
+    done = python("-m", "wtransfer", "--version")
+    code = "import wtransfer; print(wtransfer.__version__)"
+    assert done.stdout.strip().endswith(python("-c", code).stdout.strip())
+    assert done.returncode == 0

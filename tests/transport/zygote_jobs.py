@@ -1,0 +1,59 @@
+"""What the children of test zygotes run."""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def add(one, other=0):
+    return one + other
+
+
+def say(text):
+    print(text)
+    print(text.upper(), file=sys.stderr)
+
+
+def nothing():
+    pass
+
+
+def fail():
+    raise ValueError("this child fails")
+
+
+def leave():
+    raise SystemExit(7)
+
+
+def sleep(seconds=600.0):
+    print("asleep", os.getpid())
+    time.sleep(seconds)
+
+
+def what_a_child_has():
+    """Print threads, and where every descriptor above the standard ones leads."""
+    print(threading.active_count())
+    for fd in os.listdir("/proc/self/fd"):
+        if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}"):
+            print(os.readlink(f"/proc/self/fd/{fd}"))
+
+
+def print_at_exit(text):
+    atexit.register(print, text)
+
+
+def has_module(name):
+    return int(name in sys.modules)
+
+
+def make_a_zygote_and_sleep():
+    from wtransfer.transport.zygote import Zygote
+
+    inner = Zygote(preload=[], paths=[Path(__file__).parent])
+    child = inner.spawn("zygote_jobs:sleep", stdout="/dev/null")
+    print(inner.pid, child.pid)
+    time.sleep(600)
