@@ -32,6 +32,8 @@ class DigestingSource:
     def __init__(self, source: WeightSource, algorithm: Algorithm = "xxh3-128") -> None:
         self.nonfinite: dict[str, int] = {}
         self.moved_at = time.monotonic()
+        self.on_packed: Callable[[], None] | None = None
+        """Called when every tensor has been copied: the trainer may change its weights."""
         self._source = source
         self._algorithm = algorithm
         self._metadata: Sequence[ParamMeta] = ()
@@ -106,6 +108,9 @@ class DigestingSource:
             )
             self._note(meta, done.hexdigest, done.nonfinite)
             yield meta, memory
+        # Not so for `iter_full`: there an engine may go on reading the tensors themselves.
+        if self.on_packed is not None:
+            self.on_packed()
 
     def _checked(
         self, tensors: Iterator[tuple[str, torch.Tensor]]

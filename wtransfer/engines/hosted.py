@@ -201,7 +201,7 @@ def engine_error(method: str, error: BaseException, plugin: str) -> WTransferErr
     if isinstance(error, MemoryError) or (
         isinstance(error, (RuntimeError, OSError)) and is_out_of_memory(error)
     ):
-        shortage = out_of_memory(0, error)
+        shortage = out_of_memory("the update's", error)
         shortage.add_facts(plugin=plugin)
         return shortage
     return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)

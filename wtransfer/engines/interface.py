@@ -320,8 +320,13 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
     ) -> Self:
         """Construct the engine and initialise the workers with `worker_init_info`."""
         engine = cls(init_info, client=client, source=source)
-        if init_info.is_sender:
-            client.init_weight_transfer_engine(engine.worker_init_info())
+        try:
+            if init_info.is_sender:
+                client.init_weight_transfer_engine(engine.worker_init_info())
+        except BaseException:
+            # Nobody else knows this engine yet, so nobody else could release what it holds.
+            engine.shutdown()
+            raise
         return engine
 
     def worker_init_info(self) -> dict[str, Any]:

@@ -14,14 +14,12 @@ from wtransfer.engines.messages import CODEC
 from wtransfer.engines.origin import origin_of
 from wtransfer.engines.roster import Roster, Worker
 from wtransfer.engines.round import (
-    LostPolicy,
-    NonfinitePolicy,
     Round,
-    Rules,
     Sealed,
     send_init,
     too_few,
 )
+from wtransfer.engines.rules import LostPolicy, NonfinitePolicy, Rules
 from wtransfer.engines.sender import Sender
 from wtransfer.engines.source import as_source
 from wtransfer.errors import ClosedError, ForkedError, RoundBusyError

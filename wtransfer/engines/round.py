@@ -2,8 +2,7 @@
 
 Three kinds of threads meet here, under one lock, the roster's: the channel's, which writes what
 workers answer; the round's own, which takes the steps; and the engine's, which sends. Every wait
-of the latter two goes through `Round._await`, which ends on an answer, on a fault, on a lost peer,
-on an abort, and at the deadline. So nothing hangs, whoever dies.
+of the latter two goes through `Watch`. So nothing hangs, whoever dies.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from wtransfer.engines.messages import Abort, Commit, Data, Init, Plan, Release, Revert, Seal
+from wtransfer.engines.messages import Abort, Commit, Data, Init, Plan, Seal
 from wtransfer.engines.report import Report, WorkerReport
+from wtransfer.engines.seating import Seating
+from wtransfer.engines.watch import Watch
 from wtransfer.errors import (
     DigestMismatchError,
     NonfiniteError,
@@ -29,37 +30,19 @@ from wtransfer.host import hooks
 from wtransfer.manifest import Manifest, fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
 
     import msgspec
 
     from wtransfer.engines.origin import Origin
-    from wtransfer.engines.roster import Exchange, Roster, Worker
+    from wtransfer.engines.roster import Roster, Worker
+    from wtransfer.engines.rules import Rules
     from wtransfer.engines.sender import Running, Sender
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.25
-"""Longest wait between two looks at the deadline."""
 INTERRUPT_GRACE_S = 1.0
 """Seconds that an interrupted caller waits for the round to wind down."""
-
-LostPolicy = Literal["abort", "drop"]
-NonfinitePolicy = Literal["allow", "warn", "reject"]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a publisher wants its rounds to be judged."""
-
-    min_workers: int = 1
-    """Fewest instances that a round may have."""
-    on_lost_worker: LostPolicy = "abort"
-    """What the loss of a worker before the commit does."""
-    nonfinite: NonfinitePolicy = "allow"
-    """What NaN or infinity in the weights does."""
-    deadline_s: float = 30.0
-    """Longest time without progress, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +57,6 @@ class Sealed:
     """In plan order."""
     fingerprint: str
     """Identity."""
-
-
-@dataclass
-class Seat:
-    """One instance in a round: its ranks commit all or none."""
-
-    exchanges: list[Exchange]
-    settled: bool = False
-    reverting: bool = False
-    dropped: bool = False
 
 
 @dataclass
@@ -145,13 +118,15 @@ class Round:
         self._num_sent = 0
         self._send_lock = threading.Lock()
         self._running: Running | None = None
-        self._aborted: WTransferError | None = None
         self._failure: WTransferError | None = None
         self._forward = False
         self._report: Report | None = None
         self._done = threading.Event()
         opened = roster.open(self.round_id, self.members)
-        self._seats = [Seat([opened[worker] for worker in ranks]) for ranks in instances.values()]
+        self._seating = Seating(
+            self.round_id, ([opened[worker] for worker in ranks] for ranks in instances.values())
+        )
+        self._watch = Watch(roster.changed, self._seating, sender, origin, rules)
         self._thread = threading.Thread(target=self._run, name="wtransfer-round", daemon=True)
 
     # -- for the caller
@@ -199,12 +174,9 @@ class Round:
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, this does nothing."""
         with self._roster.changed:
-            if self._aborted is None:
-                self._aborted = RoundAbortedError(
-                    f"the round was aborted: {reason}",
-                    round_id=self.round_id,
-                    version=self.version,
-                    phase=self.phase,
+            if self._watch.ended is None:
+                self._watch.ended = RoundAbortedError(
+                    f"the round was aborted: {reason}", **self._facts()
                 )
             self._roster.changed.notify_all()
 
@@ -240,7 +212,7 @@ class Round:
             number = self._num_sent
             self._num_sent += 1
             self._broadcast(Data(self.round_id, number, update_info))
-        self._await(lambda exchange: exchange.num_received > number, "an update's receipt")
+        self._watch.until(lambda exchange: exchange.num_received > number, "an update's receipt")
 
     def check(self) -> None:
         """Raise if the round has failed, or is past the point where an engine may use it."""
@@ -250,7 +222,7 @@ class Round:
                     "the round is over for its engine: send_weights had returned",
                     round_id=self.round_id,
                 )
-            self._raise_fault()
+            self._watch.check()
 
     def wake(self) -> None:
         """Let the round look again: something that it waits for may have happened."""
@@ -276,7 +248,7 @@ class Round:
 
     def _prepare(self) -> None:
         if not self._sender.started:
-            self._supervise(self._sender.start(self), "trainer_init")
+            self._supervise(self._sender.start(self), "its initialisation")
         self._send_init()
 
     def _send_init(self) -> None:
@@ -284,10 +256,13 @@ class Round:
         info = self._sender.worker_init_info
         if info is None:
             raise RoundAbortedError("the trainer's engine has not initialised its workers")
-        for index, seat in enumerate(self._live_seats()):
+        seats = self._seating.live()
+        for index, seat in enumerate(seats):
             for exchange in seat.exchanges:
-                send_init(exchange.worker, origin, info, index, len(self._seats))
-        self._await(lambda exchange: exchange.worker.ready == origin.generation, "engine init")
+                send_init(exchange.worker, origin, info, index, len(seats))
+        self._watch.until(
+            lambda exchange: exchange.worker.ready == origin.generation, "engine init"
+        )
 
     def _plan(self) -> None:
         begun = time.monotonic()
@@ -295,18 +270,23 @@ class Round:
         if self.sealed is None:
             self._manifest = self._sender.source.plan()
         self._broadcast(Plan(self.round_id, self.version, self._manifest))
-        self._await(lambda exchange: exchange.accept is not None, "the plan's acceptance")
+        self._watch.until(lambda exchange: exchange.accept is not None, "the plan's acceptance")
         self._clock.lap("plan", begun)
 
     def _transfer(self) -> None:
         begun = time.monotonic()
         self.phase = "transfer"
+        self._sender.source.on_packed = self._mark_packed
         send = self._sender.resend if self.is_resend else self._sender.send
         self._supervise(send(self), "the transfer")
-        with self._roster.changed:
-            self._packed_s = self._clock.total()
-            self._roster.changed.notify_all()
+        self._mark_packed()
         self._clock.lap("transfer", begun)
+
+    def _mark_packed(self) -> None:
+        with self._roster.changed:
+            if self._packed_s is None:
+                self._packed_s = self._clock.total()
+            self._roster.changed.notify_all()
 
     def _seal(self) -> None:
         begun = time.monotonic()
@@ -317,7 +297,7 @@ class Round:
             identity = fingerprint(self._manifest, digests)
             self.sealed = Sealed(self.version, self._manifest, digests, identity)
         self._broadcast(Seal(self.round_id, self.sealed.digests))
-        self._await(lambda exchange: exchange.verdict is not None, "a verdict")
+        self._watch.until(lambda exchange: exchange.verdict is not None, "a verdict")
         self._check_verdicts(self.sealed.digests)
         self._clock.lap("seal", begun)
 
@@ -334,7 +314,7 @@ class Round:
     def _check_verdicts(self, digests: list[str]) -> None:
         # A worker compares by itself. That its own digests are looked at here as well means that
         # no worker is believed on its word.
-        for exchange in self._live():
+        for exchange in self._seating.exchanges():
             verdict = exchange.verdict
             if verdict is None or verdict.digests != digests:
                 raise DigestMismatchError(
@@ -345,7 +325,7 @@ class Round:
     def _begin_commit(self) -> None:
         with self._roster.changed:
             # Under the lock: whatever ends the round comes before this line or has come too late.
-            self._raise_fault()
+            self._watch.check()
             self.phase = "commit"
             self._forward = True
 
@@ -354,7 +334,7 @@ class Round:
         self._broadcast(Commit(self.round_id))
         end = begun + self._rules.deadline_s
         with self._roster.changed:
-            while not all(seat.settled for seat in self._live_seats()):
+            while not self._seating.settle():
                 left = end - time.monotonic()
                 if left <= 0:
                     break
@@ -370,120 +350,28 @@ class Round:
         if not self.committing:
             return False
         with self._roster.changed:
-            for seat in self._live_seats():
-                if not seat.settled:
-                    self._settle(seat)
+            settled = self._seating.settle()
             self._roster.changed.notify_all()
-            return all(seat.settled for seat in self._live_seats())
-
-    def _settle(self, seat: Seat) -> None:
-        ranks = seat.exchanges
-        if not all(each.receipt is not None or each.lost for each in ranks):
-            return
-        committed = [each for each in ranks if _outcome(each) == "committed"]
-        if len(committed) == len(ranks):
-            seat.settled = True
-            _send_each(committed, Release(self.round_id))
-        elif not committed or all(each.lost for each in committed):
-            seat.settled = True
-        elif not seat.reverting:
-            seat.reverting = True
-            failed = next(each for each in ranks if _outcome(each) != "committed")
-            reason = f"rank {failed.worker.hello.rank} of the instance: {_outcome(failed)}"
-            _send_each(committed, Revert(self.round_id, reason))
-
-    # -- waiting
-
-    def _await(self, done: Callable[[Exchange], bool], what: str) -> None:
-        """Wait until every live worker has done something; raise what ends the round."""
-        begun = time.monotonic()
-        with self._roster.changed:
-            while True:
-                self._raise_fault()
-                waiting = [exchange for exchange in self._live() if not done(exchange)]
-                if not waiting:
-                    return
-                self._check_stall(waiting, begun, what)
-                self._roster.changed.wait(TICK_S)
+            return settled
 
     def _supervise(self, running: Running, what: str) -> None:
-        """Wait for a call into the trainer's engine; raise what ends the round."""
         self._running = running
-        begun = time.monotonic()
+        self._watch.supervise(running, what)
+
+    def _broadcast(self, message: msgspec.Struct) -> None:
         with self._roster.changed:
-            while not running.done:
-                self._raise_fault()
-                self._check_engine_stall(begun, what)
-                self._roster.changed.wait(TICK_S)
-            # A worker's fault is the cause of what the engine then raises, not the other way round.
-            self._raise_fault()
-        if running.error is not None:
-            raise running.error
-
-    def _raise_fault(self) -> None:
-        if self._aborted is not None and not self._forward:
-            raise self._aborted
-        for seat in self._live_seats():
-            for exchange in seat.exchanges:
-                error = exchange.error or _refusal(exchange.worker, self._origin)
-                if error is not None and not self._drops(seat, exchange):
-                    error.add_facts(
-                        worker=exchange.worker.name,
-                        round_id=self.round_id,
-                        version=self.version,
-                        phase=self.phase,
-                    )
-                    raise error
-
-    def _drops(self, seat: Seat, exchange: Exchange) -> bool:
-        """Go on without a lost worker's instance, where the rules allow it."""
-        if not exchange.lost or self._rules.on_lost_worker != "drop":
-            return False
-        if len(list(self._live_seats())) <= self._rules.min_workers:
-            return False
-        seat.dropped = True
-        _send_each(seat.exchanges, Abort(self.round_id, f"{exchange.worker.name} was lost"))
-        return True
-
-    def _check_stall(self, waiting: list[Exchange], begun: float, what: str) -> None:
-        """Call a worker stalled that neither moves nor is still being fed by a moving trainer."""
-        fed_at = max(begun, self._sender.source.moved_at)
-        for exchange in waiting:
-            idle_s = time.monotonic() - max(exchange.moved_at, fed_at)
-            if idle_s > self._rules.deadline_s:
-                exchange.lost = True
-                exchange.error = StallError(
-                    f"{exchange.worker.name} made no progress on {what} for "
-                    f"{self._rules.deadline_s:g} s",
-                    worker=exchange.worker.name,
-                    seconds=self._rules.deadline_s,
-                )
-                self._raise_fault()
-
-    def _check_engine_stall(self, begun: float, what: str) -> None:
-        moved = max((each.moved_at for each in self._live()), default=begun)
-        idle_s = time.monotonic() - max(begun, moved, self._sender.source.moved_at)
-        if idle_s > self._rules.deadline_s:
-            raise StallError(
-                f"the trainer's engine {self._sender.name!r} made no progress on {what} for "
-                f"{self._rules.deadline_s:g} s",
-                plugin=self._sender.plugin,
-                round_id=self.round_id,
-                phase=self.phase,
-                seconds=self._rules.deadline_s,
-            )
+            self._seating.send(message)
 
     # -- ending
 
     def _fail(self, error: BaseException) -> None:
         failure = error if isinstance(error, WTransferError) else _unexpected(error)
-        failure.add_facts(round_id=self.round_id, version=self.version, phase=self.phase)
+        failure.add_facts(**self._facts())
         self._failure = failure
         with self._roster.changed:
             # From here on the client and the source raise, which lets the engine's call end.
-            self._aborted = self._aborted or failure
-        for seat in self._seats:
-            _send_each(seat.exchanges, Abort(self.round_id, str(failure)))
+            self._watch.ended = self._watch.ended or failure
+        self._broadcast(Abort(self.round_id, str(failure)))
         if self._running is not None:
             self._sender.unblock(self._running, str(failure))
         self._roster.close(self.round_id)
@@ -508,34 +396,26 @@ class Round:
     def _identity(self) -> dict[str, str]:
         return {"round_id": self.round_id, "version": self.version}
 
+    def _facts(self) -> dict[str, str]:
+        return {**self._identity(), "phase": self.phase}
+
     def _make_report(self) -> Report:
         assert self.sealed is not None
         self._clock.seconds["total"] = self._clock.total()
-        reports = [
-            _worker_report(exchange, self.sealed, dropped=seat.dropped)
-            for seat in self._seats
-            for exchange in seat.exchanges
-        ]
         others = [w for w in self._roster.workers() if w not in self.members]
         return Report(
             version=self.version,
             fingerprint=self.sealed.fingerprint,
             round_id=self.round_id,
             nbytes=self._manifest.nbytes,
-            workers=tuple(reports + [_bystander(w, self.sealed) for w in others]),
+            workers=(
+                *self._seating.reports(self.sealed.digests),
+                *(_bystander(worker, self.sealed) for worker in others),
+            ),
             seconds=self._clock.seconds,
             packed_s=self._packed_s or 0.0,
             nonfinite=dict(self._sender.source.nonfinite),
         )
-
-    def _live_seats(self) -> Iterator[Seat]:
-        return (seat for seat in self._seats if not seat.dropped)
-
-    def _live(self) -> Iterator[Exchange]:
-        return (exchange for seat in self._live_seats() for exchange in seat.exchanges)
-
-    def _broadcast(self, message: msgspec.Struct) -> None:
-        _send_each(self._live(), message)
 
 
 def send_init(
@@ -563,41 +443,6 @@ def too_few(found: int, wanted: int) -> NoWorkersError:
     return NoWorkersError(
         f"{found} workers have joined, {wanted} are needed (ranks of one instance count as one); "
         "start them with join= the publisher's address, or wait with wait_for_workers()"
-    )
-
-
-def _send_each(exchanges: Iterable[Exchange], message: msgspec.Struct) -> None:
-    for exchange in exchanges:
-        exchange.worker.send(message)
-
-
-def _refusal(worker: Worker, origin: Origin) -> WTransferError | None:
-    return worker.refusal if worker.generation == origin.generation else None
-
-
-def _outcome(exchange: Exchange) -> str:
-    if exchange.receipt is not None:
-        return exchange.receipt.outcome
-    return "lost" if exchange.lost else "pending"
-
-
-def _worker_report(exchange: Exchange, sealed: Sealed, *, dropped: bool) -> WorkerReport:
-    worker, verdict, receipt = exchange.worker, exchange.verdict, exchange.receipt
-    error = exchange.error
-    if receipt is not None and receipt.error is not None:
-        error = receipt.error.rebuild(worker=worker.name)
-    return WorkerReport(
-        worker=worker.name,
-        instance=worker.hello.instance,
-        rank=worker.hello.rank,
-        outcome="dropped" if dropped else _outcome(exchange),
-        version=worker.version,
-        fingerprint=worker.fingerprint,
-        digests_equal=verdict is not None and verdict.digests == sealed.digests,
-        nbytes=verdict.nbytes if verdict else 0,
-        seconds={**(verdict.seconds if verdict else {}), **(receipt.seconds if receipt else {})},
-        notes=exchange.accept.notes if exchange.accept else [],
-        error=error,
     )
 
 

@@ -169,11 +169,11 @@ class Staging:
                 )
 
 
-def out_of_memory(nbytes: int, cause: BaseException) -> StagingMemoryError:
+def out_of_memory(nbytes: int | str, cause: BaseException) -> StagingMemoryError:
     """Return the one error that every shortage of staging memory becomes."""
     return StagingMemoryError(
-        f"no memory for {nbytes} more bytes of staging: {cause}; free memory on the worker, or "
-        "use an engine that stages once per host (shm)"
+        f"no memory to stage {nbytes} bytes: {cause}; free memory, or use an engine that stages "
+        "once per host (shm)"
     )
 
 

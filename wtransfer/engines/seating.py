@@ -1,0 +1,123 @@
+"""Who takes part in a round, instance by instance: all ranks of one commit, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wtransfer.engines.messages import Abort, Release, Revert
+from wtransfer.engines.report import WorkerReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import msgspec
+
+    from wtransfer.engines.roster import Exchange
+
+
+@dataclass
+class Seat:
+    """One instance of a round."""
+
+    exchanges: list[Exchange]
+    """Its ranks."""
+    settled: bool = False
+    """Whether its ranks agree, after the commit, on what they hold."""
+    reverting: bool = False
+    """Whether ranks that had committed were told to go back."""
+    dropped: bool = False
+    """Whether it was left out before the commit."""
+
+
+class Seating:
+    """The instances of one round. Every method is called under the roster's lock.
+
+    Args:
+        round_id: The round.
+        instances: The ranks of each instance.
+    """
+
+    def __init__(self, round_id: str, instances: Iterable[list[Exchange]]) -> None:
+        self._round_id = round_id
+        self._seats = [Seat(exchanges) for exchanges in instances]
+
+    def live(self) -> list[Seat]:
+        """Return the instances that are still in the round."""
+        return [seat for seat in self._seats if not seat.dropped]
+
+    def exchanges(self) -> Iterator[Exchange]:
+        """Yield the ranks that are still in the round."""
+        return (exchange for seat in self.live() for exchange in seat.exchanges)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send to every rank that is still in the round."""
+        _send(self.exchanges(), message)
+
+    def drop(self, seat: Seat, reason: str) -> None:
+        """Leave an instance out; its other ranks are told."""
+        seat.dropped = True
+        _send(seat.exchanges, Abort(self._round_id, reason))
+
+    def settle(self) -> bool:
+        """Release or revert whatever can be settled; return whether all instances are."""
+        for seat in self.live():
+            if not seat.settled:
+                self._settle(seat)
+        return all(seat.settled for seat in self.live())
+
+    def _settle(self, seat: Seat) -> None:
+        ranks = seat.exchanges
+        if not all(each.receipt is not None or each.lost for each in ranks):
+            return
+        committed = [each for each in ranks if _outcome(each) == "committed"]
+        if len(committed) == len(ranks):
+            seat.settled = True
+            _send(committed, Release(self._round_id))
+        elif not committed or all(each.lost for each in committed):
+            seat.settled = True
+        elif not seat.reverting:
+            # Each of them answers with another receipt, which settles the instance.
+            seat.reverting = True
+            failed = next(each for each in ranks if _outcome(each) != "committed")
+            reason = f"rank {failed.worker.hello.rank} of the instance: {_outcome(failed)}"
+            _send(committed, Revert(self._round_id, reason))
+
+    def reports(self, digests: list[str]) -> list[WorkerReport]:
+        """Return what the round came to for every rank, also for those that were dropped."""
+        return [
+            _report(exchange, digests, dropped=seat.dropped)
+            for seat in self._seats
+            for exchange in seat.exchanges
+        ]
+
+
+def _send(exchanges: Iterable[Exchange], message: msgspec.Struct) -> None:
+    for exchange in exchanges:
+        exchange.worker.send(message)
+
+
+def _outcome(exchange: Exchange) -> str:
+    if exchange.receipt is not None:
+        return exchange.receipt.outcome
+    return "lost" if exchange.lost else "pending"
+
+
+def _report(exchange: Exchange, digests: list[str], *, dropped: bool) -> WorkerReport:
+    worker, verdict, receipt = exchange.worker, exchange.verdict, exchange.receipt
+    error = exchange.error
+    if receipt is not None and receipt.error is not None:
+        error = receipt.error.rebuild(worker=worker.name)
+    return WorkerReport(
+        worker=worker.name,
+        instance=worker.hello.instance,
+        rank=worker.hello.rank,
+        outcome="dropped" if dropped else _outcome(exchange),
+        version=worker.version,
+        fingerprint=worker.fingerprint,
+        digests_equal=verdict is not None and verdict.digests == digests,
+        nbytes=verdict.nbytes if verdict else 0,
+        seconds={**(verdict.seconds if verdict else {}), **(receipt.seconds if receipt else {})},
+        notes=exchange.accept.notes if exchange.accept else [],
+        error=error,
+    )
