@@ -109,6 +109,7 @@ def story(scribe):
             total_s=scribe.now - started_at,
             error="worker-1 was lost",
             blamed="worker-1",
+            failed_in="transfer",
         )
     )
     scribe.prove("worker-0", 1)

@@ -4,6 +4,7 @@ import json
 import pytest
 from rich.console import Console
 
+from wtransfer.demo.command import tell
 from wtransfer.demo.document import document
 from wtransfer.demo.row import row_of
 from wtransfer.demo.table import Lines, LiveTable, cells
@@ -69,3 +70,14 @@ def test_the_document_is_json_and_says_what_the_verdict_says(story):
     assert got["usual_gap_s"] == pytest.approx(0.010)
     story.exits["trainer"] = 1
     assert document(story, judge(story), 1.0)["ok"] is False
+
+
+def test_the_end_shows_samples_promises_and_gaps(story, capsys):
+    story.exits["trainer"] = 1
+    tell(story, judge(story), 12.5)
+    said = capsys.readouterr().out
+    assert "before (worker-0, untrained):\n  q#.x" in said
+    assert "after (worker-0, round-4):\n  The class" in said
+    assert "[FAILED] every process ends when asked" in said
+    assert "usually 10.0 ms; at most 10.0 ms between the rounds" in said
+    assert "7 of 8 promises kept, 12 s after imports" in said

@@ -105,7 +105,9 @@ def test_a_worker_that_served_the_new_version_too_early_is_seen(story):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"outcome": "committed"}, {"blamed": "worker-0"}, {"blamed": None}], ids=str
+    "changes",
+    [{"outcome": "committed"}, {"blamed": "worker-0"}, {"blamed": None}, {"failed_in": "plan"}],
+    ids=str,
 )
 def test_a_round_that_did_not_fail_as_it_should_is_seen(story, changes):
     change_round(story, 1, **changes)

@@ -145,7 +145,9 @@ class Puppet:
         return killed_at
 
     def end(self):
-        """Leave in good order, or by force."""
+        """Leave in good order, or by force; a second call does nothing."""
+        if self._socket.fileno() < 0:
+            return
         if self.alive:
             self.alive = False
             self.go_on()
@@ -157,8 +159,7 @@ class Puppet:
         self.signal(signal.SIGKILL)
         self.child.wait(5.0)
         self._socket.close()
-        with contextlib.suppress(OSError):
-            os.close(self._pidfd)
+        os.close(self._pidfd)
 
     # -- what it holds
 

@@ -48,10 +48,14 @@ class Witness:
         """Let the process stop where it next enters `phase`; "idle" lets it go on."""
         self._bytes[_HOLD] = PHASES.index(phase)
 
+    def note(self, phase):
+        """Say in which phase this process is."""
+        self._bytes[_PHASE] = PHASES.index(phase)
+
     def enter(self, phase):
         """Note a phase, and stay in it for as long as the test wants that."""
+        self.note(phase)
         number = PHASES.index(phase)
-        self._bytes[_PHASE] = number
         time.sleep(self.pace_s if number else 0.0)
         while number and self._bytes[_HOLD] == number:
             self._bytes[_HELD] = 1
@@ -66,6 +70,7 @@ class WitnessedShm(ShmWeightTransferEngine):
     """The shm engine, which says how far it has come."""
 
     def init_transfer_engine(self, init_info):
+        witness.enter("init")
         super().init_transfer_engine(init_info)
         witness.enter("idle")
 

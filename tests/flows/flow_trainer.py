@@ -23,20 +23,30 @@ class WitnessedPhase:
         return self if round_ is None else vars(round_)["phase"]
 
     def __set__(self, round_, phase):
+        begins = "phase" not in vars(round_)
         vars(round_)["phase"] = phase
+        if begins:
+            # In the constructor, where others wait for a lock: no place to be held at.
+            flow_stage.witness.note(phase)
+            return
         flow_stage.witness.enter(PHASES_OF_ROUND.get(phase, phase))
 
 
 def watch_rounds():
     """Show phases to the witness, and the time between the first commit and the second."""
     Round.phase = WitnessedPhase()
-    send = Worker.send
+    init_workers, send = Round.init_workers, Worker.send
+
+    def init_and_tell(self, init_info):
+        flow_stage.witness.enter("init")
+        init_workers(self, init_info)
 
     def send_and_tell(self, message):
         send(self, message)
         if isinstance(message, Commit):
             flow_stage.witness.enter("between")
 
+    Round.init_workers = init_and_tell
     Worker.send = send_and_tell
 
 
@@ -59,8 +69,8 @@ class TrainerPuppet(flow_stage.Puppet):
     def where(self):
         return {"address": self.publisher.address, "token": self.publisher.token}
 
-    def wait(self, n, timeout_s=20.0):
-        self.publisher.wait_for_workers(n, timeout_s)
+    def wait(self, n, within_s=20.0):
+        self.publisher.wait_for_workers(n, within_s)
 
     def publish(self, number):
         """Publish a version from this process's main thread, and wait for its end."""
@@ -72,15 +82,18 @@ class TrainerPuppet(flow_stage.Puppet):
         self.round = self.publisher.publish(f"v{number}", wait=False)
         return self.round.round_id
 
-    def result(self, timeout_s=30.0):
-        return self._report(self.round.result(timeout_s))
+    def result(self, within_s=30.0):
+        return self._report(self.round.result(within_s))
 
-    def packed(self, timeout_s=30.0):
-        self.round.packed(timeout_s)
+    def packed(self, within_s=30.0):
+        self.round.packed(within_s)
 
     def abort(self, times=1):
         for _ in range(times):
             self.round.abort()
+
+    def refusal(self):
+        return self.publisher.refusal and flow_stage.describe(self.publisher.refusal)
 
     def workers(self):
         return [

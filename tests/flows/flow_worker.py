@@ -61,10 +61,10 @@ class WorkerPuppet(flow_stage.Puppet):
         self.target = SlowTarget(self.model, commit)
         self.auto = auto
         self.errors = []
-        self.torn = []
+        self.looks = []
         self._last_look = ()
         self._looked_at = 0.0
-        self.witness.enter("init")
+        self.witness.note("init")
         self.session = SlowSession(self.target, join=join, **options)
 
     def patience_s(self):
@@ -87,13 +87,13 @@ class WorkerPuppet(flow_stage.Puppet):
         look = (self.session.version, self.session.fingerprint, *self.model.numbers())
         if look != self._last_look:
             self._last_look = look
-            self.torn.append(look)
+            self.looks.append(look)
 
     # -- orders
 
     def look(self):
         """Return what the model is and what the session says it is."""
-        claim = self.session._claim
+        claim = self.session.ledger._claim
         return {
             "numbers": self.model.numbers(),
             "version": self.session.version,
@@ -102,21 +102,21 @@ class WorkerPuppet(flow_stage.Puppet):
             "claim": claim and str(claim),
             "connected": self.session.connected,
             "errors": self.errors,
-            "looks": self.torn,
+            "looks": self.looks,
             "refusal": self.session.refusal and flow_stage.describe(self.session.refusal),
         }
 
-    def until_free(self, timeout_s):
+    def until_free(self, within_s):
         """Return the time at which no round has this session any more."""
-        end = time.monotonic() + timeout_s
-        while self.session._claim is not None:
+        end = time.monotonic() + within_s
+        while self.session.ledger._claim is not None:
             if time.monotonic() > end:
-                raise TimeoutError(f"still held by {self.session._claim}")
+                raise TimeoutError(f"still held by {self.session.ledger._claim}")
             time.sleep(0.001)
         return time.monotonic()
 
-    def commit(self, timeout_s=0.0):
-        return self.session.commit_pending(timeout_s)
+    def commit(self, within_s=0.0):
+        return self.session.commit_pending(within_s)
 
     def set(self, **attributes):
         """Set attributes of this puppet, or of its target (`failing`)."""

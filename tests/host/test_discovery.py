@@ -104,3 +104,10 @@ def test_nothing_is_imported(site):
     assert registry.names() == ["fast", "shm"]
     assert registry.record("fast").value == "acme_engine:Engine"
     assert "acme_engine" not in sys.modules
+
+
+def test_an_entry_written_twice_is_one(site):
+    info = site.add("acme-wt", fast="acme_engine:Engine")
+    entries = info / "entry_points.txt"
+    entries.write_text(entries.read_text() + "fast = acme_engine:Engine\n")
+    assert names(discover(site.distributions)) == ["fast", "shm"]

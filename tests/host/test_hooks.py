@@ -276,3 +276,19 @@ def test_an_application_hook_that_raises_is_named(site):
     with pytest.raises(PluginBrokenError, match="application's wtransfer_load hook") as caught:
         registry.get("shm")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_name_registered_while_it_is_loaded_means_what_was_registered(site):
+    class Other(Mine): ...
+
+    registry = site.engines()
+
+    def registers(kind, name):
+        registry.register("fast", Mine)
+        return Other
+
+    site.board.register(Answers(registers))
+    assert registry.get("fast") is Other
+    assert registry.record("fast").origin == "run time"
+    site.board.unregister(next(p for p in site.board.manager.get_plugins() if type(p) is Answers))
+    assert registry.get("fast") is Mine

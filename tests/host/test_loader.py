@@ -131,6 +131,14 @@ def test_requirements_that_hold_or_are_not_about_us_pass(site, requirement):
     assert site.engines().get("good").__module__ == "acme_module"
 
 
+def test_a_development_release_of_us_counts_as_its_place_in_the_order(site):
+    metadata = site.root / "wtransfer-0.1.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("0.1.0", "0.2.0.dev1"))
+    site.module("acme_module")
+    site.add("acme-wt", requires=["wtransfer>=0.1"], good="acme_module:Engine")
+    assert site.engines().get("good").__module__ == "acme_module"
+
+
 def test_a_requirement_on_us_that_cannot_be_read_is_broken(site):
     site.module("acme_module")
     site.add("acme-wt", requires=["wtransfer >== 1"], bad="acme_module:Engine")

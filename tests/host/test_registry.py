@@ -210,6 +210,15 @@ def test_first_party_names_say_what_to_install(site, name):
     assert error.distribution == "wtransfer-nccl"
 
 
+def test_our_distribution_is_not_suggested_for_another_one_s_backend(site):
+    for error in (
+        failure(site.engines(), "acme-wt:nccl", UnknownBackendError),
+        failure(site.engines(WTRANSFER_PIN="engines:nccl=acme-wt"), "nccl", UnknownBackendError),
+    ):
+        assert type(error) is UnknownBackendError
+        assert "No distribution 'acme-wt' that is installed here offers it" in str(error)
+
+
 def test_an_unknown_distribution_is_never_suggested_for_installing(site):
     add(site, "acme-wt", "fast")
     error = failure(site.engines(), "evil:fast", UnknownBackendError)

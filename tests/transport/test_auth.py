@@ -79,9 +79,10 @@ def test_a_recorded_answer_does_not_open_another_connection():
 
 def test_a_recorded_welcome_does_not_convince_another_worker():
     here, there = trainer(), WorkerHandshake(TOKEN)
-    recorded = here.receive(there.receive(here.start()))
+    challenge = here.start()
+    recorded = here.receive(there.receive(challenge))
     again = WorkerHandshake(TOKEN)
-    again.receive(Challenge(1, b"n" * 32))
+    again.receive(challenge)
     with pytest.raises(AuthenticationError):
         again.receive(recorded)
 

@@ -23,9 +23,10 @@ from wtransfer.errors import (
     TruncatedError,
 )
 from wtransfer.transport import connection as connection_module
-from wtransfer.transport.auth import HANDSHAKE, Challenge, Reject, Welcome
+from wtransfer.transport.auth import HANDSHAKE, Auth, Challenge, Reject, Welcome
 from wtransfer.transport.channel import Dialer, random_address
 from wtransfer.transport.frames import MIB, FrameReader, pack_frame
+from wtransfer.transport.listener import MAX_UNPROVEN
 
 
 def wait_for(condition, seconds=10):
@@ -73,6 +74,17 @@ def test_messages_travel_both_ways_in_order(channel, messages, address):
         both.trainer.message() for _ in range(200)
     ]
     assert both.dialer.connected
+
+
+def test_messages_do_not_wait_for_a_heartbeat(channel, messages):
+    both = channel.pair()
+    begin = time.monotonic()
+    for _ in range(20):
+        both.to_worker.send(messages.Word("down"))
+        both.worker.message()
+        both.to_trainer.send(messages.Word("up"))
+        both.trainer.message()
+    assert time.monotonic() - begin < 1
 
 
 def test_the_largest_message_arrives(channel, messages):
@@ -362,23 +374,34 @@ def test_bytes_without_a_proof_are_refused(channel, raw_peer, address, name):
     assert trainer.opened.empty()
 
 
-def test_strangers_cost_little_memory(channel, raw_peer):
+def test_a_stranger_costs_little_memory(channel, raw_peer):
     listener, trainer = channel.listen()
-    peers = [raw_peer(listener.address) for _ in range(10)]
-    wait_for(lambda: len(listener._unproven) == 10)
+    raw_peer(listener.address).socket.close()  # whatever is made once is made now
+    trainer.refusal()
     tracemalloc.start()
-    more = [raw_peer(listener.address) for _ in range(10)]
-    for peer in more:
-        peer.send(pack_frame(0xFF01, 0, bytes(1000))[:-1])
-    wait_for(lambda: len(listener._unproven) == 20)
+    peer = raw_peer(listener.address)
+    peer.send(pack_frame(0xFF01, 0, bytes(1000))[:-1])
+    wait_for(lambda: listener._unproven)
     time.sleep(0.05)
+    peer.socket.close()
+    trainer.refusal()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak / 10 < 64 * 1024
-    for peer in peers + more:
-        peer.socket.close()
-    for _ in range(20):
-        trainer.refusal()
+    assert peak < 64 * 1024
+
+
+def test_the_oldest_stranger_makes_way_but_not_at_once(channel, raw_peer):
+    listener, trainer = channel.listen()
+    begin = time.monotonic()
+    strangers = [raw_peer(listener.address) for _ in range(MAX_UNPROVEN)]
+    _, newcomer = channel.dial(listener)
+    error = trainer.refusal()
+    assert time.monotonic() - begin > 0.09
+    assert isinstance(error, LimitError)
+    assert "made way" in str(error)
+    newcomer.connection()
+    assert time.monotonic() - begin < 0.8
+    strangers[0].until_closed()
 
 
 def test_a_stranger_that_says_nothing_is_gone_within_its_time(channel, raw_peer):
@@ -409,7 +432,7 @@ def test_a_stranger_that_sends_byte_by_byte_is_gone_within_its_time(channel, raw
         (pack_frame(9, 0, b""), ProtocolError),
         (pack_frame(1, 1001, b""), LimitError),
         (pack_frame(2, 0, bytes(MIB + 1)), LimitError),
-        (pack_frame(0xFF01, 0, b"\x80"), ProtocolError),
+        (HANDSHAKE.encode(Auth(1)), ProtocolError),
         (pack_frame(2, 0, b"\x80")[:-1] + b"\x81", ChecksumError),
     ],
     ids=["pickle", "code", "entries", "length", "handshake again", "flipped"],

@@ -77,7 +77,7 @@ def trickle(sockets, stop):
 def test_a_flood_disturbs_neither_the_live_nor_the_newcomer(
     channel, messages, many_descriptors, address, num_connections
 ):
-    listener, _ = channel.listen(address=address, on_message=lambda c, m: c.send(m))
+    listener, trainer = channel.listen(address=address, on_message=lambda c, m: c.send(m))
     _, worker = channel.dial(listener)
     live = worker.connection()
     where = parse_address(listener.address)
@@ -108,11 +108,12 @@ def test_a_flood_disturbs_neither_the_live_nor_the_newcomer(
     assert echo.num_done > 100
     assert echo.slowest_s < 1
     assert max(joined_s) < 3
-    assert most_unproven == MAX_UNPROVEN, "the flood was not one"
+    assert most_unproven <= MAX_UNPROVEN
     end = time.monotonic() + 5
     while listener._unproven and time.monotonic() < end:
         time.sleep(0.01)
     assert listener._unproven == {}
+    assert trainer.refused.qsize() >= num_connections // 4  # all those that stayed
 
 
 OUT_OF_DESCRIPTORS = """

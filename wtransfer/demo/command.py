@@ -65,7 +65,7 @@ def demo(rounds: int, shape: ModelShape, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(document(story, checks, seconds), indent=2))
     else:
-        _tell(story, checks, seconds)
+        tell(story, checks, seconds)
     sys.exit(0 if all(check.kept for check in checks) else 1)
 
 
@@ -96,7 +96,14 @@ def _fail(error: WTransferError, as_json: bool) -> NoReturn:
     sys.exit(1)
 
 
-def _tell(story: Story, checks: Sequence[Check], seconds: float) -> None:
+def tell(story: Story, checks: Sequence[Check], seconds: float) -> None:
+    """Write what is left to say: samples of the text, and the verdict.
+
+    Args:
+        story: The run.
+        checks: Its verdict.
+        seconds: Duration after imports.
+    """
     for title, sample in (("before", story.samples[:1]), ("after", story.samples[-1:])):
         for each in sample:
             click.echo(f"\n{title} ({each.worker}, {each.version or 'untrained'}):\n  {each.text}")

@@ -163,7 +163,7 @@ class Conductor:
     def _kill(self, number: int) -> None:
         self._children.pop(VICTIM).kill()
         self.story.kill = Kill(VICTIM, number, time.monotonic())
-        self.story.events.append(f"{VICTIM} killed (SIGKILL) in the middle of round-{number}")
+        self.story.events.append(f"{VICTIM} killed (SIGKILL) in the middle of round {number}")
 
     def _see_tokens(self, worker: str) -> None:
         """Wait until a worker has generated something since now."""

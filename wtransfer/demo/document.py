@@ -30,7 +30,7 @@ def document(story: Story, checks: Sequence[Check], seconds: float) -> dict[str,
         "last_loss": story.trained.loss if story.trained else None,
         "usual_gap_s": usual_gap(story),
         "rounds": [
-            asdict(row) | {"error": over.error, "blamed": over.blamed}
+            asdict(row) | {"error": over.error, "blamed": over.blamed, "failed_in": over.failed_in}
             for row, over in zip(story.rows, story.rounds, strict=True)
         ],
         "killed": asdict(story.kill) if story.kill else None,

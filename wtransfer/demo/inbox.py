@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 from threading import Thread
@@ -29,6 +30,13 @@ class Inbox:
         # None stands for the end of the stream.
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         Thread(target=self._read, name="demo-inbox", daemon=True).start()
+
+    @classmethod
+    def of_stdin(cls) -> Inbox:
+        """Return the inbox of this process."""
+        # A reader of its own: the interpreter takes the lock of `sys.stdin` when it ends, and
+        # aborts if a thread still waits there.
+        return cls(os.fdopen(os.dup(sys.stdin.fileno()), "rb"))
 
     def _read(self) -> None:
         try:

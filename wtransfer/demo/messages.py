@@ -38,11 +38,6 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
     num_workers: int
     """Wait for this many workers first."""
 
-    @property
-    def version(self) -> str:
-        """Label of the update."""
-        return f"round-{self.number}"
-
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
     """To the trainer: go on with the held transfer."""
@@ -128,6 +123,8 @@ class RoundOver(msgspec.Struct, frozen=True, tag=True):
     """Why it failed."""
     blamed: str | None = None
     """Worker that the error names."""
+    failed_in: str | None = None
+    """Phase that the error names."""
 
 
 # -- reports of a worker --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
@@ -13,7 +14,7 @@ from rich.text import Text
 from wtransfer.demo.row import longest, usual_gap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
     from typing_extensions import Self
@@ -27,18 +28,19 @@ _COLUMNS = (
     "round",
     "loss",
     "version",
-    "fingerprint",
+    "weights",
     "MB",
     "GB/s",
-    "x memcpy",
-    "pause ms",
-    "gap ms normal/transfer/commit",
+    "memcpy",
+    "pause",
+    "longest gaps, ms",
     "equal",
 )
+_WIDTHS = (5, 5, 9, 8, 7, 6, 6, 6, 24, 5)
 LEGEND = (
-    "GB/s: bytes / (publish -> last receipt). x memcpy: the same as a share of a plain copy, "
-    "measured just before. pause: longest commit. gap: longest between two tokens while nothing "
-    "happens / from publish to commit / around the commit. equal: live models that have the "
+    "weights: fingerprint. GB/s: bytes / (publish -> last receipt). memcpy: that, as a share of a "
+    "plain copy measured just before. pause: longest commit, ms. gaps between two tokens: while "
+    "nothing happens / from publish to commit / around the commit. equal: live models with the "
     "trainer's digest."
 )
 
@@ -122,7 +124,7 @@ class LiveTable:
 
 def drawn(story: Story) -> Group:
     """Return table, events and status as one drawing."""
-    table = Table(caption=LEGEND, caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, caption=LEGEND, caption_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
     for row in story.rows:
@@ -142,7 +144,7 @@ class Lines:
         self._write = write
         self._num_rows = 0
         self._num_events = 0
-        write(" | ".join(_COLUMNS))
+        write(_line(_COLUMNS))
 
     def __enter__(self) -> Self:
         return self
@@ -154,8 +156,7 @@ class Lines:
         """Write what is new and complete."""
         for row in story.rows[self._num_rows :]:
             self._num_rows += 1
-            texts = zip(cells(row), _COLUMNS, strict=True)
-            self._write(" | ".join(text.rjust(len(column)) for text, column in texts))
+            self._write(_line(cells(row)))
         for event in story.events[self._num_events :]:
             self._num_events += 1
             self._write(event)
@@ -164,6 +165,11 @@ class Lines:
         """Write what is left."""
         self.show(story)
         self._write(LEGEND)
+
+
+def _line(texts: Sequence[str]) -> str:
+    columns = zip(texts, _WIDTHS, strict=True)
+    return "  ".join(text.rjust(width) for text, width in columns)
 
 
 class Silence:

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 _SEED = 1
 _JOIN_S = 120.0
-_HOLD_S = 20.0
+# Large models take their time for a token, and for the tokens that a held transfer waits for.
+_DEADLINE_S = 120.0
+_HOLD_S = 100.0
 
 
 class HoldableSource(ModuleSource):
@@ -71,7 +73,7 @@ class Trainer:
         self._memcpy = Memcpy(model)
         self._inbox = inbox
         self._source = HoldableSource(model, self._stand_still)
-        self._publisher = Publisher(self._source, engine="shm")
+        self._publisher = Publisher(self._source, engine="shm", deadline_s=_DEADLINE_S)
 
     def run(self) -> None:
         """Train until the conductor ends it."""
@@ -94,7 +96,7 @@ class Trainer:
         self._source.hold = command.hold
         published = RoundOver(
             number=command.number,
-            version=command.version,
+            version=f"step-{self._learner.steps}",
             outcome="aborted",
             step=self._learner.steps,
             loss=self._learner.loss,
@@ -103,10 +105,16 @@ class Trainer:
             started_at=time.monotonic(),
         )
         try:
-            return self._committed(published, self._transfer(command.version))
+            return self._committed(published, self._transfer(published.version))
         except WTransferError as error:
             total_s = time.monotonic() - published.started_at
-            return replace(published, total_s=total_s, error=str(error), blamed=error.worker)
+            return replace(
+                published,
+                total_s=total_s,
+                error=str(error),
+                blamed=error.worker,
+                failed_in=error.phase,
+            )
 
     def _transfer(self, version: str) -> Report:
         running = self._publisher.publish(version=version, wait=False)
@@ -149,7 +157,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shape = ModelShape(*map(int, sys.argv[1:3]))
     try:
-        Trainer(ByteTransformer(shape, _SEED), Inbox(sys.stdin.buffer)).run()
+        Trainer(ByteTransformer(shape, _SEED), Inbox.of_stdin()).run()
     except StoppedError:
         return
 

@@ -147,11 +147,11 @@ def _all_or_nothing(story: Story) -> Check:
         for life in lives
         for each in life.applied
     )
-    named = over.blamed == story.kill.worker
+    named = over.blamed == story.kill.worker and over.failed_in == "transfer"
     return Check(
         promise,
         over.outcome == "aborted" and named and whole and never,
-        f"{over.version} {over.outcome}, error names {over.blamed}, "
+        f"{over.version} {over.outcome}, error names {over.blamed} in phase {over.failed_in}, "
         f"{', '.join(others)} still {'whole' if whole else 'NOT PROVEN'} on {old}",
     )
 

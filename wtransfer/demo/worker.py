@@ -21,6 +21,8 @@ from wtransfer.demo.sizes import ModelShape
 from wtransfer.engines.session import WorkerSession
 
 _FLUSH_S = 0.1
+# Large models take their time for a token.
+_DEADLINE_S = 120.0
 _SAMPLE_LENGTH = 160
 # Part of a token's time that a running digest may add to it.
 _PROOF_SHARE = 0.25
@@ -120,13 +122,13 @@ def main() -> None:
     torch.set_num_threads(1)
     name, *numbers = sys.argv[1:]
     shape = ModelShape(*map(int, numbers))
-    inbox = Inbox(sys.stdin.buffer)
+    inbox = Inbox.of_stdin()
     try:
         # Seeded by its name: no worker starts with the trainer's weights.
         model = ByteTransformer(shape, zlib.crc32(name.encode())).eval()
         join = inbox.wait()
         assert isinstance(join, Join)
-        with WorkerSession(model, join=join.address, name=name) as session:
+        with WorkerSession(model, join=join.address, name=name, deadline_s=_DEADLINE_S) as session:
             Server(name, model, session, inbox).run()
     except StoppedError:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from wtransfer.engines.ledger import Held, Pending
 from wtransfer.engines.messages import (
     CODEC,
     Abort,
@@ -42,7 +43,7 @@ class Link:
     to the engine's thread, applying is left to the thread that owns the model.
 
     Args:
-        session: Decides which round may be active, and applies.
+        session: Says what the worker is; its ledger decides which round may be active.
         address: The publisher's.
         token: Shared secret.
         engine: Runs what the publisher asks for.
@@ -53,7 +54,9 @@ class Link:
     ) -> None:
         self.address = address
         self.num_dropped = 0
+        self.refusal: Exception | None = None
         self._session = session
+        self._ledger = session.ledger
         self._engine = engine
         self._connection: Connection | None = None
         self._reception: Reception | None = None
@@ -108,11 +111,11 @@ class Link:
         if connection is self._connection:
             self._connection = None
             self._end_reception(f"the publisher was lost: {error}")
-            self._session.publisher_lost(self)
+            self._ledger.wake()
 
     def _on_refused(self, error: Exception) -> None:
         logger.warning("publisher %s refuses this worker: %s", self.address, error)
-        self._session.refused(error)
+        self.refusal = error
 
     def _on_message(self, _connection: Connection, message: msgspec.Struct) -> None:
         handler = self._handlers.get(type(message))
@@ -146,10 +149,10 @@ class Link:
             worker=session.name,
             notes=session.notes(),
             send=self.send,
-            on_over=lambda: session.free(plan.round_id),
+            on_over=lambda: self._ledger.free(plan.round_id),
         )
         self._reception = reception
-        reception.start(lambda: session.claim(self, plan.round_id, plan.version))
+        reception.start(lambda: self._ledger.claim(self, plan.round_id, plan.version))
 
     def _on_data(self, data: Data) -> None:
         reception = self._current(data.round_id)
@@ -172,17 +175,19 @@ class Link:
             self._drop(commit)
             return
         self._reception = None
-        self._session.offer(self, reception, tensors)
+        plan = reception.plan
+        held = Held(plan.version, reception.fingerprint, plan.manifest, tensors)
+        self._ledger.offer(Pending(self, plan.round_id, held, reception.seconds))
 
     def _on_abort(self, abort: Abort) -> None:
         if self._current(abort.round_id) is not None:
             self._end_reception(abort.reason)
 
     def _on_release(self, release: Release) -> None:
-        self._session.release(release.round_id)
+        self._ledger.release(release.round_id)
 
     def _on_revert(self, revert: Revert) -> None:
-        self._session.revert(self, revert.round_id, revert.reason)
+        self._ledger.revert(self, revert.round_id, revert.reason)
 
     def _current(self, round_id: str) -> Reception | None:
         reception = self._reception

@@ -95,6 +95,7 @@ class Publisher:
         self._active: Round | None = None
         self._active_since = 0.0
         self._unsettled: dict[str, Round] = {}
+        self._refusal: Exception | None = None
         self._roster = Roster(on_join=self._on_join, on_receipt=self._on_receipt)
         self._changed = self._roster.changed
         self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
@@ -105,6 +106,7 @@ class Publisher:
             on_open=lambda _connection: None,
             on_message=self._roster.on_message,
             on_close=self._roster.on_close,
+            on_refused=self._on_refused,
             deadline_s=deadline_s,
         )
         close_at_exit(self)
@@ -129,6 +131,11 @@ class Publisher:
         """Late or repeated messages of workers that were dropped."""
         return self._roster.num_dropped
 
+    @property
+    def refusal(self) -> Exception | None:
+        """Why a peer was last refused (token, protocol); None if none has been."""
+        return self._refusal
+
     def workers(self) -> list[WorkerInfo]:
         """Return every worker that has joined, and what it holds."""
         return [worker.info for worker in self._roster.workers()]
@@ -142,7 +149,7 @@ class Publisher:
         self._check_usable()
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._roster.instances()) >= n, timeout_s):
-                raise too_few(len(self._roster.instances()), n)
+                raise too_few(len(self._roster.instances()), n) from self._refusal
 
     @overload
     def publish(self, version: str, *, wait: Literal[True] = True) -> Report: ...
@@ -213,7 +220,7 @@ class Publisher:
                 self._changed.wait(deadline.remaining())
             instances = self._roster.instances()
             if len(instances) < self._rules.min_workers:
-                raise too_few(len(instances), self._rules.min_workers)
+                raise too_few(len(instances), self._rules.min_workers) from self._refusal
             self._renew_sender(frozenset(w for ranks in instances.values() for w in ranks))
             return self._new_round(version, instances, None)
 
@@ -253,6 +260,9 @@ class Publisher:
         self._catchup.wake()
 
     # -- on the channel's thread
+
+    def _on_refused(self, error: Exception) -> None:
+        self._refusal = error
 
     def _on_join(self, worker: Worker) -> None:
         info = self._sender.worker_init_info

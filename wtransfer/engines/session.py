@@ -19,11 +19,12 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wtransfer.engines.endings import close_at_exit
 from wtransfer.engines.hosted import HostedEngine
+from wtransfer.engines.interface import TensorSpec
+from wtransfer.engines.ledger import Held, Ledger, Pending
 from wtransfer.engines.link import Link
 from wtransfer.engines.messages import ErrorInfo, Hello, Receipt
 from wtransfer.engines.target import CommitMode, as_target
@@ -32,11 +33,9 @@ from wtransfer.errors import (
     ClosedError,
     CommitError,
     ForkedError,
-    RoundBusyError,
     WTransferError,
 )
 from wtransfer.host import hooks
-from wtransfer.manifest import Manifest, local_fingerprint
 from wtransfer.transport.auth import resolve_token
 from wtransfer.transport.tensors import torch_dtype
 
@@ -47,46 +46,10 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
-    from wtransfer.engines.interface import TensorSpec, WeightTarget
-    from wtransfer.engines.reception import Reception
+    from wtransfer.engines.interface import WeightTarget
+    from wtransfer.manifest import Manifest
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A set of weights: its names, and, where it can be applied again, its tensors."""
-
-    version: str | None
-    fingerprint: str
-    manifest: Manifest | None = None
-    tensors: Mapping[str, torch.Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Which round may stage in this session."""
-
-    link: Link
-    round_id: str
-    version: str
-    since: float = field(default_factory=time.monotonic)
-
-    def __str__(self) -> str:
-        age = time.monotonic() - self.since
-        return f"round {self.round_id} ({self.version!r}) of {self.link.address}, {age:.1f} s old"
-
-
-@dataclass(frozen=True)
-class Pending:
-    """What `commit_pending` has to do: apply a verified set, or go back to the previous one."""
-
-    link: Link
-    round_id: str
-    held: Held
-    seconds: dict[str, float]
-    revert_reason: str | None = None
-    since: float = field(default_factory=time.monotonic)
 
 
 class WorkerSession:
@@ -105,7 +68,8 @@ class WorkerSession:
         instance: Serving instance that this rank belongs to; its ranks commit all or none.
         rank: Rank within the instance.
         num_ranks: Ranks of the instance.
-        deadline_s: Bound on every wait of this session, in seconds.
+        deadline_s: Longest wait for the other ranks of the instance at a commit, in seconds. What
+            concerns a publisher is bounded by the publisher's deadline.
         name: Name for people. Default: host, process id and rank.
     """
 
@@ -129,6 +93,7 @@ class WorkerSession:
             raise ValueError(f"rank is {rank}, expected 0 <= rank < num_ranks ({num_ranks})")
         self.cast = cast
         self.name = name or f"{socket.gethostname()}:{os.getpid()}/{rank}"
+        self.ledger = Ledger()
         self._target = as_target(model_or_target, commit)
         self._token = token
         self._keep_previous = keep_previous
@@ -138,19 +103,9 @@ class WorkerSession:
         self._num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._pid = os.getpid()
+        self._links: list[Link] = []
         # Held by whoever changes the model or decides not to: one thing at a time.
         self._model = threading.Lock()
-        self._changed = threading.Condition()
-        self._links: list[Link] = []
-        self._closed = False
-        self._refusal: Exception | None = None
-        self._claim: Claim | None = None
-        self._pending: Pending | None = None
-        self._held = Held(None, local_fingerprint())
-        self._previous: Held | None = None
-        self._unreleased: str | None = None
-        self._behind = False
-        self._empty = False
         close_at_exit(self)
         if join is not None:
             self.join(join)
@@ -191,39 +146,37 @@ class WorkerSession:
                 is whole again, unless `CommitError.restored` is false.
         """
         self._check_usable()
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending is not None or self._closed, timeout_s)
+        ledger = self.ledger
+        with ledger.changed:
+            ledger.changed.wait_for(lambda: ledger.pending is not None or ledger.closed, timeout_s)
         with self._model:
             return self._do_pending()
 
     def discard_pending(self) -> bool:
         """Drop a verified update that waits for `commit_pending`; return whether there was one."""
         self._check_usable()
-        with self._model, self._changed:
-            pending = self._pending
-            if pending is None or pending.revert_reason is not None:
-                return False
-            self._pending = None
-            self._behind = True
-        self._receipt(pending, "discarded")
-        return True
+        with self._model:
+            pending = self.ledger.discard()
+        if pending is not None:
+            self._receipt(pending, "discarded")
+        return pending is not None
 
     @property
     def version(self) -> str | None:
         """Label of the weights that the model has; None before the first commit."""
-        return self._held.version
+        return self.ledger.held.version
 
     @property
     def fingerprint(self) -> str:
         """Identity of the weights that the model has."""
-        return self._held.fingerprint
+        return self.ledger.held.fingerprint
 
     @property
     def state(self) -> str:
         """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
         self._check_process()
-        with self._changed:
-            return self._state()
+        with self.ledger.changed:
+            return self.ledger.state
 
     @property
     def connected(self) -> bool:
@@ -233,7 +186,7 @@ class WorkerSession:
     @property
     def refusal(self) -> Exception | None:
         """Why a publisher last refused this worker (token, protocol); None if none has."""
-        return self._refusal
+        return next((link.refusal for link in self._links if link.refusal), None)
 
     @property
     def num_dropped(self) -> int:
@@ -242,16 +195,10 @@ class WorkerSession:
 
     def close(self) -> None:
         """Leave every publisher. The model keeps the weights that it has."""
-        if self._closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid or not self.ledger.close():
             return
-        with self._changed:
-            self._closed = True
-            self._pending = None
-            self._changed.notify_all()
         for link in self._links:
             link.close()
-        self._previous = None
-        self._held = Held(self._held.version, self._held.fingerprint, self._held.manifest)
 
     def __enter__(self) -> Self:
         return self
@@ -263,93 +210,34 @@ class WorkerSession:
 
     def hello(self) -> Hello:
         """Return what this worker is and holds."""
-        with self._changed:
+        ledger = self.ledger
+        with ledger.changed:
             return Hello(
                 worker=self.name,
                 instance=self._instance,
                 rank=self._rank,
                 num_ranks=self._num_ranks,
-                version=self._held.version,
-                fingerprint=self._held.fingerprint,
-                state=self._state(),
+                version=ledger.held.version,
+                fingerprint=ledger.held.fingerprint,
+                state=ledger.state,
             )
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Return what updates must look like; a target without a schema follows the last one."""
         schema = self._target.schema()
-        if schema is None and self._held.manifest is not None:
-            return _schema_of(self._held.manifest)
-        return schema
+        last = self.ledger.held.manifest
+        return _schema_of(last) if schema is None and last is not None else schema
 
     def notes(self) -> list[str]:
         """Return what a publisher should know of this worker before a round."""
-        return (
-            [] if self._keep_previous else ["keeps no previous version: a failed commit empties it"]
-        )
-
-    def claim(self, link: Link, round_id: str, version: str) -> None:
-        """Take the session for one round.
-
-        Raises:
-            RoundBusyError: Another round is active, or a commit is pending.
-        """
-        with self._changed:
-            if self._pending is not None:
-                age = time.monotonic() - self._pending.since
-                raise RoundBusyError(
-                    f"commit pending since {age:.1f} s: {self._pending.held.version!r} of "
-                    f"{self._pending.link.address} waits for commit_pending()"
-                )
-            if self._claim is not None and self._claim.link is not link:
-                raise RoundBusyError(f"another round is active: {self._claim}")
-            self._claim = Claim(link, round_id, version)
-
-    def free(self, round_id: str) -> None:
-        """End a round's claim."""
-        with self._changed:
-            if self._claim is not None and self._claim.round_id == round_id:
-                self._claim = None
-
-    def offer(self, link: Link, reception: Reception, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Leave a verified set, whose commit has been ordered, for `commit_pending`."""
-        plan = reception.plan
-        held = Held(plan.version, reception.fingerprint, plan.manifest, tensors)
-        with self._changed:
-            self._pending = Pending(link, plan.round_id, held, reception.seconds)
-            self._claim = None
-            self._changed.notify_all()
-
-    def release(self, round_id: str) -> None:
-        """Drop the previous set: nobody will ask to go back to it."""
-        with self._changed:
-            if self._unreleased == round_id:
-                self._unreleased = None
-                self._previous = None
-                self._changed.notify_all()
-
-    def revert(self, link: Link, round_id: str, reason: str) -> None:
-        """Leave the way back for `commit_pending`."""
-        with self._changed:
-            if self._unreleased != round_id:
-                return
-            previous = self._previous or Held(None, local_fingerprint())
-            self._pending = Pending(link, round_id, previous, {}, reason)
-            self._changed.notify_all()
-
-    def publisher_lost(self, link: Link) -> None:
-        """Stop waiting for a release that will not come."""
-        with self._changed:
-            self._changed.notify_all()
-        logger.info("%s lost its publisher %s", self.name, link.address)
-
-    def refused(self, error: Exception) -> None:
-        """Note that a publisher refuses this worker."""
-        self._refusal = error
+        if self._keep_previous:
+            return []
+        return ["keeps no previous version: a failed commit empties it"]
 
     # -- applying
 
     def _do_pending(self) -> bool:
-        pending = self._pending
+        pending = self.ledger.pending
         if pending is None:
             return False
         if pending.revert_reason is not None:
@@ -360,74 +248,55 @@ class WorkerSession:
                 self._await_release(pending)
         return True
 
-    def _state(self) -> str:
-        if self._empty:
-            return "empty"
-        if self._pending is not None:
-            return "pending"
-        if self._behind:
-            return "behind"
-        return "fresh" if self._held.version is None else "serving"
-
     def _apply(self, pending: Pending) -> None:
         begun = time.monotonic()
         pending.seconds["wait"] = begun - pending.since
-        previous = self._restorable()
         tensors = pending.held.tensors
         assert tensors is not None
+        previous = self.ledger.held
         try:
+            previous = self._restorable()
             self._target.apply(tensors)
         except BaseException as error:
             self._restore(previous, pending, error)
         pending.seconds["commit"] = time.monotonic() - begun
-        self._adopted(pending, previous)
-
-    def _restorable(self) -> Held:
-        """Return what the model has, with tensors if there is a way back to it."""
-        held = self._held
-        if self._keep_previous and held.tensors is None and not self._empty:
-            captured = self._target.capture()
-            return Held(held.version, held.fingerprint, held.manifest, captured)
-        return held
-
-    def _adopted(self, pending: Pending, previous: Held) -> None:
-        held = pending.held
-        with self._changed:
-            if not self._keep_previous:
-                held = Held(held.version, held.fingerprint, held.manifest)
-            self._held = held
-            self._previous = previous
-            self._unreleased = pending.round_id
-            self._pending = None
-            self._behind = self._empty = False
+        self.ledger.committed(pending, previous, keep=self._keep_previous)
         hooks.notify(
             "wtransfer_weights_committed",
-            version=held.version,
-            fingerprint=held.fingerprint,
+            version=pending.held.version,
+            fingerprint=pending.held.fingerprint,
             round_id=pending.round_id,
             worker=self.name,
         )
         self._receipt(pending, "committed")
 
+    def _restorable(self) -> Held:
+        """Return what the model has, with tensors if there is a way back to it."""
+        held = self.ledger.held
+        if self._keep_previous and held.tensors is None and not self.ledger.empty:
+            captured = self._target.capture()
+            return Held(held.version, held.fingerprint, held.manifest, captured)
+        return held
+
     def _restore(self, previous: Held, pending: Pending, cause: BaseException) -> None:
         """Go back after `cause`, and raise what the caller shall see."""
+        restored = self._put_back(previous)
+        back = f"{previous.version!r}" if previous.version else "its first weights"
+        now = (
+            f"the worker has {back} again"
+            if restored
+            else "the old version could not be restored: this worker must not serve"
+        )
         failure = CommitError(
-            f"applying {pending.held.version!r} failed ({type(cause).__name__}: {cause})",
+            f"applying {pending.held.version!r} failed ({type(cause).__name__}: {cause}); {now}",
             worker=self.name,
             round_id=pending.round_id,
             version=pending.held.version,
             phase="commit",
             piece=getattr(cause, "piece", None),
         )
-        failure.restored = self._put_back(previous)
-        back = f"{previous.version!r}" if previous.version else "its first weights"
-        failure.message += (
-            f"; the worker has {back} again"
-            if failure.restored
-            else "; the old version could not be restored: this worker must not serve"
-        )
-        failure.args = (failure.message,)
-        self._receipt(pending, "restored" if failure.restored else "empty", failure)
+        failure.restored = restored
+        self._receipt(pending, "restored" if restored else "empty", failure)
         if not isinstance(cause, Exception):
             raise cause
         raise failure from cause
@@ -441,26 +310,18 @@ class WorkerSession:
             except BaseException:
                 logger.exception("%s could not restore %r", self.name, previous.version)
                 restored = False
-        with self._changed:
-            self._pending = None
-            self._unreleased = None
-            self._previous = None
-            self._behind = True
-            self._empty = not restored
-            self._held = previous if restored else Held(None, local_fingerprint())
-            self._changed.notify_all()
+        self.ledger.put_back(previous, restored=restored)
         return restored
 
     def _go_back(self, pending: Pending) -> None:
         """Undo a commit because another rank of the instance failed, and say so."""
-        undone = self._held.version
+        undone = self.ledger.held.version
         restored = self._put_back(pending.held)
         failure = CommitError(
             f"{undone!r} was taken back: {pending.revert_reason}"
             + ("" if restored else "; the old version could not be restored: must not serve"),
             worker=self.name,
             round_id=pending.round_id,
-            restored=restored,
         )
         failure.restored = restored
         self._receipt(pending, "reverted" if restored else "empty", failure)
@@ -468,25 +329,27 @@ class WorkerSession:
 
     def _await_release(self, pending: Pending) -> None:
         """Wait until every rank has committed; between two of them no step may run."""
+        ledger = self.ledger
 
         def settled() -> bool:
-            lost = not pending.link.connected
-            return self._unreleased is None or self._pending is not None or self._closed or lost
+            told = ledger.released or ledger.pending is not None
+            return told or ledger.closed or not pending.link.connected
 
-        with self._changed:
-            self._changed.wait_for(settled, self._deadline_s)
-            revert = self._pending
+        with ledger.changed:
+            ledger.changed.wait_for(settled, self._deadline_s)
+            revert = ledger.pending
         if revert is not None and revert.revert_reason is not None:
             self._go_back(revert)
 
     def _receipt(self, pending: Pending, outcome: str, error: WTransferError | None = None) -> None:
-        with self._changed:
+        ledger = self.ledger
+        with ledger.changed:
             receipt = Receipt(
                 round_id=pending.round_id,
                 outcome=outcome,
-                version=self._held.version,
-                fingerprint=self._held.fingerprint,
-                state=self._state(),
+                version=ledger.held.version,
+                fingerprint=ledger.held.fingerprint,
+                state=ledger.state,
                 seconds=pending.seconds,
                 error=None if error is None else ErrorInfo.of(error),
             )
@@ -494,7 +357,7 @@ class WorkerSession:
 
     def _check_usable(self) -> None:
         self._check_process()
-        if self._closed:
+        if self.ledger.closed:
             raise ClosedError("this WorkerSession is closed")
 
     def _check_process(self) -> None:
@@ -505,8 +368,6 @@ class WorkerSession:
 
 
 def _schema_of(manifest: Manifest) -> Mapping[str, TensorSpec]:
-    from wtransfer.engines.interface import TensorSpec
-
     return {
         piece.name: TensorSpec(torch_dtype(piece.dtype), piece.shape) for piece in manifest.pieces
     }

@@ -117,8 +117,6 @@ class _Manager(pluggy.PluginManager):
         # Releases of pluggy differ in whether they evaluate every property of an object here; an
         # engine's may well raise before it is initialised.
         static = inspect.getattr_static(plugin, name, None)
-        if not inspect.isroutine(static):
-            return None
         marked = hasattr(getattr(static, "__func__", static), f"{PROJECT}_impl")
         return super().parse_hookimpl_opts(plugin, name) if marked else None
 

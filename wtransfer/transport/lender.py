@@ -92,6 +92,7 @@ class Lender:
         self._segments: dict[int, Segment] = {}
         self._leases: dict[socket.socket, int] = {}
         self._waiting: dict[socket.socket, float] = {}
+        self._listen_again: float | None = None
         self._closed = False
         with os_errors("listening for borrowers"):
             self._selector = selectors.DefaultSelector()
@@ -210,17 +211,17 @@ class Lender:
             self._close_sockets()
 
     def _next_check_s(self) -> float | None:
-        if self._listener not in self._selector.get_map():
-            return _NO_DESCRIPTOR_PAUSE_S
-        if not self._waiting:
-            return None
-        return max(0.0, min(self._waiting.values()) - time.monotonic())
+        times = list(self._waiting.values())
+        if self._listen_again is not None:
+            times.append(self._listen_again)
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
         for connection in [c for c, end in self._waiting.items() if end <= now]:
             self._drop(connection)
-        if not self._closed and self._listener not in self._selector.get_map():
+        if self._listen_again is not None and self._listen_again <= now:
+            self._listen_again = None
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
@@ -232,6 +233,7 @@ class Lender:
             # No descriptor is left (or the listener was shut down). The connection stays queued and
             # the listener readable: look away for a while instead of spinning.
             self._selector.unregister(self._listener)
+            self._listen_again = time.monotonic() + _NO_DESCRIPTOR_PAUSE_S
             return
         if peer_uid(connection) != os.geteuid():
             connection.close()

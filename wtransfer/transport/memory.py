@@ -213,9 +213,7 @@ def os_errors(what: str) -> Iterator[None]:
                 f"{what} failed: {error.strerror}; raise the limit (ulimit -n) or close files"
             ) from error
         if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EFBIG):
-            raise StagingMemoryError(
-                f"{what} failed: {error.strerror}; {available_memory():,} bytes are available"
-            ) from error
+            raise StagingMemoryError(f"{what} failed: {error.strerror}") from error
         raise
 
 
@@ -246,10 +244,13 @@ def available_memory() -> int:
     Counted are the machine (MemAvailable), the control groups (v2 and v1, every level; inactive
     file cache counts as free) and RLIMIT_AS.
 
+    Raises:
+        DescriptorLimitError: No descriptor is left to find out with.
+
     Cost: about 0.2 ms.
     """
-    limits = [_machine_free(), *_cgroups_free(), *_address_space_free()]
-    return max(0, min(limits))
+    with os_errors("finding out how much memory there is"):
+        return max(0, min(_machine_free(), *_cgroups_free(), *_address_space_free()))
 
 
 def _machine_free() -> int:
@@ -291,7 +292,7 @@ _V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inac
 def _cgroups_free(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for line in membership.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:

@@ -1,0 +1,67 @@
+"""Engines that fail on demand, fleets in this process, and the check that nothing is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.testing.faults import Faults
+from wtransfer.testing.fleet import Fleet
+from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.memory import MemoryEngine
+
+FAULTS = Faults()
+
+
+@pytest.fixture(scope="session")
+def engines():
+    """Names of engines: ``memory`` copies on arrival, ``shm`` hands out views; both may fail."""
+    names = {"memory": "tests-memory", "shm": "tests-shm"}
+    WeightTransferEngineFactory.register_engine(names["memory"], FAULTS.wrap(MemoryEngine))
+    WeightTransferEngineFactory.register_engine(names["shm"], FAULTS.wrap("shm"))
+    return names
+
+
+@pytest.fixture(params=["memory", "shm"])
+def engine(engines, request):
+    """Name of an engine; a test that asks for it runs once with each."""
+    return engines[request.param]
+
+
+@pytest.fixture
+def faults():
+    """What shall go wrong in the engines of this test."""
+    yield FAULTS
+    FAULTS.disarm()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing():
+    """Fail a test that leaves threads, descriptors or shared memory behind (FAULTS, C3)."""
+    leftovers = Leftovers()
+    yield
+    assert leftovers.found(within_s=5.0) == []
+
+
+@pytest.fixture
+def fleet(leaves_nothing):
+    """Maker of fleets that are closed at the end of the test."""
+    fleets = []
+
+    def make(source, **options):
+        made = Fleet(source, **{"deadline_s": 5.0} | options)
+        fleets.append(made)
+        return made
+
+    yield make
+    for made in fleets:
+        made.close()
+        # Models that point to shared memory hold it; they are the test's own.
+        made.members.clear()
+
+
+@pytest.fixture
+def weights():
+    """Names and tensors: four of one shape and dtype, so that they can be mistaken."""
+    return {f"layer.{i}": torch.arange(12.0).view(3, 4) + 100 * i for i in range(4)}

@@ -1,0 +1,162 @@
+"""FAULTS 14: a peer is stopped, not dead. FAULTS 15: one worker is slow."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from wtransfer.transport.addresses import random_address
+
+DEADLINE_S = 1.0
+ON_TIME_S = DEADLINE_S * 1.1 + 0.5  # 10 %, and what a busy machine may add
+
+
+@pytest.mark.parametrize("phase", ["plan", "transfer", "seal"])
+def test_a_stopped_worker_ends_the_round_at_the_deadline(flow, failing, phase):
+    trainer = flow.trainer(deadline_s=DEADLINE_S)
+    survivor, stopped = flow.workers(2)
+    trainer.ask("wait", n=2)
+    trainer.ask("publish", number=1)
+    stopped.witness.hold(phase)
+    trainer.ask("begin", number=2)
+    stopped.until_held()
+    stopped_at = stopped.signal(signal.SIGSTOP)
+    with failing("StallError") as stalled:
+        trainer.ask("result")
+    assert DEADLINE_S * 0.5 < stalled.ended - stopped_at < ON_TIME_S
+    assert stopped.name == stalled.worker
+    assert stopped.name in stalled.error.text
+    assert {1} == set(survivor.look()["numbers"])
+    # The next round works, with the one that is there, and later with both.
+    trainer.ask("wait", n=1)
+    _drop_stopped(flow, trainer, survivor)
+    assert trainer.ask("publish", number=3)["ok"]
+    flow.holds(survivor, 3)
+    stopped.go_on()
+    stopped.signal(signal.SIGCONT)
+    flow.holds(stopped, 3)
+    looks = [look[2:] for look in stopped.look()["looks"]]
+    assert all(len(set(numbers)) == 1 and None not in numbers for numbers in looks)
+    trainer.ask("wait", n=2)
+    assert trainer.ask("publish", number=4)["ok"]
+
+
+def _drop_stopped(flow, trainer, survivor):
+    flow.until(lambda: [survivor.name] == [each["worker"] for each in trainer.ask("workers")])
+
+
+def test_a_stopped_worker_is_dropped_where_that_is_allowed(flow):
+    trainer = flow.trainer(deadline_s=DEADLINE_S, on_lost_worker="drop")
+    survivor, stopped = flow.workers(2)
+    trainer.ask("wait", n=2)
+    trainer.ask("publish", number=1)
+    stopped.witness.hold("transfer")
+    trainer.ask("begin", number=2)
+    stopped.until_held()
+    stopped_at = stopped.signal(signal.SIGSTOP)
+    report = trainer.ask("result")
+    assert trainer.ended - stopped_at < ON_TIME_S
+    assert "dropped" == report["workers"][stopped.name]["outcome"]
+    flow.holds(survivor, 2)
+    stopped.go_on()
+    stopped.signal(signal.SIGCONT)
+    flow.holds(stopped, 2)
+
+
+def test_a_stopped_worker_does_not_hold_up_a_commit_beyond_the_deadline(flow):
+    trainer = flow.trainer(deadline_s=DEADLINE_S)
+    survivor, stopped = flow.workers(2)
+    trainer.ask("wait", n=2)
+    trainer.ask("publish", number=1)
+    trainer.witness.hold("commit")
+    trainer.ask("begin", number=2)
+    trainer.until_held()
+    stopped.signal(signal.SIGSTOP)
+    trainer.go_on()
+    begun = time.monotonic()
+    report = trainer.ask("result")
+    assert trainer.ended - begun < ON_TIME_S
+    assert "mixed" == report["outcome"]
+    assert report["workers"][stopped.name]["outcome"] in ("pending", "lost")
+    flow.holds(survivor, 2)
+    stopped.signal(signal.SIGCONT)
+    flow.holds(stopped, 2)
+
+
+@pytest.mark.parametrize("phase", ["transfer", "seal"])
+def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, phase):
+    trainer = flow.trainer(deadline_s=DEADLINE_S)
+    worker = flow.worker()
+    trainer.ask("wait", n=1)
+    trainer.ask("publish", number=1)
+    trainer.witness.hold(phase)
+    trainer.ask("begin", number=2)
+    trainer.until_held()
+    stopped_at = trainer.signal(signal.SIGSTOP)
+    assert worker.ask("until_free", within_s=10) - stopped_at < ON_TIME_S
+    look = worker.look()
+    assert ("v1", {1}) == (look["version"], set(look["numbers"]))
+    trainer.go_on()
+    trainer.signal(signal.SIGCONT)
+    with failing("WTransferError") as lost:
+        trainer.ask("result")
+    assert worker.name == lost.worker
+    assert {"PeerLostError", "StallError"} & set(lost.classes)
+    trainer.ask("wait", n=1)
+    assert trainer.ask("publish", number=3)["ok"]
+    flow.holds(worker, 3)
+
+
+def test_another_trainer_takes_over_from_a_stopped_one(flow):
+    token = "shared"  # noqa: S105
+    trainer = flow.trainer(deadline_s=DEADLINE_S, token=token)
+    worker = flow.worker()
+    successor = flow.trainer(listen=random_address(), token=token)
+    worker.ask("join", address=successor.ask("where")["address"])
+    trainer.ask("wait", n=1)
+    successor.ask("wait", n=1)
+    trainer.witness.hold("transfer")
+    trainer.ask("begin", number=1)
+    trainer.until_held()
+    trainer.signal(signal.SIGSTOP)
+    worker.ask("until_free", within_s=10)
+    assert successor.ask("publish", number=2)["ok"]
+    flow.holds(worker, 2)
+
+
+def test_one_slow_worker_costs_the_trainer_no_memory_and_the_others_no_deadline(flow, failing):
+    flow.size = {"num_tensors": 48, "numel": 1 << 18}  # 48 MiB
+    nbytes = 48 << 20
+    trainer = flow.trainer(deadline_s=DEADLINE_S, options={"bucket_nbytes": 1 << 20})
+    fast, slow = flow.workers(2)
+    trainer.ask("wait", n=2)
+    for number in (1, 2):
+        assert trainer.ask("publish", number=number)["ok"]
+    peak_nbytes = trainer.ask("peak_nbytes")
+    slow.witness.hold("transfer")
+    begun = time.monotonic()
+    trainer.ask("begin", number=3)
+    with failing("StallError") as stalled:
+        trainer.ask("result")
+    assert stalled.ended - begun < ON_TIME_S + 1
+    assert slow.name == stalled.worker
+    assert fast.ask("until_free", within_s=1)
+    # What waits for the slow one are announcements, not weights.
+    assert trainer.ask("peak_nbytes") - peak_nbytes < nbytes // 4
+    slow.go_on()
+    trainer.ask("wait", n=2)
+    report = trainer.ask("publish", number=4)
+    assert report["ok"], report["text"]
+
+
+def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
+    trainer = flow.trainer(deadline_s=DEADLINE_S, options={"bucket_nbytes": 1 << 14})
+    flow.size |= {"num_tensors": 8}
+    slow = flow.worker(pace_s=0.3)
+    trainer.ask("wait", n=1)
+    begun = time.monotonic()
+    assert trainer.ask("publish", number=1)["ok"]
+    assert time.monotonic() - begun > DEADLINE_S
+    flow.holds(slow, 1)

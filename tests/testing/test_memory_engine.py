@@ -1,0 +1,6 @@
+from wtransfer.testing.engine import EngineConformance
+from wtransfer.testing.memory import MemoryEngine
+
+
+class TestMemory(EngineConformance):
+    engine_cls = MemoryEngine

@@ -1,0 +1,203 @@
+"""What the other processes of the hand-over tests run. They report one word per line on stdout."""
+
+import atexit
+import contextlib
+import gc
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+from wtransfer.errors import (
+    AuthenticationError,
+    DescriptorLimitError,
+    ForkedError,
+    SegmentGoneError,
+)
+from wtransfer.transport.handover import Borrower, Lender
+from wtransfer.transport.memory import Segment
+from wtransfer.transport.tensors import tensor_from
+
+FOREVER_S = 600
+PATIENCE_S = 20
+
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.005)
+
+
+def borrow_tensor(address, secret, segment_id):
+    """Return a tensor over the whole segment; nothing else keeps the mapping."""
+    borrowed = Borrower(address, secret, PATIENCE_S).borrow(segment_id)
+    return tensor_from(borrowed.mapping, 0, "uint8", (borrowed.nbytes,))
+
+
+def hold(address, secret, segment_id):
+    tensor = borrow_tensor(address, secret, segment_id)
+    print("borrowed")
+    time.sleep(FOREVER_S)
+    return int(tensor[0])
+
+
+def hold_until_exit(address, secret, segment_id, go):
+    """Let go of nothing; at exit, say so and wait: the model may still be in use."""
+
+    def at_exit():
+        print("exiting")
+        wait_for(go)
+
+    atexit.register(at_exit)
+    # What the interpreter does at exit it does in reverse order: finalizers first, then the above.
+    sys.modules["a model"] = borrow_tensor(address, secret, segment_id)
+    print("borrowed")
+
+
+def leave_to_a_fork(address, secret, segment_id, go):
+    """Fork while holding, let go here; the child holds its copy until `go`."""
+    tensor = borrow_tensor(address, secret, segment_id)
+    value = int(tensor[0])
+    pid = os.fork()
+    if pid == 0:
+        wait_for(go)
+        os._exit(0 if int(tensor.min()) == int(tensor.max()) == value else 1)
+    del tensor
+    gc.collect()
+    print("released")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def release_in_a_fork(address, secret, segment_id, go):
+    """Fork while holding; the child lets go and ends at `go`, this process holds on."""
+    tensor = borrow_tensor(address, secret, segment_id)
+    pid = os.fork()
+    if pid == 0:
+        del tensor
+        gc.collect()
+        print("released")
+        wait_for(go)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print("child ended")
+    time.sleep(FOREVER_S)
+
+
+def release_beside_a_subprocess(address, secret, segment_id, go):
+    """Start another program while holding, then let go; the program goes on."""
+    tensor = borrow_tensor(address, secret, segment_id)
+    with subprocess.Popen(["sleep", str(FOREVER_S)], close_fds=False) as program:
+        del tensor
+        gc.collect()
+        print("released")
+        wait_for(go)
+        program.kill()
+
+
+def lend(value):
+    """Lend segment 1, full of a value; print address and secret."""
+    lender = Lender()
+    segment = Segment(1 << 16)
+    segment.buffer[:] = value
+    lender.offer(1, segment)
+    print(lender.address, lender.secret)
+    time.sleep(FOREVER_S)
+
+
+def lend_and_fork(value):
+    """As `lend`, with a forked child that lives on; the child finds its copy unusable."""
+    lender = Lender()
+    segment = Segment(1 << 16)
+    segment.buffer[:] = value
+    lender.offer(1, segment)
+    child = os.fork()
+    if child == 0:
+        calls = (
+            lambda: lender.offer(2, segment),
+            lambda: lender.withdraw(1),
+            lambda: lender.num_leases(1),
+            lambda: lender.wait_free(1, 1.0),
+        )
+        for call in calls:
+            with contextlib.suppress(ForkedError):
+                call()
+                os._exit(1)
+        lender.close()
+        print(lender.address, lender.secret, os.getppid(), os.getpid(), flush=True)
+        time.sleep(FOREVER_S)
+    time.sleep(FOREVER_S)
+
+
+def borrow_as_another_user(address, secret, uid):
+    os.setresuid(uid, uid, uid)
+    try:
+        Borrower(address, secret, PATIENCE_S).borrow(1)
+    except AuthenticationError as error:
+        return 0 if f"this process to user {uid}" in str(error) else 1
+    return 1
+
+
+def without_descriptors(address, secret):
+    """Try with 0, 1, 2 ... free descriptors; each must fail cleanly until one works."""
+    borrower = Borrower(address, secret, PATIENCE_S)
+    before = os.listdir("/proc/self/fd")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    num_failures = 0
+    while True:
+        try:
+            borrower.borrow(1)
+            break
+        except DescriptorLimitError:
+            num_failures += 1
+            os.close(taken.pop())
+    for fd in taken:
+        os.close(fd)
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+    return num_failures
+
+
+def lend_without_descriptors(go):
+    """Lend while no connection can be accepted, until `go`."""
+    lender = Lender()
+    segment = Segment(1 << 16)
+    lender.offer(1, segment)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    print(lender.address, lender.secret)
+    start, used = time.monotonic(), time.process_time()
+    while not Path(go).exists():
+        time.sleep(0.05)
+    busy = (time.process_time() - used) / (time.monotonic() - start)
+    for fd in taken:
+        os.close(fd)
+    print("calm" if busy < 0.5 else f"busy {busy}")
+    time.sleep(FOREVER_S)
+
+
+def read_on(address, secret, seed):
+    """Borrow segments 0 and 1 for ever; return 3 if one changes while it is held."""
+    borrower = Borrower(address, secret, PATIENCE_S)
+    random = Random(seed)
+    while True:
+        try:
+            held = borrower.borrow(random.randrange(2))
+        except SegmentGoneError:
+            continue
+        tensor = tensor_from(held.mapping, 0, "uint8", (held.nbytes,))
+        del held
+        first = int(tensor[0])
+        for _ in range(random.randrange(20)):
+            if int(tensor.min()) != first or int(tensor.max()) != first:
+                return 3

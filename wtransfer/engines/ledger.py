@@ -1,0 +1,220 @@
+"""What a worker holds, held before, and is about to hold: the one place where its threads meet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from wtransfer.errors import RoundBusyError
+from wtransfer.manifest import Manifest, local_fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from wtransfer.engines.link import Link
+
+
+@dataclass(frozen=True)
+class Held:
+    """A set of weights."""
+
+    version: str | None
+    """Label; None for weights that no update has brought."""
+    fingerprint: str
+    """Identity."""
+    manifest: Manifest | None = None
+    """Its names, dtypes and shapes."""
+    tensors: Mapping[str, torch.Tensor] | None = None
+    """The weights themselves, where they can be applied again."""
+
+    def without_tensors(self) -> Held:
+        """Return the same, no longer to be applied."""
+        return Held(self.version, self.fingerprint, self.manifest)
+
+
+def unknown_weights() -> Held:
+    """Return weights that no update has brought: what a fresh worker has."""
+    return Held(None, local_fingerprint())
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The round that may stage in this session."""
+
+    link: Link
+    """Whose round it is."""
+    round_id: str
+    """Round."""
+    version: str
+    """Its label."""
+    since: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        age = time.monotonic() - self.since
+        return f"round {self.round_id} ({self.version!r}) of {self.link.address}, {age:.1f} s old"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What ``commit_pending`` has to do: apply a verified set, or go back to the previous one."""
+
+    link: Link
+    """Who gets the receipt."""
+    round_id: str
+    """Round."""
+    held: Held
+    """What the model shall consist of."""
+    seconds: dict[str, float]
+    """Seconds by stage so far."""
+    revert_reason: str | None = None
+    """Why to go back; None: it is a commit."""
+    since: float = field(default_factory=time.monotonic)
+
+
+class Ledger:
+    """The books of one session. Each method is one step under one lock; none of them waits.
+
+    The links' threads enter what has arrived, the model's thread what it has applied.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Notified whenever somebody may have waited for what was entered."""
+        self.held = unknown_weights()
+        """What the model consists of."""
+        self.pending: Pending | None = None
+        """What the model's thread has to do."""
+        self.closed = False
+        """Whether the session is closed."""
+        self._claim: Claim | None = None
+        self._previous: Held | None = None
+        self._unreleased: str | None = None
+        self._behind = False
+        self._empty = False
+
+    @property
+    def state(self) -> str:
+        """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
+        if self._empty:
+            return "empty"
+        if self.pending is not None:
+            return "pending"
+        if self._behind:
+            return "behind"
+        return "fresh" if self.held.version is None else "serving"
+
+    @property
+    def empty(self) -> bool:
+        """Whether the model consists of nothing that could be named."""
+        return self._empty
+
+    @property
+    def released(self) -> bool:
+        """Whether no publisher may still ask to go back."""
+        return self._unreleased is None
+
+    # -- entered by links
+
+    def claim(self, link: Link, round_id: str, version: str) -> None:
+        """Take the session for one round.
+
+        Raises:
+            RoundBusyError: Another round is active, or a commit is pending.
+        """
+        with self.changed:
+            if self.pending is not None:
+                age = time.monotonic() - self.pending.since
+                raise RoundBusyError(
+                    f"commit pending since {age:.1f} s: {self.pending.held.version!r} of "
+                    f"{self.pending.link.address} waits for commit_pending()"
+                )
+            if self._claim is not None and self._claim.link is not link:
+                raise RoundBusyError(f"another round is active: {self._claim}")
+            self._claim = Claim(link, round_id, version)
+
+    def free(self, round_id: str) -> None:
+        """End a round's claim."""
+        with self.changed:
+            if self._claim is not None and self._claim.round_id == round_id:
+                self._claim = None
+
+    def offer(self, pending: Pending) -> None:
+        """Leave a verified set, whose commit has been ordered, for the model's thread."""
+        with self.changed:
+            self.pending = pending
+            self._claim = None
+            self.changed.notify_all()
+
+    def release(self, round_id: str) -> None:
+        """Drop the previous set: nobody will ask to go back to it."""
+        with self.changed:
+            if self._unreleased == round_id:
+                self._unreleased = None
+                self._previous = None
+                self.changed.notify_all()
+
+    def revert(self, link: Link, round_id: str, reason: str) -> None:
+        """Leave the way back for the model's thread."""
+        with self.changed:
+            if self._unreleased == round_id:
+                previous = self._previous or unknown_weights()
+                self.pending = Pending(link, round_id, previous, {}, reason)
+                self.changed.notify_all()
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    # -- entered by the model's thread
+
+    def committed(self, pending: Pending, previous: Held, *, keep: bool) -> None:
+        """Enter that the model consists of a new set.
+
+        Args:
+            pending: What was applied.
+            previous: What the model had, for a revert.
+            keep: Whether the set may be needed again, should the next one fail.
+        """
+        with self.changed:
+            self.held = pending.held if keep else pending.held.without_tensors()
+            self._previous = previous
+            self._unreleased = pending.round_id
+            self.pending = None
+            self._behind = self._empty = False
+
+    def put_back(self, previous: Held, *, restored: bool) -> None:
+        """Enter that the model has its previous set again, or, if that failed, nothing."""
+        with self.changed:
+            self.held = previous if restored else unknown_weights()
+            self.pending = None
+            self._previous = None
+            self._unreleased = None
+            self._behind = True
+            self._empty = not restored
+            self.changed.notify_all()
+
+    def discard(self) -> Pending | None:
+        """Drop a set that waits to be applied; return it. A way back cannot be dropped."""
+        with self.changed:
+            pending = self.pending
+            if pending is None or pending.revert_reason is not None:
+                return None
+            self.pending = None
+            self._behind = True
+            return pending
+
+    def close(self) -> bool:
+        """Enter that the session is closed; return whether it was open."""
+        with self.changed:
+            was_open = not self.closed
+            self.closed = True
+            self.pending = None
+            self._previous = None
+            self.held = self.held.without_tensors()
+            self.changed.notify_all()
+            return was_open

@@ -1,0 +1,152 @@
+"""A publisher and its workers in one process, stepped by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wtransfer.deadline import Deadline
+from wtransfer.engines.publisher import Publisher
+from wtransfer.engines.session import WorkerSession
+from wtransfer.errors import CommitError
+from wtransfer.testing.contents import contents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+    from typing_extensions import Self
+
+    from wtransfer.engines.interface import WeightSource, WeightTarget
+    from wtransfer.engines.report import Report
+    from wtransfer.engines.round import Round
+
+STEP_S = 0.005
+
+
+@dataclass
+class Member:
+    """One worker of a fleet."""
+
+    model: Any
+    """What its session writes to."""
+    session: WorkerSession
+    """Its session."""
+
+    @property
+    def contents(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """What its weights are now."""
+        model = self.model
+        return contents(model.state_dict() if isinstance(model, torch.nn.Module) else model)
+
+
+class Fleet:
+    """Publishes to workers of this process, whose models "step" while a round is waited for.
+
+    Args:
+        source: What to publish, as `Publisher` takes it.
+        engine: Name of the engine.
+        deadline_s: Bound on every wait of either side, in seconds.
+        **options: Further arguments of `Publisher`.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
+        *,
+        engine: str = "shm",
+        deadline_s: float = 10.0,
+        **options: Any,
+    ) -> None:
+        self.source = source
+        self.deadline_s = deadline_s
+        self.publisher = Publisher(source, engine=engine, deadline_s=deadline_s, **options)
+        self.members: list[Member] = []
+        self.commit_errors: list[CommitError] = []
+        """What `WorkerSession.commit_pending` raised while rounds were waited for."""
+
+    def join(
+        self,
+        model: nn.Module | Mapping[str, torch.Tensor] | WeightTarget | None = None,
+        **options: Any,
+    ) -> Member:
+        """Add a worker and wait until the publisher knows it.
+
+        Args:
+            model: What it writes to; None: tensors like those of a source that is a mapping.
+            **options: Further arguments of `WorkerSession`.
+        """
+        if model is None:
+            assert isinstance(self.source, dict), "give a model for a source that is no dict"
+            model = {name: torch.zeros_like(tensor) for name, tensor in self.source.items()}
+        options.setdefault("name", f"worker-{len(self.members)}")
+        session = WorkerSession(
+            model,
+            join=self.publisher.address,
+            token=self.publisher.token,
+            deadline_s=self.deadline_s,
+            **options,
+        )
+        member = Member(model, session)
+        self.members.append(member)
+        self._await_hello(session.name)
+        return member
+
+    def publish(self, version: str) -> Report:
+        """Run one round; workers commit it as soon as they can.
+
+        Raises:
+            WTransferError: The round was aborted.
+        """
+        return self.finish(self.publisher.publish(version, wait=False))
+
+    def finish(self, round_: Round) -> Report:
+        """Step every worker until the round is over, and return its report.
+
+        Raises:
+            WTransferError: The round was aborted.
+        """
+        while not round_.done:
+            self.step()
+        return round_.result()
+
+    def step(self) -> None:
+        """Let every worker commit what it has, as its model would between two steps.
+
+        All at the same time: the ranks of one instance wait for each other.
+        """
+        threads = [threading.Thread(target=self._step, args=(each,)) for each in self.members]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Close every session and the publisher."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.publisher.close)
+            for member in self.members:
+                stack.callback(member.session.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _step(self, member: Member) -> None:
+        try:
+            member.session.commit_pending(STEP_S)
+        except CommitError as error:
+            self.commit_errors.append(error)
+
+    def _await_hello(self, name: str) -> None:
+        deadline = Deadline(self.deadline_s)
+        while all(worker.worker != name for worker in self.publisher.workers()):
+            deadline.check(f"the hello of {name}", worker=name)
+            time.sleep(0.001)
