@@ -142,3 +142,8 @@ def test_nothing_is_left_when_the_demo_is_ended(sent):
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+def test_the_command_itself_needs_no_torch():
+    code = "import sys, wtransfer.demo.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,5 +1,7 @@
 """What the other processes of the hand-over tests run. They report one word per line on stdout."""
 
+# ruff: noqa: T201 - lines on stdout are how a child reports
+
 import atexit
 import contextlib
 import gc
@@ -25,8 +27,12 @@ FOREVER_S = 600
 PATIENCE_S = 20
 
 
+def descriptors():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
 def wait_for(path):
-    while not os.path.exists(path):
+    while not Path(path).exists():
         time.sleep(0.005)
 
 
@@ -142,7 +148,7 @@ def borrow_as_another_user(address, secret, uid):
 def without_descriptors(address, secret):
     """Try with 0, 1, 2 ... free descriptors; each must fail cleanly until one works."""
     borrower = Borrower(address, secret, PATIENCE_S)
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
     taken = []
@@ -160,7 +166,7 @@ def without_descriptors(address, secret):
     for fd in taken:
         os.close(fd)
     gc.collect()
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before
     return num_failures
 
 

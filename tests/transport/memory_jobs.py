@@ -21,6 +21,10 @@ def limited(kind, value):
         resource.setrlimit(kind, before)
 
 
+def descriptors():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
 def address_space():
     return int(Path("/proc/self/statm").read_text().split()[0]) * memory.PAGE_NBYTES
 
@@ -45,7 +49,7 @@ def too_little_address_space():
 
 def too_few_descriptors():
     segment = memory.Segment(4096)
-    before = os.listdir("/proc/self/fd")
+    before = descriptors()
     with limited(resource.RLIMIT_NOFILE, 64):
         taken = []
         with contextlib.suppress(OSError):
@@ -59,4 +63,4 @@ def too_few_descriptors():
         taken.append(os.open("/dev/null", os.O_RDONLY))
         for fd in taken:
             os.close(fd)
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before

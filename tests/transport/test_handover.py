@@ -52,7 +52,7 @@ def what_is_held():
     """Descriptors, mappings and threads of this process."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return (
-        sorted(os.listdir("/proc/self/fd"), key=int),
+        sorted(path.name for path in Path("/proc/self/fd").iterdir()),
         sorted(line for line in maps if "memfd:wtransfer" in line),
         set(threading.enumerate()),
     )
@@ -72,7 +72,7 @@ def nothing_left(zygote):
         # An exception that a test caught may hold a frame in a cycle.
         gc.collect()
     assert what_is_held() == before
-    assert not any(name.startswith("wtransfer") for name in os.listdir("/dev/shm"))
+    assert list(Path("/dev/shm").glob("*wtransfer*")) == []
 
 
 @pytest.fixture

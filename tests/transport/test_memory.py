@@ -19,7 +19,7 @@ NBYTES = 3 * memory.ADVISE_NBYTES + 5 * PAGE + 123
 
 
 def descriptors():
-    return sorted(os.listdir("/proc/self/fd"), key=int)
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
 def mappings():
@@ -31,7 +31,7 @@ def resident_pages(mapping):
     """Which pages are in this process's page table, as the kernel tells."""
     address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
     num_pages = -(-len(mapping) // PAGE)
-    with open("/proc/self/pagemap", "rb") as pagemap:
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(address // PAGE * 8)
         entries = np.frombuffer(pagemap.read(8 * num_pages), dtype=np.uint64)
     return (entries >> np.uint64(63)).astype(bool)

@@ -21,6 +21,10 @@ def eventually(condition):
     return result
 
 
+def descriptors():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
 def is_gone(pid):
     """Whether a process has ended (a zombie has, too)."""
     try:
@@ -31,10 +35,10 @@ def is_gone(pid):
 
 @pytest.fixture
 def zygote():
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with Zygote(preload=["zygote_jobs"], paths=[HERE]) as made:
         yield made
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
     assert is_gone(made.pid)
 
 

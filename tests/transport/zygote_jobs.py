@@ -1,5 +1,7 @@
 """What the children of test zygotes run."""
 
+# ruff: noqa: T201 - lines on stdout are how a child reports
+
 import atexit
 import os
 import sys
@@ -37,9 +39,10 @@ def sleep(seconds=600.0):
 def what_a_child_has():
     """Print threads, and where every descriptor above the standard ones leads."""
     print(threading.active_count())
-    for fd in os.listdir("/proc/self/fd"):
-        if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}"):
-            print(os.readlink(f"/proc/self/fd/{fd}"))
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        # The one that listed them is closed again.
+        if int(fd.name) > 2 and fd.is_symlink():
+            print(fd.readlink())
 
 
 def print_at_exit(text):

@@ -51,7 +51,8 @@ class Publisher:
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
         listen: Address to listen at. Default: an abstract Unix socket with a random name, which
-            only this user on this host can reach. ``tcp:host:port`` for others.
+            only this user on this host can reach. ``tcp:host:port`` for other hosts: both
+            sides prove that they know the token, but nothing is encrypted.
         token: Shared secret. Default: ``WTRANSFER_TOKEN`` or the file that
             ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
         min_workers: Fewest workers of a round; the ranks of one instance count as one.
@@ -102,6 +103,8 @@ class Publisher:
         self._listener = Listener(
             CODEC,
             address=listen,
+            # Whoever writes such an address asks for it; the default is reached by this user only.
+            allow_remote=True,
             token=self.token,
             on_open=lambda _connection: None,
             on_message=self._roster.on_message,

@@ -46,7 +46,7 @@ class ShmTrainerInitInfo(TrainerInitInfo):
 
 @dataclass
 class Slot:
-    """A segment and what was announced of it."""
+    """A segment with one content, and what was announced of it."""
 
     segment_id: int
     segment: Segment
@@ -111,7 +111,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         self._lender = Lender()
         self._committed: Slot | None = None
         self._next: Slot | None = None
-        self._num_segments = 0
+        self._num_contents = 0
 
     def worker_init_info(self) -> dict[str, Any]:
         """Return where segments are handed over."""
@@ -180,24 +180,25 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         return futures
 
     def _take_slot(self, nbytes: int) -> Slot:
-        slot = self._next
-        if slot is not None and not self._reusable(slot, nbytes):
-            # Readers that still hold it keep the memory alive; it goes with the last of them.
-            self._lender.withdraw(slot.segment_id)
-            slot.segment.close()
-            slot = None
-        if slot is None:
-            slot = Slot(self._num_segments, Segment(nbytes))
-            self._num_segments += 1
-            self._lender.offer(slot.segment_id, slot.segment)
-        slot.announced = []
+        before, self._next = self._next, None
+        segment = self._reclaim(before, nbytes) if before is not None else None
+        # A number for every content: whoever asks for an older one asks in vain.
+        slot = Slot(self._num_contents, segment or Segment(nbytes))
+        self._num_contents += 1
+        self._lender.offer(slot.segment_id, slot.segment)
         self._next = slot
         return slot
 
-    def _reusable(self, slot: Slot, nbytes: int) -> bool:
-        return slot.segment.nbytes >= nbytes and self._lender.wait_free(
-            slot.segment_id, RELEASE_GRACE_S
-        )
+    def _reclaim(self, slot: Slot, nbytes: int) -> Segment | None:
+        """Take back a segment to write to it, unless somebody still reads it."""
+        # Withdrawn first: from here on no lease can be added, so "free" stays true.
+        self._lender.withdraw(slot.segment_id)
+        large_enough = slot.segment.nbytes >= nbytes
+        if large_enough and self._lender.wait_free(slot.segment_id, RELEASE_GRACE_S):
+            return slot.segment
+        # Readers that still hold it keep the memory alive; it goes with the last of them.
+        slot.segment.close()
+        return None
 
 
 def _nbytes(meta: ParamMeta) -> int:

@@ -48,4 +48,4 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
 
 def _content(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(flat.numpy()).hexdigest()
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(flat.numpy().data).hexdigest()

@@ -89,7 +89,9 @@ class Faults:
         """
         worker_cls = registry("engines").get(engine) if isinstance(engine, str) else engine
         trainer_cls = trainer or _trainer_of(engine)
-        twin = type(f"Faulty{trainer_cls.__name__}", (_FaultyTrainer, trainer_cls), {"_faults": self})
+        twin = type(
+            f"Faulty{trainer_cls.__name__}", (_FaultyTrainer, trainer_cls), {"_faults": self}
+        )
         attributes = {"_faults": self, "trainer_cls": twin}
         return type(f"Faulty{worker_cls.__name__}", (_FaultyWorker, worker_cls), attributes)
 
@@ -226,9 +228,7 @@ class _FaultyTrainer:
     _faults: ClassVar[Faults]
 
     @classmethod
-    def trainer_init(
-        cls, init_info: Any, *, client: Any, source: RoundSource | None = None
-    ) -> Any:
+    def trainer_init(cls, init_info: Any, *, client: Any, source: RoundSource | None = None) -> Any:
         engine: Any = super()
         shaky = None if source is None else _FaultySource(source, cls._faults)
         return engine.trainer_init(init_info, client=client, source=shaky)

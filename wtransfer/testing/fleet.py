@@ -127,11 +127,12 @@ class Fleet:
             thread.join()
 
     def close(self) -> None:
-        """Close every session and the publisher."""
+        """Close every session and the publisher, and forget the models."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.publisher.close)
-            for member in self.members:
-                stack.callback(member.session.close)
+            while self.members:
+                # A model that adopted shared memory holds it for as long as it is known.
+                stack.callback(self.members.pop().session.close)
 
     def __enter__(self) -> Self:
         return self

@@ -40,7 +40,9 @@ class Leftovers:
         gc.collect()
         threads = [t.name for t in threading.enumerate() if t not in self._threads]
         more = _held() - self._held
-        return [f"thread {name}" for name in threads] + [f"{n} x {what}" for what, n in more.items()]
+        return [f"thread {name}" for name in threads] + [
+            f"{n} x {what}" for what, n in more.items()
+        ]
 
 
 def _held() -> Counter[str]:
