@@ -8,6 +8,7 @@ locate the failure are appended to the text, so that whoever learns them adds th
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, TypeAlias
 
 Fact: TypeAlias = "str | int | float | bool | list[str] | None"
@@ -54,9 +55,13 @@ class WTransferError(Exception):
         located = [
             f"{name.removesuffix('_id')} {getattr(self, name)}"
             for name in self.located_by
-            if getattr(self, name) is not None and str(getattr(self, name)) not in self.message
+            if getattr(self, name) is not None and not self._says(str(getattr(self, name)))
         ]
         return f"{self.message} [{', '.join(located)}]" if located else self.message
+
+    def _says(self, fact: str) -> bool:
+        """Whether the message names a fact already, as a word and not within another."""
+        return re.search(rf"(?<![\w-]){re.escape(fact)}(?![\w-])", self.message) is not None
 
 
 # -- plug-ins ---------------------------------------------------------------------------------

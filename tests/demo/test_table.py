@@ -48,7 +48,7 @@ def test_lines_say_every_round_and_event_once(story):
 
 def test_the_live_table_shows_rounds_events_and_what_goes_on(story):
     out = io.StringIO()
-    with LiveTable(Console(file=out, force_terminal=True, width=140)) as table:
+    with LiveTable(Console(file=out, force_terminal=True, width=140, height=8)) as table:
         table.show(story)
         table.close(story)
     for expected in ("round-4", "aborted", "worker-1 is back", "2/2", "step 50"):

@@ -248,4 +248,4 @@ class Conductor:
         raise PeerLostError(
             f"the demo's {child.name} (pid {child.pid}) ended; it said:\n{child.last_words()}",
             worker=child.name,
-        )
+        ) from ended.error

@@ -118,7 +118,8 @@ class LiveTable:
             self._live.update(drawn(story), refresh=True)
 
     def close(self, story: Story) -> None:
-        """Draw the whole story for the last time."""
+        """Draw the whole story for the last time, also where it is longer than the screen."""
+        self._live.vertical_overflow = "visible"
         self._live.update(drawn(story), refresh=True)
 
 
