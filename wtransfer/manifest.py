@@ -94,7 +94,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     def _check_name(self) -> None:
         if not isinstance(self.name, str) or not self.name or "\0" in self.name:
             raise ManifestError(f"{_short(self.name)} is not a piece name")
-        if len(self.name.encode("utf-8", "surrogatepass")) > MAX_NAME_NBYTES:
+        try:
+            nbytes = len(self.name.encode())
+        except UnicodeEncodeError as error:
+            raise ManifestError(f"{_short(self.name)} is not a piece name: {error}") from error
+        if nbytes > MAX_NAME_NBYTES:
             raise ManifestError(
                 f"piece name {_short(self.name)} is longer than {MAX_NAME_NBYTES} bytes"
             )
@@ -113,7 +117,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
                     f"piece {self.name!r} has dimension {size!r}, expected an integer >= 0",
                     piece=self.name,
                 )
-        if self.nbytes > MAX_NBYTES:
+        # A dimension of 0 excuses no other: torch could not even state the shape.
+        if math.prod(max(size, 1) for size in self.shape) * DTYPES[self.dtype] > MAX_NBYTES:
             raise ManifestError(
                 f"piece {self.name!r} of shape {self.shape} is larger than 2^63 bytes",
                 piece=self.name,

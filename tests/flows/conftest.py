@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from wtransfer.errors import WTransferError
 from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
@@ -61,13 +60,13 @@ class OrderFailedError(Exception):
 class Puppet:
     """One process, seen by the test."""
 
-    def __init__(self, zygote, target, folder, name, witness_module, options):
+    def __init__(self, zygote, target, folder, *, name, stage, options):
         self.name = name
         self.log = folder / f"{name}.log"
         witness_path = folder / f"{name}.witness"
-        witness_path.write_bytes(bytes(witness_module.WITNESS_NBYTES))
+        witness_path.write_bytes(bytes(stage.WITNESS_NBYTES))
         if hold := options.pop("hold", None):
-            witness_module.Witness(witness_path).hold(hold)
+            stage.Witness(witness_path).hold(hold)
         address = f"wt-flow-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{address}")
@@ -80,8 +79,8 @@ class Puppet:
             self.pid = self.child.pid
             self._pidfd = os.pidfd_open(self.pid)
             self._socket, _ = listener.accept()
-        self._max_datagram = witness_module.MAX_DATAGRAM
-        self.witness = witness_module.Witness(witness_path)
+        self._max_datagram = stage.MAX_DATAGRAM
+        self.witness = stage.Witness(witness_path)
         self.alive = True
 
     # -- orders
@@ -108,11 +107,24 @@ class Puppet:
             raise failed
         return reply["value"]
 
-    def last_words(self):
-        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+    def last_words(self, limit=3000):
+        """Return the end of what it printed; None: all of it."""
+        return self.log.read_text(errors="replace")[-(limit or 0) :] if self.log.exists() else ""
 
     def look(self):
         return self.ask("look")
+
+    def looks(self):
+        """Return what a worker has seen of its model, also if it is dead: label, identity, numbers.
+
+        Every look is that of one version, whole, or the test fails here.
+        """
+        lines = self.last_words(None).splitlines()
+        looks = [json.loads(line[5:]) for line in lines if line.startswith("LOOK ")]
+        for version, _, numbers in looks:
+            assert len(set(numbers)) == 1, f"{self.name} is torn: {numbers}"
+            assert version == (f"v{int(numbers[0])}" if numbers[0] else None)
+        return looks
 
     # -- phases
 
@@ -141,11 +153,15 @@ class Puppet:
         """Kill it and return when that was."""
         self.alive = False
         killed_at = self.signal(signal.SIGKILL)
-        assert -signal.SIGKILL == self.child.wait(5.0)
+        assert self.child.wait(5.0) == -signal.SIGKILL
         return killed_at
 
     def end(self):
-        """Leave in good order, or by force; a second call does nothing."""
+        """Leave in good order, or by force; a second call does nothing.
+
+        Once the process has closed what it had, the rest is the interpreter's exit: a second of
+        CPU with torch loaded, and spared.
+        """
         if self._socket.fileno() < 0:
             return
         if self.alive:
@@ -154,8 +170,6 @@ class Puppet:
             self.signal(signal.SIGCONT)
             with contextlib.suppress(OSError, EOFError, OrderFailedError):
                 self.ask("end", timeout_s=10.0)
-            with contextlib.suppress(WTransferError):
-                self.child.wait(10.0)
         self.signal(signal.SIGKILL)
         self.child.wait(5.0)
         self._socket.close()
@@ -166,31 +180,31 @@ class Puppet:
     def holdings(self):
         """Count its descriptors by kind, its threads, and its mappings of shared segments."""
         found = collections.Counter()
-        for fd in _listed(f"/proc/{self.pid}/fd"):
+        proc = Path(f"/proc/{self.pid}")
+        for fd in (proc / "fd").iterdir():
             with contextlib.suppress(OSError):
-                kind = os.readlink(f"/proc/{self.pid}/fd/{fd}").split(":[")[0]
-                found["memfd" if kind.startswith("/memfd:wtransfer") else kind] += 1
-        found["threads"] = len(_listed(f"/proc/{self.pid}/task"))
-        lines = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
+                found[_kind_of(str(fd.readlink()))] += 1
+        found["threads"] = sum(1 for _ in (proc / "task").iterdir())
+        lines = (proc / "maps").read_text().splitlines()
         found["mappings"] = sum("/memfd:wtransfer" in line for line in lines)
         return found
 
 
-def _listed(folder):
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
+def _kind_of(target):
+    """Return the kind of a descriptor; numbers and paths differ from process to process."""
+    if target.startswith("/"):
+        return "memfd" if target.startswith("/memfd:") else "file"
+    return target.partition(":[")[0] if target.startswith("socket:") else target
 
 
 def _session_members(session):
-    """Return the processes of a session, by pid: what is left of a zygote's offspring."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    """Return the processes of a session, also those that are dead and not reaped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session:
-                found.append((int(pid), fields[0]))
+                found.add(int(process.name))
     return found
 
 
@@ -224,14 +238,19 @@ class Cast:
         name = f"{role}-{next(self._numbers)}"
         if role == "worker":
             options.setdefault("name", name)
+        options = {**self.size, **options}
         puppet = Puppet(
-            self._zygote, target, self._folder, name, self._stage, {**self.size, **options}
+            self._zygote, target, self._folder, name=name, stage=self._stage, options=options
         )
         self.puppets.append(puppet)
         return puppet
 
     def until(self, condition, timeout_s=PATIENCE_S):
         return self._wait_until(condition, timeout_s)
+
+    def settled(self, look, wanted, timeout_s=5.0):
+        """Look until there is what is wanted, or time is up; return what there is then."""
+        return self._wait_until(look, timeout_s, wanted=wanted)
 
     def holds(self, worker, number, timeout_s=PATIENCE_S):
         """Wait until a worker serves a version, then check that it is that one, whole."""
@@ -245,16 +264,11 @@ class Cast:
         for puppet in reversed(self.puppets):
             puppet.end()
         # C3: nothing outlives its process, and no process is left, not even as a zombie.
-        left = self._wait_until(
-            lambda: [each for each in _session_members(self._zygote.pid) if each[0] != self.pid],
-            5.0,
-            wanted=[],
-        )
-        assert [] == left
+        assert set() == self.settled(self.living, set())
 
-    @property
-    def pid(self):
-        return self._zygote.pid
+    def living(self):
+        """Return the pids of all processes that came of this zygote, children's children too."""
+        return _session_members(self._zygote.pid) - {self._zygote.pid}
 
 
 @pytest.fixture(scope="session")

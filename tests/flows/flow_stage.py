@@ -134,7 +134,7 @@ class Puppet:
 
     def patience_s(self):
         """Return how long to wait for an order before `live`; None: for ever."""
-        return None
+        return
 
     def live(self):
         """Do what the process does by itself between two orders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -16,24 +17,17 @@ from wtransfer.transport.dialer import Dialer
 class SlowTarget(ModuleTarget):
     """Applies in two halves, with the phase "commit" between them."""
 
-    failing = False
+    num_failures = 0
 
     def apply(self, tensors):
         pairs = list(tensors.items())
         half = len(pairs) // 2
         super().apply(dict(pairs[:half]))
         flow_stage.witness.enter("commit")
-        if self.failing:
+        if self.num_failures:
+            self.num_failures -= 1
             raise ValueError("this rank cannot apply")
         super().apply(dict(pairs[half:]))
-
-
-class SlowSession(WorkerSession):
-    """Enters the phase "verdict" when the commit has been ordered, before anything follows."""
-
-    def offer(self, link, reception, tensors):
-        flow_stage.witness.enter("verdict")
-        super().offer(link, reception, tensors)
 
 
 class WorkerPuppet(flow_stage.Puppet):
@@ -61,11 +55,22 @@ class WorkerPuppet(flow_stage.Puppet):
         self.target = SlowTarget(self.model, commit)
         self.auto = auto
         self.errors = []
-        self.looks = []
         self._last_look = ()
         self._looked_at = 0.0
         self.witness.note("init")
-        self.session = SlowSession(self.target, join=join, **options)
+        self.session = WorkerSession(self.target, **options)
+        self._watch_commits(self.session.ledger)
+        self.session.join(join)
+
+    def _watch_commits(self, ledger):
+        """Enter the phase "verdict" when the commit has been ordered, before anything follows."""
+        offer = ledger.offer
+
+        def offer_and_tell(pending):
+            self.witness.enter("verdict")
+            offer(pending)
+
+        ledger.offer = offer_and_tell
 
     def patience_s(self):
         return 0.005 if self.auto else None
@@ -82,12 +87,12 @@ class WorkerPuppet(flow_stage.Puppet):
             self._look()
 
     def _look(self):
-        """Keep every look at the model that shows something else than the last one."""
+        """Write down every look at the model that shows something else than the last one."""
         self._looked_at = time.monotonic()
-        look = (self.session.version, self.session.fingerprint, *self.model.numbers())
+        look = (self.session.version, self.session.fingerprint, self.model.numbers())
         if look != self._last_look:
             self._last_look = look
-            self.looks.append(look)
+            print("LOOK", json.dumps(look), flush=True)  # noqa: T201 (outlives a kill)
 
     # -- orders
 
@@ -102,7 +107,6 @@ class WorkerPuppet(flow_stage.Puppet):
             "claim": claim and str(claim),
             "connected": self.session.connected,
             "errors": self.errors,
-            "looks": self.looks,
             "refusal": self.session.refusal and flow_stage.describe(self.session.refusal),
         }
 
@@ -119,9 +123,9 @@ class WorkerPuppet(flow_stage.Puppet):
         return self.session.commit_pending(within_s)
 
     def set(self, **attributes):
-        """Set attributes of this puppet, or of its target (`failing`)."""
+        """Set attributes of this puppet, or of its target (`num_failures`)."""
         for name, value in attributes.items():
-            setattr(self.target if name == "failing" else self, name, value)
+            setattr(self.target if name == "num_failures" else self, name, value)
 
     def join(self, address):
         self.session.join(address)

@@ -102,7 +102,7 @@ def test_a_killed_trainer_is_noticed_within_a_second(flow, home):
         killed_at = trainer.kill()
         seconds.append(worker.ask("until_free", within_s=5) - killed_at)
         trainer = flow.trainer(**home)
-    print(f"killed trainer, worker free: median {statistics.median(seconds) * 1e3:.1f} ms")
+    print(f"killed trainer, worker free: median {statistics.median(seconds) * 1e3:.1f} ms")  # noqa: T201
     assert max(seconds) < 1
     restart_number = 10
     trainer.ask("wait", n=1)

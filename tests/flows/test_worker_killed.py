@@ -91,7 +91,7 @@ def test_after_the_first_commit_the_rest_go_on_and_the_group_is_mixed(flow, serv
     killed_at = victim.kill()
     report = trainer.answer()
     assert trainer.ended - killed_at < 1
-    assert ("mixed", False) == (report["outcome"], report["ok"])
+    assert (report["outcome"], report["ok"]) == ("mixed", False)
     outcomes = {name: each["outcome"] for name, each in report["workers"].items()}
     assert {survivor.name: "committed", victim.name: "lost"} == outcomes
     assert victim.name in report["workers"][victim.name]["error"]["text"]
@@ -112,10 +112,10 @@ def test_the_rest_commit_where_lost_workers_may_be_dropped(flow, phase):
     killed_at = victim.kill()
     report = trainer.answer()
     assert trainer.ended - killed_at < 1
-    assert ("committed", "dropped") == (
+    assert (
         report["outcome"],
         report["workers"][victim.name]["outcome"],
-    )
+    ) == ("committed", "dropped")
     assert victim.name in report["text"]
     flow.holds(survivor, 2)
     publish_good_round(flow, trainer, 3, survivor, flow.worker())
@@ -159,5 +159,5 @@ def test_a_killed_worker_is_noticed_within_a_second(flow, failing):
         with failing("PeerLostError") as lost:
             trainer.answer()
         seconds.append(lost.ended - killed_at)
-    print(f"killed worker, end of the round: median {statistics.median(seconds) * 1e3:.1f} ms")
+    print(f"killed worker, end of the round: median {statistics.median(seconds) * 1e3:.1f} ms")  # noqa: T201
     assert max(seconds) < 1

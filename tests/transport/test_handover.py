@@ -24,7 +24,7 @@ from wtransfer.errors import (
 from wtransfer.transport import borrower as borrower_module
 from wtransfer.transport import lender as lender_module
 from wtransfer.transport.handover import PROTOCOL, Borrower, Lender
-from wtransfer.transport.memory import Segment
+from wtransfer.transport.memory import Segment, map_private
 from wtransfer.transport.tensors import tensor_from
 from wtransfer.transport.zygote import Zygote
 
@@ -160,6 +160,18 @@ def test_a_lease_lasts_as_long_as_anything_made_from_the_mapping(borrower, lende
     assert lender.num_leases(1) == 0
 
 
+def test_a_received_descriptor_is_no_other_programs(borrower, monkeypatch):
+    inheritable = []
+
+    def spy(fd, nbytes):
+        inheritable.append(os.get_inheritable(fd))
+        return map_private(fd, nbytes)
+
+    monkeypatch.setattr(borrower_module, "map_private", spy)
+    borrower.borrow(1)
+    assert inheritable == [False]
+
+
 def test_each_borrowing_is_a_lease(borrower, lender):
     held = [borrower.borrow(1) for _ in range(3)]
     assert lender.num_leases(1) == 3
@@ -203,6 +215,17 @@ def test_a_withdrawn_segment_is_lent_no_more_and_stays_leased(borrower, lender, 
     assert bytes(borrower.borrow(1).mapping[:1]) == b"\x05"
     del held
     assert lender.wait_free(1, PATIENCE_S)
+
+
+def test_a_closed_segment_is_not_lent(borrower, lender, segment):
+    segment.close()
+    with pytest.raises(SegmentGoneError):
+        borrower.borrow(1)
+    lender.withdraw(1)
+    another = Segment(NBYTES)
+    lender.offer(1, another)
+    assert borrower.borrow(1).mapping[0] == 0
+    another.close()
 
 
 def test_a_number_is_on_offer_once(borrower, lender, segment):

@@ -77,6 +77,8 @@ def test_unaligned_memory_of_foreign_origin():
     buffer = bytearray(b"?" + bytes(range(100)))
     data = torch.frombuffer(buffer, dtype=torch.uint8, offset=1)
     assert wsum64(data) == reference(bytes(range(100)))
+    # Aligned again, but not where torch believes its memory to begin.
+    assert wsum64(data[3:99]) == reference(bytes(range(3, 99)))
 
 
 def test_a_piece_may_follow_only_whole_words():

@@ -167,12 +167,14 @@ def test_a_stopped_zygote_can_be_closed(monkeypatch):
 def test_zygote_and_children_end_with_their_maker(zygote, tmp_path):
     out = tmp_path / "out"
     maker = zygote.spawn("zygote_jobs:make_a_zygote_and_sleep", stdout=out)
-    inner, child = map(int, eventually(lambda: out.exists() and out.read_text().split()))
+    inner, child, copy = map(int, eventually(lambda: out.exists() and out.read_text().split()))
     assert not is_gone(inner)
     assert not is_gone(child)
     maker.kill()
     assert maker.wait(PATIENCE_S) == -signal.SIGKILL
     eventually(lambda: is_gone(inner) and is_gone(child))
+    assert not is_gone(copy)
+    os.kill(copy, signal.SIGKILL)
 
 
 def test_a_forked_copy_of_its_maker_cannot_use_or_end_it(zygote):

@@ -54,9 +54,13 @@ def has_module(name):
 
 
 def make_a_zygote_and_sleep():
+    """Also fork a child, whose copies of all descriptors hide the end of this process."""
     from wtransfer.transport.zygote import Zygote
 
     inner = Zygote(preload=[], paths=[Path(__file__).parent])
     child = inner.spawn("zygote_jobs:sleep", stdout="/dev/null")
-    print(inner.pid, child.pid)
+    copy = os.fork()
+    if copy == 0:
+        time.sleep(600)
+    print(inner.pid, child.pid, copy)
     time.sleep(600)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from wtransfer.errors import RoundAbortedError, SourceError
 from wtransfer.manifest import Algorithm, Manifest, Piece
 from wtransfer.transport.digests import copy_digest, digest
-from wtransfer.transport.nonfinite import counter
-from wtransfer.transport.tensors import byte_view, dtype_name, plain
+from wtransfer.transport.nonfinite import count_nonfinite
+from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +88,7 @@ class DigestingSource:
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
         for meta, tensor in self._checked(self._source.iter_full()):
-            self._note(meta, digest(tensor, self._algorithm), _count_nonfinite(tensor))
+            self._note(meta, digest(tensor, self._algorithm), count_nonfinite(tensor))
             yield meta.name, tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,13 +142,6 @@ class DigestingSource:
             )
         if nonfinite:
             self.nonfinite[meta.name] = nonfinite
-
-
-def _count_nonfinite(tensor: torch.Tensor) -> int:
-    if tensor.device.type != "cpu":
-        return int(tensor.isfinite().logical_not().sum())
-    count = counter(tensor.dtype)
-    return 0 if count is None else count(byte_view(plain(tensor)))
 
 
 def _check_same(meta: ParamMeta | None, name: str, tensor: torch.Tensor) -> None:

@@ -63,7 +63,7 @@ class WeightTransferEngineFactory:
         engine_cls = registry("engines").get(config.backend)
         logger.info("Creating weight transfer engine: %s", engine_cls.__name__)
         engine: WeightTransferEngine[Any, Any] = engine_cls(config, parallel_config)
-        _listen(engine)
+        listen(engine)
         return engine
 
 
@@ -122,7 +122,7 @@ class WeightTransferTrainerFactory:
         trainer_cls = cls.trainer_class(name)
         logger.info("Creating weight transfer trainer engine: %s", trainer_cls.__name__)
         trainer = trainer_cls.trainer_init(init_info, client=client, source=source)
-        _listen(trainer)
+        listen(trainer)
         return trainer
 
 
@@ -148,7 +148,8 @@ def _twin(name: str, worker_cls: type) -> type[TrainerWeightTransferEngine[Any]]
     return trainers.load(record)
 
 
-def _listen(engine: Any) -> None:
+def listen(engine: Any) -> None:
+    """Let an engine's hooks be called until its ``shutdown``, if it has any."""
     from wtransfer.host import hooks
 
     hooks.board.attach(engine)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from wtransfer.engines.link import Link
 
 
+ORPHANED = "the publisher was lost before every rank of the instance had committed"
+
+
 @dataclass(frozen=True)
 class Held:
     """A set of weights."""
@@ -165,9 +168,18 @@ class Ledger:
                 self.pending = Pending(link, round_id, previous, {}, reason)
                 self.changed.notify_all()
 
-    def wake(self) -> None:
-        """Let whoever waits look again."""
+    def orphan(self, link: Link, round_id: str) -> None:
+        """Choose the old version for a rank whose publisher was lost before it was released.
+
+        Nobody knows any more which ranks of the instance were told to commit, and did. Each of
+        them chooses alike: who has applied goes back, who has not drops the set. While the model's
+        thread is applying it, `committed` finds that the set was dropped, and leaves the way back.
+        """
         with self.changed:
+            self.revert(link, round_id, ORPHANED)
+            pending = self.pending
+            if pending is not None and pending.round_id == round_id:
+                self.discard()
             self.changed.notify_all()
 
     # -- entered by the model's thread
@@ -184,8 +196,11 @@ class Ledger:
             self.held = pending.held if keep else pending.held.without_tensors()
             self._previous = previous
             self._unreleased = pending.round_id
-            self.pending = None
             self._behind = self._empty = False
+            dropped = self.pending is not pending
+            self.pending = None
+            if dropped and not self.closed:
+                self.revert(pending.link, pending.round_id, ORPHANED)
 
     def put_back(self, previous: Held, *, restored: bool) -> None:
         """Enter that the model has its previous set again, or, if that failed, nothing."""

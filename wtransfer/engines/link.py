@@ -60,6 +60,7 @@ class Link:
         self._engine = engine
         self._connection: Connection | None = None
         self._reception: Reception | None = None
+        self._committing: str | None = None
         self._handlers: dict[type[msgspec.Struct], Callable[..., None]] = {
             Init: self._on_init,
             Plan: self._on_plan,
@@ -111,7 +112,8 @@ class Link:
         if connection is self._connection:
             self._connection = None
             self._end_reception(f"the publisher was lost: {error}")
-            self._ledger.wake()
+            if self._committing is not None and self._session.num_ranks > 1:
+                self._ledger.orphan(self, self._committing)
 
     def _on_refused(self, error: Exception) -> None:
         logger.warning("publisher %s refuses this worker: %s", self.address, error)
@@ -176,6 +178,7 @@ class Link:
             return
         self._reception = None
         plan = reception.plan
+        self._committing = plan.round_id
         held = Held(plan.version, reception.fingerprint, plan.manifest, tensors)
         self._ledger.offer(Pending(self, plan.round_id, held, reception.seconds))
 

@@ -141,6 +141,7 @@ class Publisher:
 
     def workers(self) -> list[WorkerInfo]:
         """Return every worker that has joined, and what it holds."""
+        self._check_process()
         return [worker.info for worker in self._roster.workers()]
 
     def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
@@ -280,6 +281,8 @@ class Publisher:
             if round_ is not None and round_.on_receipt() and round_.phase == "over":
                 self._unsettled.pop(round_id, None)
                 self._roster.close(round_id)
+        # What a worker holds, or waits for, may have changed: it may be served now.
+        self._catchup.wake()
 
     # -- on the catch-up's thread
 
@@ -313,12 +316,15 @@ class Publisher:
         return round_.result()
 
     def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError("this Publisher is closed")
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedError(
                 "this Publisher belongs to the parent process; after fork() make a new one"
             )
-        if self._closed:
-            raise ClosedError("this Publisher is closed")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -179,6 +179,10 @@ class Reception:
         manifest = self.plan.manifest
         manifest.check()
         claim()
+        if self._over:
+            # Ended by the channel's thread a moment ago, when there was no claim to free.
+            self._on_over()
+            return
         self._engine.ensure()
         schema = self._schema()
         if schema is not None:

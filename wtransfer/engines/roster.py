@@ -222,10 +222,10 @@ class Roster:
             if exchange is None:
                 self.num_dropped += 1
                 _take_late(worker, message)
-                return
-            exchange.moved_at = time.monotonic()
-            _take(exchange, message)
-            self.changed.notify_all()
+            else:
+                exchange.moved_at = time.monotonic()
+                _take(exchange, message)
+                self.changed.notify_all()
         if isinstance(message, Receipt):
             self._on_receipt(message.round_id)
 
@@ -257,6 +257,8 @@ def _take_late(worker: Worker, message: Any) -> None:
     if isinstance(message, Receipt):
         worker.version, worker.fingerprint = message.version, message.fingerprint
         worker.state = message.state
+        if message.outcome == "committed":
+            worker.num_failed = 0
 
 
 def _lost(worker: Worker, error: Exception | None) -> WTransferError:

@@ -8,6 +8,7 @@ of the latter two goes through `Watch`. So nothing hangs, whoever dies.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -20,6 +21,7 @@ from wtransfer.engines.seating import Seating
 from wtransfer.engines.watch import Watch
 from wtransfer.errors import (
     DigestMismatchError,
+    ForkedError,
     NonfiniteError,
     NoWorkersError,
     RoundAbortedError,
@@ -101,6 +103,7 @@ class Round:
         sealed: Sealed | None = None,
         on_done: Callable[[Round], None],
     ) -> None:
+        self._pid = os.getpid()
         self.version = version
         self.round_id = secrets.token_hex(8)
         self.phase = "init"
@@ -142,6 +145,7 @@ class Round:
             WTransferError: The round failed before that; the trainer may go on as well.
             StallError: `timeout_s` seconds have passed.
         """
+        self._check_process()
         with self._roster.changed:
             ended = self._roster.changed.wait_for(
                 lambda: self._packed_s is not None or self._done.is_set(), timeout_s
@@ -158,6 +162,7 @@ class Round:
             WTransferError: The round was aborted; every worker is on its old version.
             StallError: `timeout_s` seconds have passed; the round goes on.
         """
+        self._check_process()
         try:
             ended = self._done.wait(timeout_s)
         except BaseException as interruption:
@@ -173,12 +178,20 @@ class Round:
 
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, this does nothing."""
+        self._check_process()
         with self._roster.changed:
             if self._watch.ended is None:
                 self._watch.ended = RoundAbortedError(
                     f"the round was aborted: {reason}", **self._facts()
                 )
             self._roster.changed.notify_all()
+
+    def _check_process(self) -> None:
+        # The thread that would end a wait, and that might hold a lock, is not in a child.
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "this Round belongs to the parent process; fork()ed children have none"
+            )
 
     @property
     def done(self) -> bool:

@@ -68,6 +68,10 @@ class Seating:
 
     def _settle(self, seat: Seat) -> None:
         ranks = seat.exchanges
+        for each in ranks:
+            if each.lost and len(ranks) > 1:
+                # Never released, so it goes back by itself, whatever it said before.
+                each.receipt = None
         if not all(each.receipt is not None or each.lost for each in ranks):
             return
         committed = [each for each in ranks if _outcome(each) == "committed"]

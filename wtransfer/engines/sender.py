@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.digesting import DigestingSource
-from wtransfer.engines.factory import WeightTransferTrainerFactory
+from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.engines.hosted import UNBLOCK_GRACE_S, engine_error, guarded
 from wtransfer.errors import NotInitializedError, WTransferError
 
@@ -178,7 +178,9 @@ class Sender:
             )
 
     def _start(self) -> None:
-        self._engine = self._cls.trainer_init(self._info, client=self._client, source=self.source)
+        engine = self._cls.trainer_init(self._info, client=self._client, source=self.source)
+        listen(engine)
+        self._engine = engine
 
     def _running(self, method: str, call: Callable[[], object], round_: Round) -> Running:
         return Running(method, call, self.plugin, round_.wake)

@@ -27,7 +27,7 @@ from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.ledger import Held, Ledger, Pending
 from wtransfer.engines.link import Link
 from wtransfer.engines.messages import ErrorInfo, Hello, Receipt
-from wtransfer.engines.target import CommitMode, as_target
+from wtransfer.engines.target import CommitMode, NotedTensors, as_target
 from wtransfer.errors import (
     AuthenticationError,
     ClosedError,
@@ -100,7 +100,7 @@ class WorkerSession:
         self._engines = None if engines is None else frozenset(engines)
         self._instance = instance or f"{self.name}:{secrets.token_hex(4)}"
         self._rank = rank
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._pid = os.getpid()
         self._links: list[Link] = []
@@ -127,7 +127,7 @@ class WorkerSession:
             raise AuthenticationError(
                 f"no token for {address}: pass token=, or set WTRANSFER_TOKEN to the publisher's"
             )
-        engine = HostedEngine(self._rank, self._num_ranks, self._engines)
+        engine = HostedEngine(self._rank, self.num_ranks, self._engines)
         self._links.append(Link(self, address, token, engine))
 
     def commit_pending(self, timeout_s: float = 0.0) -> bool:
@@ -216,7 +216,7 @@ class WorkerSession:
                 worker=self.name,
                 instance=self._instance,
                 rank=self._rank,
-                num_ranks=self._num_ranks,
+                num_ranks=self.num_ranks,
                 version=ledger.held.version,
                 fingerprint=ledger.held.fingerprint,
                 state=ledger.state,
@@ -244,8 +244,8 @@ class WorkerSession:
             self._go_back(pending)
         else:
             self._apply(pending)
-            if self._num_ranks > 1:
-                self._await_release(pending)
+            if self.num_ranks > 1:
+                self._await_release()
         return True
 
     def _apply(self, pending: Pending) -> None:
@@ -254,11 +254,12 @@ class WorkerSession:
         tensors = pending.held.tensors
         assert tensors is not None
         previous = self.ledger.held
+        handed = NotedTensors(tensors)
         try:
             previous = self._restorable()
-            self._target.apply(tensors)
+            self._target.apply(handed)
         except BaseException as error:
-            self._restore(previous, pending, error)
+            self._restore(previous, pending, error, handed.last_read)
         pending.seconds["commit"] = time.monotonic() - begun
         self.ledger.committed(pending, previous, keep=self._keep_previous)
         hooks.notify(
@@ -278,7 +279,9 @@ class WorkerSession:
             return Held(held.version, held.fingerprint, held.manifest, captured)
         return held
 
-    def _restore(self, previous: Held, pending: Pending, cause: BaseException) -> None:
+    def _restore(
+        self, previous: Held, pending: Pending, cause: BaseException, last_read: str | None
+    ) -> None:
         """Go back after `cause`, and raise what the caller shall see."""
         restored = self._put_back(previous)
         back = f"{previous.version!r}" if previous.version else "its first weights"
@@ -287,13 +290,16 @@ class WorkerSession:
             if restored
             else "the old version could not be restored: this worker must not serve"
         )
+        piece = getattr(cause, "piece", None) or last_read
+        where = f" after reading {piece!r}" if piece else ""
         failure = CommitError(
-            f"applying {pending.held.version!r} failed ({type(cause).__name__}: {cause}); {now}",
+            f"applying {pending.held.version!r} failed{where} ({type(cause).__name__}: {cause}); "
+            f"{now}",
             worker=self.name,
             round_id=pending.round_id,
             version=pending.held.version,
             phase="commit",
-            piece=getattr(cause, "piece", None),
+            piece=piece,
         )
         failure.restored = restored
         self._receipt(pending, "restored" if restored else "empty", failure)
@@ -327,13 +333,12 @@ class WorkerSession:
         self._receipt(pending, "reverted" if restored else "empty", failure)
         raise failure
 
-    def _await_release(self, pending: Pending) -> None:
+    def _await_release(self) -> None:
         """Wait until every rank has committed; between two of them no step may run."""
         ledger = self.ledger
 
         def settled() -> bool:
-            told = ledger.released or ledger.pending is not None
-            return told or ledger.closed or not pending.link.connected
+            return ledger.released or ledger.pending is not None or ledger.closed
 
         with ledger.changed:
             ledger.changed.wait_for(settled, self._deadline_s)

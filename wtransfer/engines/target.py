@@ -11,6 +11,8 @@ from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.engines.state import Storage, group_storages, module_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 CommitMode = Literal["adopt", "copy"]
@@ -98,6 +100,29 @@ class ModuleTarget(StateDictTarget):
 
     def __init__(self, module: nn.Module, commit: CommitMode = "adopt") -> None:
         super().__init__(module_tensors(module), commit)
+
+
+class NotedTensors(Mapping[str, torch.Tensor]):
+    """A read-only mapping that notes which tensor was read last: the one at which a target failed.
+
+    Args:
+        tensors: What it holds.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.last_read: str | None = None
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        self.last_read = name
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def as_target(

@@ -89,11 +89,10 @@ class Faults:
         """
         worker_cls = registry("engines").get(engine) if isinstance(engine, str) else engine
         trainer_cls = trainer or _trainer_of(engine)
-        twin = type(
-            f"Faulty{trainer_cls.__name__}", (_FaultyTrainer, trainer_cls), {"_faults": self}
-        )
-        attributes = {"_faults": self, "trainer_cls": twin}
-        return type(f"Faulty{worker_cls.__name__}", (_FaultyWorker, worker_cls), attributes)
+        shared: dict[str, Any] = {"_faults": self}
+        twin = type(f"Faulty{trainer_cls.__name__}", (_FaultyTrainer, trainer_cls), shared)
+        shared["trainer_cls"] = twin
+        return type(f"Faulty{worker_cls.__name__}", (_FaultyWorker, worker_cls), shared)
 
     def arm(self, *faults: Fault) -> None:
         """Let each of these happen once, as soon as an engine gets there."""
@@ -123,7 +122,8 @@ class Faults:
         """Do what a `Break` says; it does not return."""
         if fault.action == "hang":
             self._released.wait()
-        raise _ERRORS[fault.action]()
+        error = _ERRORS[fault.action]()
+        raise error
 
 
 _ERRORS: dict[str, Callable[[], BaseException]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ class Fleet:
         **options: Any,
     ) -> None:
         self.source = source
+        self.engine = engine
         self.deadline_s = deadline_s
         self.publisher = Publisher(source, engine=engine, deadline_s=deadline_s, **options)
         self.members: list[Member] = []
@@ -103,7 +105,12 @@ class Fleet:
         Raises:
             WTransferError: The round was aborted.
         """
-        return self.finish(self.publisher.publish(version, wait=False))
+        # A round waits until a worker that is catching up has done so; that takes steps, too.
+        with ThreadPoolExecutor(1) as pool:
+            beginning = pool.submit(self.publisher.publish, version, wait=False)
+            while not beginning.done():
+                self.step()
+        return self.finish(beginning.result())
 
     def finish(self, round_: Round) -> Report:
         """Step every worker until the round is over, and return its report.
@@ -128,6 +135,8 @@ class Fleet:
 
     def close(self) -> None:
         """Close every session and the publisher, and forget the models."""
+        # The frames of these errors hold staged tensors.
+        self.commit_errors.clear()
         with contextlib.ExitStack() as stack:
             stack.callback(self.publisher.close)
             while self.members:

@@ -21,7 +21,6 @@ class Leftovers:
     """
 
     def __init__(self) -> None:
-        gc.collect()
         self._threads = set(threading.enumerate())
         self._held = _held()
 
@@ -33,16 +32,15 @@ class Leftovers:
         """
         end = time.monotonic() + within_s
         while (found := self._more()) and time.monotonic() < end:
+            # What only the garbage collector could free is nobody's any more.
+            gc.collect()
             time.sleep(_POLL_S)
         return found
 
     def _more(self) -> list[str]:
-        gc.collect()
         threads = [t.name for t in threading.enumerate() if t not in self._threads]
-        more = _held() - self._held
-        return [f"thread {name}" for name in threads] + [
-            f"{n} x {what}" for what, n in more.items()
-        ]
+        more = [f"{number} x {what}" for what, number in (_held() - self._held).items()]
+        return [f"thread {name}" for name in threads] + more
 
 
 def _held() -> Counter[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import time
 import weakref
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _QUEUE_RETRY_S = 0.005
 _SHORTEST_WAIT_S = 0.001
+_FD = struct.Struct("i")
 
 _decode = msgspec.msgpack.Decoder(Reply).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -129,7 +131,12 @@ class Borrower:
 
     def _receive(self, connection: socket.socket, segment_id: int) -> tuple[int, int]:
         """Return size and descriptor."""
-        datagram, fds, _, _ = socket.recv_fds(connection, MAX_DATAGRAM, 1, socket.MSG_CMSG_CLOEXEC)
+        # Not socket.recv_fds, which forgets the flag: a program started by another thread just now
+        # would inherit the descriptor.
+        datagram, ancillary, _, _ = connection.recvmsg(
+            MAX_DATAGRAM, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
+        )
+        fds = [_FD.unpack(data)[0] for _, _, data in ancillary]
         if not datagram:
             raise PeerLostError(f"the lender at {self.address} hung up")
         try:

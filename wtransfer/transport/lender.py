@@ -283,7 +283,8 @@ class Lender:
                 reply = _encode(Reply(PROTOCOL, "lent", segment.nbytes))
                 try:
                     socket.send_fds(connection, [reply], [segment.fd])
-                except OSError:
+                except (OSError, ClosedError):
+                    # The peer is gone, or the segment was closed without being withdrawn.
                     segment = None
         if segment is None:
             self._refuse(connection, "unknown")

@@ -70,14 +70,10 @@ class Segment:
         """Size in bytes."""
         with os_errors(f"making a shared segment of {nbytes:,} bytes"):
             self._fd = _sealed_memory(nbytes)
-            # Also closes the descriptor of a segment that is merely dropped.
+            # Also closes the descriptor of a segment that is dropped, here below or later.
             self._close_fd = weakref.finalize(self, os.close, self._fd)
-            try:
-                mapping = mmap.mmap(self._fd, max(nbytes, 1))
-                _populate(mapping, 0, nbytes, _MADV_POPULATE_WRITE)
-            except BaseException:
-                self._close_fd()
-                raise
+            mapping = mmap.mmap(self._fd, max(nbytes, 1))
+            _populate(mapping, 0, nbytes, _MADV_POPULATE_WRITE)
         self._buffer: ByteArray | None = np.frombuffer(mapping, dtype=np.uint8)[:nbytes]
 
     @property

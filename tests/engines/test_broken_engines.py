@@ -1,0 +1,77 @@
+"""An engine raises, ends the process, runs out of memory or hangs: the round ends, nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from wtransfer.errors import EngineError, StagingMemoryError, StallError
+from wtransfer.testing.contents import contents
+from wtransfer.testing.faults import Fault
+
+CAUGHT = {
+    "raise": EngineError,
+    "exit": EngineError,
+    "memory-error": StagingMemoryError,
+    "torch-memory": StagingMemoryError,
+    "enomem": StagingMemoryError,
+}
+
+
+@pytest.fixture
+def two_workers(fleet, engine, weights):
+    made = fleet(weights, engine=engine, deadline_s=1.5)
+    for _ in range(2):
+        made.join()
+    assert made.publish("v1").ok
+    for tensor in weights.values():
+        tensor += 1
+    return made
+
+
+def states(fleet):
+    return [(each.session.version, each.session.state, each.contents) for each in fleet.members]
+
+
+# FAULTS 18 and whatever else an engine may raise.
+@pytest.mark.parametrize("side", ["worker", "trainer"])
+@pytest.mark.parametrize("action", CAUGHT)
+def test_what_an_engine_raises_ends_the_round_at_every_tensor(two_workers, faults, action, side):
+    before = states(two_workers)
+    for number in range(4):
+        faults.arm(Fault(action, tensor=number, side=side))
+        with pytest.raises(CAUGHT[action]) as caught:
+            two_workers.publish("v2")
+        assert faults.fired.pop() == Fault(action, tensor=number, side=side)
+        assert states(two_workers) == before
+        error = caught.value
+        assert error.plugin == f"engines:{two_workers.engine}"
+        assert (error.version, error.phase) == ("v2", "transfer")
+        assert (error.worker in ("worker-0", "worker-1")) is (side == "worker")
+    assert two_workers.publish("v3").ok
+    assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+
+
+# FAULTS 14, inside the process: promise 4 (nothing hangs).
+@pytest.mark.parametrize("side", ["worker", "trainer"])
+def test_an_engine_that_hangs_is_named_and_left_behind(two_workers, faults, side):
+    before = states(two_workers)
+    faults.arm(Fault("hang", tensor=2, side=side, worker=1 if side == "worker" else None))
+    begun = time.monotonic()
+    with pytest.raises(StallError) as caught:
+        two_workers.publish("v2")
+    # The deadline of 1.5 s, a tick, and 1 s for the engine to return.
+    assert time.monotonic() - begun < 5.0
+    assert states(two_workers) == before
+    error = caught.value
+    assert (error.seconds, error.version) == (1.5, "v2")
+    if side == "worker":
+        assert error.worker == "worker-1"
+    else:
+        assert error.worker is None
+        assert two_workers.engine in str(error)
+
+    # It still hangs. A new engine takes its place.
+    assert two_workers.publish("v3").ok
+    assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2

@@ -1,0 +1,360 @@
+"""Applying a verified update: whole, or the old version again, and what is said of it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from wtransfer.engines.session import WorkerSession
+from wtransfer.engines.target import StateDictTarget
+from wtransfer.errors import ClosedError, CommitError, RoundBusyError
+from wtransfer.testing.contents import contents
+from wtransfer.testing.fleet import Fleet
+
+
+class ModelThatRefuses(StateDictTarget):
+    """A model whose own loading raises at one tensor, after it has taken those before."""
+
+    def __init__(self, tensors, commit, *, captures=True):
+        super().__init__(tensors, commit)
+        self.tensors = tensors
+        self.fails_at = None
+        self.error = RuntimeError("the model says no")
+        self.captures = captures
+        self.keeps_failing = False
+        self.takes = None
+
+    def capture(self):
+        return super().capture() if self.captures else None
+
+    def apply(self, tensors):
+        fails_at = self.fails_at if contents(tensors) != self.takes else None
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if number == fails_at:
+                self.fails_at = fails_at if self.keeps_failing else None
+                raise self.error
+            super().apply({name: tensor})
+
+
+@pytest.fixture(params=["adopt", "copy"])
+def commit(request):
+    return request.param
+
+
+@pytest.fixture
+def two_workers(fleet, engine, weights, commit):
+    """A worker whose model may refuse, and one whose model does not."""
+    made = fleet(weights, engine=engine, deadline_s=5.0)
+    join(made, commit)
+    made.join(commit=commit)
+    return made
+
+
+def join(fleet, commit="adopt", captures=True, **options):
+    tensors = {name: torch.full_like(tensor, -1) for name, tensor in fleet.source.items()}
+    target = ModelThatRefuses(tensors, commit, captures=captures)
+    member = fleet.join(target, **options)
+    member.model, member.target = tensors, target
+    return member
+
+
+def step_on(fleet):
+    for tensor in fleet.source.values():
+        tensor += 1
+
+
+def outcomes(report):
+    return [each.outcome for each in report.workers]
+
+
+def until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# -- FAULTS 17: the model's own loading raises
+
+
+@pytest.mark.parametrize("failing_round", [1, 2])
+def test_the_old_version_is_back_wherever_loading_raised(two_workers, failing_round):
+    broken, sound = two_workers.members
+    for round_number in range(1, failing_round):
+        assert two_workers.publish(f"v{round_number}").ok
+        step_on(two_workers)
+    for at, name in enumerate(two_workers.source):
+        before = (broken.session.version, broken.session.fingerprint, broken.contents)
+        broken.target.fails_at = at
+        report = two_workers.publish(f"failing at {at}")
+        assert not report.ok
+        assert report.outcome == "mixed"
+        assert outcomes(report) == ["restored", "committed"]
+        # Whole again, bit for bit, and it says so.
+        told = report.workers[0]
+        assert (told.version, told.fingerprint) == before[:2]
+        (error,) = two_workers.commit_errors
+        assert error.restored
+        assert (error.piece, error.phase, error.worker) == (name, "commit", "worker-0")
+        assert (error.version, error.round_id) == (f"failing at {at}", report.round_id)
+        assert f"after reading {name!r}" in str(error)
+        assert "the model says no" in str(told.error)
+        assert isinstance(told.error, CommitError)
+        assert isinstance(error.__cause__, RuntimeError)
+        assert sound.contents == contents(two_workers.source)
+        two_workers.commit_errors.clear()
+        step_on(two_workers)
+        assert two_workers.publish(f"after {at}").ok
+        assert [m.contents for m in two_workers.members] == [contents(two_workers.source)] * 2
+        step_on(two_workers)
+
+
+def test_between_the_failure_and_the_next_set_the_old_weights_are_whole(two_workers):
+    broken, sound = two_workers.members
+    assert two_workers.publish("v1").ok
+    before, fingerprint = broken.contents, broken.session.fingerprint
+    step_on(two_workers)
+    broken.target.fails_at = 2
+    round_ = two_workers.publisher.publish("v2", wait=False)
+    assert sound.session.commit_pending(5)
+    with pytest.raises(CommitError, match="the worker has 'v1' again"):
+        broken.session.commit_pending(5)
+    assert broken.contents == before
+    assert (broken.session.version, broken.session.state) == ("v1", "behind")
+    assert broken.session.fingerprint == fingerprint
+    assert not round_.result().ok
+
+
+def test_a_restored_worker_catches_up_by_itself(fleet, weights, commit):
+    made = fleet(weights, engine="shm")
+    member = join(made, commit)
+    assert made.publish("v1").ok
+    step_on(made)
+    member.target.fails_at = 1
+    assert outcomes(made.publish("v2")) == ["restored"]
+    until(lambda: made.step() or member.session.version == "v2")
+    assert (member.session.version, member.session.state) == ("v2", "serving")
+    assert member.contents == contents(weights)
+
+
+def test_a_model_that_keeps_refusing_is_left_alone_after_some_attempts(fleet, weights):
+    made = fleet(weights, engine="shm")
+    member = join(made)
+    assert made.publish("v1").ok
+    before = member.contents
+    step_on(made)
+    member.target.fails_at, member.target.keeps_failing = 3, True
+    # Restoring must work: only sets other than the old one are refused.
+    member.target.takes = before
+    assert outcomes(made.publish("v2")) == ["restored"]
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        made.step()
+    # The round itself, and three attempts to catch up.
+    assert len(made.commit_errors) == 4
+    assert (member.session.version, member.contents) == ("v1", before)
+
+
+def test_an_interrupt_while_applying_restores_and_goes_on_as_an_interrupt(two_workers):
+    broken, sound = two_workers.members
+    assert two_workers.publish("v1").ok
+    before = broken.contents
+    step_on(two_workers)
+    broken.target.fails_at, broken.target.error = 2, KeyboardInterrupt()
+    round_ = two_workers.publisher.publish("v2", wait=False)
+    assert sound.session.commit_pending(5)
+    with pytest.raises(KeyboardInterrupt):
+        broken.session.commit_pending(5)
+    assert broken.contents == before
+    assert outcomes(round_.result()) == ["restored", "committed"]
+
+
+# -- no way back
+
+
+@pytest.mark.parametrize("way_back", ["not kept", "not captured", "fails as well"])
+def test_without_a_way_back_a_failed_commit_leaves_the_worker_empty(
+    fleet, engine, weights, way_back, caplog
+):
+    made = fleet(weights, engine=engine)
+    member = join(made, captures=way_back != "not captured", keep_previous=way_back != "not kept")
+    if way_back != "not captured":
+        assert made.publish("v1").ok
+        step_on(made)
+    member.target.fails_at = 2
+    member.target.keeps_failing = way_back == "fails as well"
+    round_ = made.publisher.publish("v2", wait=False)
+    with pytest.raises(CommitError, match="must not serve") as caught:
+        member.session.commit_pending(5)
+    assert caught.value.restored is False
+    # It never claims a version that it does not hold.
+    assert member.session.version is None
+    assert member.session.fingerprint.startswith("local:")
+    assert member.session.state == "empty"
+    report = round_.result()
+    assert outcomes(report) == ["empty"]
+    assert report.workers[0].fingerprint == member.session.fingerprint
+    assert ("keeps no previous version" in str(report.workers[0].notes)) is (way_back == "not kept")
+
+    member.target.fails_at = None
+    assert made.publish("v3").ok
+    assert (member.session.state, member.contents) == ("serving", contents(weights))
+    caplog.clear()  # what was logged holds frames, and those hold tensors
+
+
+# -- nobody calls commit_pending
+
+
+def test_a_commit_that_nobody_applies_in_time_is_pending_and_can_be_applied_later(
+    fleet, engine, weights
+):
+    made = fleet(weights, engine=engine, deadline_s=0.5)
+    slow, quick = made.join(), made.join()
+    assert made.publish("v1").ok
+    before = slow.contents
+    step_on(made)
+    round_ = made.publisher.publish("v2", wait=False)
+    assert quick.session.commit_pending(5)
+    report = round_.result(timeout_s=5)
+    assert outcomes(report) == ["pending", "committed"]
+    assert report.outcome == "mixed"
+    assert (slow.session.state, slow.session.version, slow.contents) == ("pending", "v1", before)
+    published = contents(weights)
+
+    # A new plan is refused, by everybody.
+    step_on(made)
+    with pytest.raises(RoundBusyError, match=r"commit pending since \d+\.\d s: 'v2'") as busy:
+        made.publisher.publish("v3")
+    assert (busy.value.worker, busy.value.phase) == ("worker-0", "plan")
+    assert quick.contents == published
+
+    assert slow.session.commit_pending()
+    assert (slow.session.state, slow.contents) == ("serving", published)
+    until(lambda: {each.version for each in made.publisher.workers()} == {"v2"})
+    assert made.publish("v4").ok
+
+
+def test_a_pending_set_can_be_discarded(fleet, engines, weights):
+    made = fleet(weights, engine=engines["memory"])
+    member = made.join()
+    assert made.publish("v1").ok
+    before = member.contents
+    step_on(made)
+    round_ = made.publisher.publish("v2", wait=False)
+    until(lambda: member.session.state == "pending")
+    assert member.session.discard_pending()
+    assert outcomes(round_.result()) == ["discarded"]
+    assert (member.session.version, member.session.state) == ("v1", "behind")
+    assert member.contents == before
+    assert not member.session.discard_pending()
+    assert not member.session.commit_pending()
+    assert made.publish("v3").ok
+
+
+def test_without_an_update_nothing_is_committed_or_discarded(fleet, weights):
+    member = fleet(weights).join()
+    assert not member.session.commit_pending()
+    assert not member.session.commit_pending(0.05)
+    assert not member.session.discard_pending()
+    assert (member.session.state, member.session.version) == ("fresh", None)
+
+
+def test_a_closed_session_refuses_to_be_used(fleet, weights):
+    session = fleet(weights).join().session
+    session.close()
+    session.close()
+    for use in (session.commit_pending, session.discard_pending, lambda: session.join("unix:@x")):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_closing_wakes_whoever_waits_for_an_update(fleet, weights):
+    import threading
+
+    session = fleet(weights).join().session
+    threading.Timer(0.1, session.close).start()
+    begun = time.monotonic()
+    assert not session.commit_pending(30)
+    assert time.monotonic() - begun < 5
+
+
+# -- what adopting means
+
+
+def test_a_parameter_that_was_adopted_may_be_written_to(fleet):
+    """Both copies are private: neither the trainer nor the next round sees the other's writes."""
+    source = {"w": torch.zeros(4096), "b": torch.zeros(10)}
+    made = fleet(source, engine="shm")
+    writer, reader = made.join(), made.join()
+    for number in range(1, 4):
+        source["w"].fill_(number)
+        assert made.publish(f"v{number}").ok
+        assert (writer.model["w"] == number).all()
+        writer.model["w"].add_(1000)
+        assert (reader.model["w"] == number).all()
+        assert (source["w"] == number).all()
+
+
+# FAULTS 17 and adopting: a buffer that the model writes to while it serves.
+def test_modules_of_two_processes_need_not_share_more_than_names(fleet):
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    trainer, server = make(), make()
+    made = fleet(trainer, engine="shm")
+    member = made.join(server)
+    for number in range(3):
+        trainer(torch.randn(8, 4))
+        server(torch.randn(8, 4))  # writes to the adopted statistics
+        assert made.publish(f"v{number}").ok
+        assert member.contents == contents(trainer.state_dict())
+
+
+# FAULTS 45
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_a_declared_cast_is_applied_at_the_commit(fleet, engine, commit, wire):
+    source = {"w": torch.randn(64).to(wire), "count": torch.tensor(3)}
+    made = fleet(source, engine=engine)
+    model = {"w": torch.zeros(64, dtype=torch.bfloat16), "count": torch.tensor(0)}
+    member = made.join(model, cast=True, commit=commit)
+    for version in ("v1", "v2"):
+        source["w"].add_(0.1)
+        report = made.publish(version)
+        assert report.ok
+        assert "casts floating dtypes at commit" in report.workers[0].notes
+        assert torch.equal(model["w"], source["w"].to(torch.bfloat16))
+    assert member.session.fingerprint == report.fingerprint
+
+
+# FAULTS 45
+def test_tied_weights_stay_tied_and_buffers_arrive(fleet, engine, commit):
+    class Tied(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.embed = nn.Embedding.from_pretrained(torch.full((5, 3), value), freeze=False)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("steps", torch.tensor(int(value)))
+            self.register_buffer("cache", torch.full((2,), value), persistent=False)
+
+    trainer, server = Tied(7.0), Tied(0.0)
+    made = fleet(trainer, engine=engine)
+    member = made.join(server, commit=commit)
+    assert made.publish("v1").ok
+    assert member.contents == contents(trainer.state_dict())
+    assert server.head.weight is server.embed.weight
+    assert server.steps == 7
+    assert server.cache.tolist() == [0.0, 0.0]
+
+
+def test_ranks_must_fit_their_number():
+    with pytest.raises(ValueError, match="rank is 2, expected 0 <= rank < num_ranks"):
+        WorkerSession({}, rank=2, num_ranks=2)
+
+
+def test_a_fleet_is_what_the_kit_ships(fleet, weights):
+    assert isinstance(fleet(weights), Fleet)

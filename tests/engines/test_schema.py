@@ -1,0 +1,112 @@
+"""An update fits a target, or every name that does not is listed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wtransfer.engines.interface import TensorSpec
+from wtransfer.engines.schema import canonical_names, check_fit
+from wtransfer.errors import ManifestError, SchemaError
+from wtransfer.manifest import Manifest, Piece
+
+SCHEMA = {
+    "embed": TensorSpec(torch.bfloat16, (4, 2), aliases=("head",)),
+    "norm": TensorSpec(torch.float32, (8,)),
+    "step": TensorSpec(torch.int64, ()),
+}
+FITTING = (
+    Piece("embed", "bfloat16", (4, 2)),
+    Piece("norm", "float32", (8,)),
+    Piece("step", "int64", ()),
+)
+
+
+def with_piece(name, *change):
+    return Manifest(tuple(Piece(name, *change) if p.name == name else p for p in FITTING))
+
+
+def test_what_fits_needs_no_cast():
+    assert check_fit(Manifest(FITTING), SCHEMA, cast=False) is False
+
+
+# FAULTS 1
+@pytest.mark.parametrize(
+    ("piece", "line"),
+    [
+        (("norm", "float64", (8,)), "norm: wanted float32 [8], got float64 [8]"),
+        (("norm", "float32", (2, 4)), "norm: wanted float32 [8], got float32 [2, 4]"),
+        (("norm", "float32", (8, 1)), "norm: wanted float32 [8], got float32 [8, 1]"),
+        (("norm", "int32", (8,)), "norm: wanted float32 [8], got int32 [8]"),
+        (("embed", "bfloat16", (2, 4)), "embed: wanted bfloat16 [4, 2], got bfloat16 [2, 4]"),
+        (("step", "int64", (1,)), "step: wanted int64 [], got int64 [1]"),
+    ],
+)
+def test_another_dtype_or_shape_is_named_with_both(piece, line):
+    with pytest.raises(SchemaError) as caught:
+        check_fit(with_piece(*piece), SCHEMA, cast=False)
+    assert caught.value.mismatches == [line]
+    assert caught.value.piece == piece[0]
+    assert line in str(caught.value)
+
+
+# FAULTS 2
+def test_a_name_too_many_and_a_name_too_few_are_both_listed():
+    pieces = (*FITTING[:2], Piece("extra", "int8", (1,)))
+    with pytest.raises(SchemaError) as caught:
+        check_fit(Manifest(pieces), SCHEMA, cast=False)
+    assert caught.value.mismatches == [
+        "extra: wanted nothing (the target has no such name), got int8 [1]",
+        "step: wanted int64 [], got nothing",
+    ]
+
+
+# FAULTS 1
+def test_of_many_mismatches_the_first_twenty_are_listed_and_all_are_counted():
+    schema = {f"w{i}": TensorSpec(torch.float32, (1,)) for i in range(50)}
+    pieces = tuple(Piece(name, "float32", (2,)) for name in schema)
+    with pytest.raises(SchemaError, match="in 50 of its names") as caught:
+        check_fit(Manifest(pieces), schema, cast=False)
+    assert len(caught.value.mismatches) == 20
+    assert "... and 30 more" in str(caught.value)
+
+
+# FAULTS 45
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "float8_e4m3fn"])
+def test_a_declared_cast_lets_one_float_take_another(dtype):
+    assert check_fit(with_piece("embed", dtype, (4, 2)), SCHEMA, cast=True) is True
+
+
+@pytest.mark.parametrize("piece", [("embed", "int16", (4, 2)), ("step", "int32", ())])
+def test_a_cast_never_crosses_between_floats_and_integers(piece):
+    with pytest.raises(SchemaError, match=piece[0]):
+        check_fit(with_piece(*piece), SCHEMA, cast=True)
+
+
+# FAULTS 45
+@pytest.mark.parametrize("names", [("embed",), ("head",), ("embed", "head")])
+def test_tied_weights_are_covered_by_any_of_their_names(names):
+    pieces = tuple(Piece(name, "bfloat16", (4, 2)) for name in names)
+    check_fit(Manifest((*FITTING[1:], *pieces)), SCHEMA, cast=False)
+
+
+def test_every_name_leads_to_the_name_of_its_storage():
+    assert canonical_names(SCHEMA) == {
+        "embed": "embed",
+        "head": "embed",
+        "norm": "norm",
+        "step": "step",
+    }
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        Manifest(FITTING, coverage="slice"),
+        Manifest(FITTING, coverage="patch", base="0" * 32),
+        Manifest((Piece("norm", "float32", (8,), "0:4"), *FITTING)),
+    ],
+)
+def test_parts_of_weights_are_not_taken_yet(manifest):
+    with pytest.raises(ManifestError, match="only"):
+        check_fit(manifest, SCHEMA, cast=False)

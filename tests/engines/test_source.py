@@ -1,0 +1,270 @@
+"""Where weights come from, and what is refused there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from wtransfer.engines.digesting import DigestingSource
+from wtransfer.engines.interface import ParamMeta
+from wtransfer.engines.source import (
+    INDEX_NAME,
+    CheckpointSource,
+    ModuleSource,
+    StateDictSource,
+    as_source,
+)
+from wtransfer.errors import ManifestError, RoundAbortedError, SourceError
+from wtransfer.testing.contents import contents, random_tensor
+from wtransfer.transport.digests import digest
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
+
+
+def whole(source):
+    return dict(source.iter_full())
+
+
+# -- mappings and modules
+
+
+@pytest.mark.parametrize("make", [StateDictSource, as_source])
+def test_a_mapping_is_yielded_in_the_order_of_its_metadata(make):
+    source = make(TENSORS)
+    assert [meta.name for meta in source.metadata] == ["a", "b", "c"]
+    assert source.metadata[0] == ParamMeta("a", torch.float32, (2, 3))
+    assert contents(whole(source)) == contents(TENSORS)
+    assert contents(dict(source.iter_local())) == contents(TENSORS)
+
+
+def test_a_mapping_is_read_anew_in_every_round():
+    tensors = {"a": torch.zeros(2)}
+    source = StateDictSource(tensors)
+    tensors["a"] = torch.ones(3)
+    assert source.metadata[0].shape == (3,)
+    assert contents(whole(source)) == contents(tensors)
+
+
+# FAULTS 45
+def test_a_module_sends_tied_weights_once_and_buffers_too():
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    module[2].weight = module[0].weight
+    sent = whole(ModuleSource(module))
+    expected = {name: t for name, t in module.state_dict().items() if name != "2.weight"}
+    assert contents(sent) == contents(expected)
+    assert "1.num_batches_tracked" in sent
+    assert not any(tensor.requires_grad for tensor in sent.values())
+
+
+def test_what_is_no_source_is_refused():
+    with pytest.raises(TypeError, match="cannot publish a list: expected a torch module"):
+        as_source([torch.zeros(1)])
+
+
+# -- checkpoints
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A checkpoint in two files with an index."""
+    save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
+    save_file({"b": TENSORS["b"], "c": TENSORS["c"]}, tmp_path / "two.safetensors")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
+    return tmp_path
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_checkpoint_in_shards_is_read_by_its_index(shards):
+    source = CheckpointSource(shards)
+    assert {meta.name: meta.shape for meta in source.metadata} == {"a": (2, 3), "b": (), "c": (0, 2)}
+    assert contents(whole(source)) == contents(TENSORS)
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_checkpoint_in_one_file_needs_no_index(tmp_path, as_folder):
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    source = CheckpointSource(tmp_path if as_folder else file)
+    assert contents(whole(source)) == contents(TENSORS)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.float64],
+    ids=str,
+)
+def test_every_dtype_of_the_format_is_known(tmp_path, dtype):
+    tensors = {"w": random_tensor(dtype, (3, 4), seed=1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = CheckpointSource(tmp_path)
+    assert source.metadata == [ParamMeta("w", dtype, (3, 4))]
+    assert contents(whole(source)) == contents(tensors)
+
+
+def test_a_missing_shard_is_named(shards):
+    (shards / "two.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"two\.safetensors"):
+        CheckpointSource(shards)
+
+
+# FAULTS 5
+def test_a_shard_cut_anywhere_is_refused(shards):
+    file = shards / "one.safetensors"
+    data = file.read_bytes()
+    for length in range(len(data)):
+        file.write_bytes(data[:length])
+        with pytest.raises(SourceError, match=r"one\.safetensors"):
+            CheckpointSource(shards)
+
+
+@pytest.mark.parametrize("shard", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors"])
+def test_an_index_cannot_point_out_of_its_folder(shards, shard):
+    write_index(shards, {"a": shard})
+    with pytest.raises(SourceError, match="not in its folder"):
+        CheckpointSource(shards)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\xff"])
+def test_an_index_that_is_none_is_refused(shards, text):
+    (shards / INDEX_NAME).write_bytes(text.encode("latin-1"))
+    with pytest.raises(SourceError, match="is no index"):
+        CheckpointSource(shards)
+
+
+def test_a_name_that_the_shard_lacks_is_refused(shards):
+    write_index(shards, {"a": "one.safetensors", "z": "two.safetensors"})
+    with pytest.raises(SourceError, match="z"):
+        CheckpointSource(shards)
+
+
+@pytest.mark.parametrize("names", [[], ["x.safetensors", "y.safetensors"]])
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, names):
+    for name in names:
+        save_file(TENSORS, tmp_path / name)
+    with pytest.raises(SourceError, match=f"found {len(names)} .safetensors files and no index"):
+        CheckpointSource(tmp_path)
+
+
+# -- the source as engines get it
+
+
+class Custom(StateDictSource):
+    """A source whose passes may differ from its metadata."""
+
+    def __init__(self, metadata, pairs):
+        super().__init__(metadata)
+        self.pairs = pairs
+
+    def iter_full(self):
+        yield from self.pairs
+
+
+@pytest.fixture
+def digesting():
+    source = DigestingSource(StateDictSource(TENSORS))
+    source.plan()
+    return source
+
+
+def test_what_is_yielded_is_digested_in_plan_order(digesting):
+    assert contents(whole(digesting)) == contents(TENSORS)
+    assert digesting.digests() == [digest(tensor) for tensor in TENSORS.values()]
+
+
+def test_copying_and_digesting_in_one_pass_gives_the_same(digesting):
+    memory = {}
+
+    def allocate(meta):
+        memory[meta.name] = bytearray(TENSORS[meta.name].nbytes)
+        return memoryview(memory[meta.name])
+
+    assert [meta.name for meta, _ in digesting.iter_into(allocate)] == list(TENSORS)
+    assert digesting.digests() == [digest(tensor) for tensor in TENSORS.values()]
+    assert bytes(memory["a"]) == TENSORS["a"].numpy().tobytes()
+
+
+def test_an_engine_that_does_not_read_everything_is_caught(digesting):
+    next(digesting.iter_full())
+    with pytest.raises(SourceError, match="without reading 2 tensors of the source, first 'b'"):
+        digesting.digests()
+
+
+def test_weights_that_change_between_two_passes_are_caught():
+    tensors = {"a": torch.zeros(3)}
+    source = DigestingSource(StateDictSource(tensors))
+    source.plan()
+    list(source.iter_full())
+    tensors["a"] += 1
+    with pytest.raises(SourceError, match="other bytes in a second pass") as caught:
+        list(source.iter_full())
+    assert caught.value.piece == "a"
+
+
+def test_a_new_plan_forgets_the_digests_before():
+    tensors = {"a": torch.zeros(3)}
+    source = DigestingSource(StateDictSource(tensors))
+    for _ in range(2):
+        tensors["a"] += 1
+        source.plan()
+        list(source.iter_full())
+    assert source.digests() == [digest(tensors["a"])]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text"),
+    [
+        ([("b", TENSORS["b"])], "every pass must follow the order"),
+        ([("a", TENSORS["a"].double())], "its metadata says .*float32"),
+        ([("a", TENSORS["a"].view(3, 2))], "its metadata says"),
+        (list(TENSORS.items())[:2], "ended before 'c'"),
+        ([*TENSORS.items(), ("d", TENSORS["a"])], "yields 'd' after the last tensor"),
+    ],
+)
+def test_a_source_that_contradicts_its_metadata_is_caught(pairs, text):
+    source = DigestingSource(Custom(TENSORS, pairs))
+    source.plan()
+    with pytest.raises(SourceError, match=text):
+        list(source.iter_full())
+
+
+def test_a_stopped_source_ends_the_engines_loop(digesting):
+    passing = digesting.iter_full()
+    next(passing)
+    digesting.stop("a worker was lost")
+    with pytest.raises(RoundAbortedError, match="a worker was lost"):
+        next(passing)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_what_no_update_can_hold_is_refused_at_the_plan():
+    with pytest.raises(ManifestError, match="complex32 cannot be sent"):
+        DigestingSource(StateDictSource({"w": torch.zeros(2, dtype=torch.complex32)})).plan()
+
+
+# FAULTS 8
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64],
+    ids=str,
+)
+def test_what_is_not_finite_is_counted_however_it_is_read(dtype):
+    tensor = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), -0.0]).to(dtype)
+    for read in (lambda s: list(s.iter_full()), _copy):
+        source = DigestingSource(StateDictSource({"w": tensor, "fine": torch.ones(2)}))
+        source.plan()
+        read(source)
+        assert source.nonfinite == {"w": 3}
+
+
+def _copy(source):
+    def allocate(meta):
+        return memoryview(bytearray(meta.dtype.itemsize * torch.Size(meta.shape).numel()))
+
+    list(source.iter_into(allocate))

@@ -1,0 +1,186 @@
+"""An engine loses or changes tensors on one of two workers: neither commits, the next round does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wtransfer.engines.interface import WeightTransferEngine
+from wtransfer.engines.shm import ShmInitInfo, ShmUpdateInfo, ShmWeightTransferEngine
+from wtransfer.engines.shm_trainer import ShmTrainerEngine
+from wtransfer.config import ParallelConfig, WeightTransferConfig
+from wtransfer.errors import (
+    DigestMismatchError,
+    IncompleteUpdateError,
+    ManifestError,
+    SchemaError,
+    TruncatedError,
+)
+from wtransfer.testing.contents import contents, random_tensor
+from wtransfer.testing.faults import Fault
+from wtransfer.transport.handover import Lender
+from wtransfer.transport.memory import Segment
+
+CAUGHT = {
+    "drop": IncompleteUpdateError,
+    "flip": DigestMismatchError,
+    "swap": DigestMismatchError,
+    "cast": SchemaError,
+    "truncate": SchemaError,
+    "duplicate": DigestMismatchError,
+    "twice": ManifestError,
+}
+NAMED = {"duplicate": "layer.2"}
+
+
+@pytest.fixture(params=["adopt", "copy"])
+def two_workers(fleet, engine, weights, request):
+    """A fleet of two workers at version v1, while the trainer has gone on."""
+    made = fleet(weights, engine=engine)
+    for _ in range(2):
+        made.join(commit=request.param)
+    assert made.publish("v1").ok
+    for tensor in weights.values():
+        tensor += 1
+    return made
+
+
+def states(fleet):
+    return [
+        (each.session.version, each.session.fingerprint, each.session.state, each.contents)
+        for each in fleet.members
+    ]
+
+
+# FAULTS 2, 6: promise 1 (all or nothing) and 2 (proof of receipt).
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("action", CAUGHT)
+def test_both_workers_stay_on_the_old_version_bit_for_bit(two_workers, faults, action, worker):
+    before = states(two_workers)
+    faults.arm(Fault(action, tensor=1, worker=worker, bit=3))
+    with pytest.raises(CAUGHT[action]) as caught:
+        two_workers.publish("v2")
+    assert len(faults.fired) == 1
+    assert states(two_workers) == before
+    error = caught.value
+    assert error.piece == NAMED.get(action, "layer.1")
+    assert error.piece in str(error)
+    assert (error.worker, error.version) == (f"worker-{worker}", "v2")
+    assert error.round_id
+
+    assert two_workers.publish("v3").ok
+    assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+
+
+# FAULTS 6
+def test_two_swapped_tensors_are_both_named(two_workers, faults):
+    faults.arm(Fault("swap", tensor=2, worker=0))
+    with pytest.raises(DigestMismatchError) as caught:
+        two_workers.publish("v2")
+    assert caught.value.pieces == ["layer.2", "layer.3"]
+
+
+# FAULTS 2
+def test_each_tensor_may_be_the_one_that_is_lost(two_workers, faults):
+    before = states(two_workers)
+    for number, name in enumerate(two_workers.source):
+        faults.arm(Fault("drop", tensor=number))
+        with pytest.raises(IncompleteUpdateError) as caught:
+            two_workers.publish("v2")
+        assert caught.value.missing == [name]
+        assert states(two_workers) == before
+
+
+# FAULTS 6
+def test_every_single_bit_of_an_update_is_guarded(fleet, engine, faults):
+    source = {
+        "half": random_tensor(torch.bfloat16, (3,), seed=1),
+        "flag": torch.tensor([True, False]),
+        "count": torch.tensor(5, dtype=torch.int16),
+        "weight": random_tensor(torch.float32, (2,), seed=2),
+    }
+    made = fleet(source, engine=engine)
+    member = made.join()
+    assert made.publish("v1").ok
+    before = member.contents
+    num_flipped = 0
+    for number, (name, tensor) in enumerate(source.items()):
+        for bit in range(tensor.nbytes * 8):
+            faults.arm(Fault("flip", tensor=number, bit=bit))
+            with pytest.raises(DigestMismatchError) as caught:
+                made.publish("v2")
+            assert caught.value.pieces == [name]
+            num_flipped += 1
+    assert len(faults.fired) == num_flipped == 8 * (6 + 2 + 2 + 8)
+    assert member.contents == before
+    assert made.publish("v3").ok
+
+
+# FAULTS 5
+def test_a_segment_that_is_too_short_is_refused_at_every_length():
+    names, offsets = ["a", "b"], [0, 64]
+    worker = ShmWeightTransferEngine(WeightTransferConfig("shm"), ParallelConfig())
+    lender = Lender()
+    worker.init_transfer_engine(ShmInitInfo(lender.address, lender.secret))
+    try:
+        for length in range(64 + 12):
+            segment = Segment(length)
+            lender.offer(length, segment)
+            info = ShmUpdateInfo(
+                segment=length,
+                names=names,
+                dtype_names=["float32", "float32"],
+                shapes=[[2], [3]],
+                offsets=offsets,
+                nbytes=76,
+            )
+            arrived = []
+            with pytest.raises(TruncatedError, match="does not lie within"):
+                worker.receive_weights(info, lambda pairs, to=arrived: to.extend(n for n, _ in pairs))
+            lender.withdraw(length)
+            segment.close()
+    finally:
+        worker.shutdown()
+        lender.close()
+
+
+class TruncatingTrainer(ShmTrainerEngine):
+    """Announces tensors that lie behind the end of its segment."""
+
+    beyond = 0
+
+    def send_weights(self):
+        client = self.client
+
+        class Client:
+            def update_weights(self, info):
+                shifted = [offset + TruncatingTrainer.beyond for offset in info["offsets"]]
+                client.update_weights({**info, "offsets": shifted})
+
+        self.client = Client()
+        try:
+            super().send_weights()
+        finally:
+            self.client = client
+
+
+# FAULTS 5
+@pytest.mark.parametrize("beyond", [1, 48, 2**20, 2**62, -1])
+def test_tensors_outside_their_segment_end_the_round(fleet, weights, beyond):
+    TruncatingTrainer.beyond = 0
+    made = fleet(weights, engine="shm", trainer=TruncatingTrainer)
+    for _ in range(2):
+        made.join()
+    assert made.publish("v1").ok
+    before = states(made)
+    TruncatingTrainer.beyond = beyond
+    with pytest.raises((TruncatedError, DigestMismatchError)):
+        made.publish("v2")
+    assert states(made) == before
+    TruncatingTrainer.beyond = 0
+    assert made.publish("v3").ok
+
+
+def test_the_engines_of_these_tests_are_what_they_should_be(engines):
+    assert issubclass(ShmWeightTransferEngine, WeightTransferEngine)
+    assert set(engines) == {"memory", "shm"}

@@ -1,0 +1,179 @@
+"""What was received is proven before anybody applies it."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wtransfer.engines.staging import Staging, is_out_of_memory
+from wtransfer.errors import (
+    DigestMismatchError,
+    IncompleteUpdateError,
+    ManifestError,
+    RoundAbortedError,
+    SchemaError,
+    StagingMemoryError,
+)
+from wtransfer.manifest import Manifest, Piece
+from wtransfer.testing.contents import contents, random_tensor
+from wtransfer.transport.digests import digest
+from wtransfer.transport.tensors import dtype_name
+
+TENSORS = {
+    "a": random_tensor(torch.float32, (2, 3), seed=1),
+    "b": random_tensor(torch.float32, (2, 3), seed=2),
+    "c": random_tensor(torch.bfloat16, (5,), seed=3),
+    "d": torch.tensor(4),
+}
+DIGESTS = [digest(tensor) for tensor in TENSORS.values()]
+
+
+def staging(tensors=TENSORS, *, copies=True, progress=None):
+    pieces = tuple(Piece(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items())
+    seen = [] if progress is None else progress
+    return Staging(Manifest(pieces), copies=copies, on_progress=seen.append)
+
+
+@pytest.fixture(params=[True, False], ids=["copies", "views"])
+def empty(request):
+    return staging(copies=request.param)
+
+
+def test_what_arrived_whole_is_proven_with_digests_of_its_own(empty):
+    assert empty.load_weights(TENSORS.items()) == set(TENSORS)
+    assert empty.verify(DIGESTS, {}) == DIGESTS
+    assert contents(empty.tensors) == contents(TENSORS)
+
+
+@settings(max_examples=50)
+@given(st.permutations(list(TENSORS.items())), st.lists(st.integers(0, 4), max_size=3))
+def test_order_and_batches_do_not_matter(pairs, cuts):
+    progress = []
+    staged = staging(progress=progress)
+    edges = [0, *sorted(cuts), len(pairs)]
+    for start, end in zip(edges, edges[1:], strict=False):
+        staged.load_weights(iter(pairs[start:end]))
+    assert staged.verify(DIGESTS, {}) == DIGESTS
+    assert progress == sorted(progress)
+    assert progress[-1] == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+# FAULTS 2
+def test_missing_pieces_are_named(empty):
+    empty.load_weights([("a", TENSORS["a"]), ("c", TENSORS["c"])])
+    with pytest.raises(IncompleteUpdateError, match="2 of 4 pieces never arrived: 'b', 'd'") as lost:
+        empty.verify(DIGESTS, {})
+    assert (lost.value.missing, lost.value.piece) == (["b", "d"], "b")
+
+
+# FAULTS 2
+def test_a_name_outside_the_plan_is_refused(empty):
+    with pytest.raises(ManifestError, match="'x', which the plan does not have"):
+        empty.load_weights([("x", TENSORS["a"])])
+
+
+# FAULTS 2
+def test_a_name_that_comes_twice_is_refused(empty):
+    empty.load_weights([("a", TENSORS["a"])])
+    with pytest.raises(ManifestError, match="delivered 'a' twice"):
+        empty.load_weights([("a", TENSORS["a"])])
+
+
+# FAULTS 1
+@pytest.mark.parametrize(
+    "tensor", [TENSORS["a"].double(), TENSORS["a"].view(3, 2), TENSORS["a"][:1], torch.ones(6)]
+)
+def test_another_form_than_planned_is_refused(empty, tensor):
+    with pytest.raises(SchemaError, match="delivered 'a' as .* the plan says float32 \\[2, 3\\]"):
+        empty.load_weights([("a", tensor)])
+
+
+# FAULTS 6
+def test_pieces_with_other_bytes_are_named(empty):
+    swapped = {**TENSORS, "a": TENSORS["b"], "b": TENSORS["a"]}
+    empty.load_weights(swapped.items())
+    with pytest.raises(DigestMismatchError, match="2 of 4 pieces .* 'a', 'b'") as caught:
+        empty.verify(DIGESTS, {})
+    assert (caught.value.pieces, caught.value.piece) == (["a", "b"], "a")
+
+
+def test_a_seal_of_another_length_is_refused(empty):
+    empty.load_weights(TENSORS.items())
+    with pytest.raises(ManifestError, match="the seal has 3 digests, the plan has 4 pieces"):
+        empty.verify(DIGESTS[:3], {})
+
+
+# FAULTS 44
+def test_a_buffer_that_is_reused_after_the_call_changes_nothing():
+    staged = staging(copies=True)
+    buffer = torch.empty(2, 3)
+    for name in ("a", "b"):
+        staged.load_weights([(name, buffer.copy_(TENSORS[name]))])
+    staged.load_weights([(name, TENSORS[name]) for name in ("c", "d")])
+    buffer.fill_(-1)
+    assert staged.verify(DIGESTS, {}) == DIGESTS
+    assert contents(staged.tensors) == contents(TENSORS)
+
+
+def test_strided_tensors_are_staged_by_their_elements(empty):
+    base = torch.empty(3, 2).copy_(TENSORS["a"].t())
+    empty.load_weights([("a", base.t())])
+    empty.load_weights([(name, TENSORS[name]) for name in ("b", "c", "d")])
+    assert empty.verify(DIGESTS, {}) == DIGESTS
+
+
+# FAULTS 45
+def test_tied_weights_that_came_with_different_bytes_are_refused(empty):
+    empty.load_weights(TENSORS.items())
+    with pytest.raises(SchemaError, match="'a' and 'b' are one tensor") as caught:
+        empty.verify(DIGESTS, {"a": "a", "b": "a"})
+    assert caught.value.piece == "b"
+
+
+def test_a_stopped_round_ends_the_engines_loop(empty):
+    def pairs():
+        yield "a", TENSORS["a"]
+        empty.stop("the trainer says so")
+        yield "b", TENSORS["b"]
+        pytest.fail("the engine went on")
+
+    with pytest.raises(RoundAbortedError, match="the trainer says so"):
+        empty.load_weights(pairs())
+
+
+# FAULTS 18
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_shortage_of_memory_is_one_error(error):
+    class Short(torch.Tensor):
+        def detach(self):
+            raise error
+
+    with pytest.raises(StagingMemoryError, match="no memory to stage 24 bytes") as caught:
+        staging().load_weights([("a", TENSORS["a"].as_subclass(Short))])
+    assert caught.value.__cause__ is error
+
+
+# FAULTS 18: torch's own words, not ours.
+def test_torch_really_says_it_like_that():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), OSError(errno.EPIPE, "pipe")])
+def test_other_errors_are_no_shortage_of_memory(error):
+    assert not is_out_of_memory(error)

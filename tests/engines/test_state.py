@@ -1,0 +1,78 @@
+"""What a module consists of, with tied storage counted once."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from wtransfer.engines.state import group_storages, module_tensors, unwrap
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+# FAULTS 45
+def test_parameters_and_persistent_buffers_are_found():
+    assert list(module_tensors(Tied())) == ["scale", "embed.weight", "head.weight"]
+
+
+def test_the_tensors_are_the_modules_own():
+    module = Tied()
+    assert module_tensors(module)["embed.weight"] is module.embed.weight
+
+
+# FAULTS 45
+def test_tied_names_are_one_entry():
+    entries = group_storages(module_tensors(Tied()))
+    assert {name: entry.aliases for name, entry in entries.items()} == {
+        "scale": (),
+        "embed.weight": ("head.weight",),
+    }
+    assert len(entries["embed.weight"].tensors) == 1
+
+
+def test_two_tensors_over_the_same_elements_are_one_entry_with_both():
+    base = torch.zeros(3)
+    entries = group_storages({"a": base, "b": base.detach()})
+    assert list(entries) == ["a"]
+    assert len(entries["a"].tensors) == 2
+    assert not entries["a"].overlaps
+
+
+def test_parts_of_one_buffer_are_entries_that_overlap():
+    flat = torch.zeros(10)
+    entries = group_storages({"a": flat[:5], "b": flat[5:], "alone": torch.zeros(5)})
+    assert {name: entry.overlaps for name, entry in entries.items()} == {
+        "a": True,
+        "b": True,
+        "alone": False,
+    }
+
+
+def test_another_view_of_the_same_memory_is_another_entry():
+    base = torch.zeros(2, 3)
+    assert list(group_storages({"a": base, "transposed": base.t()})) == ["a", "transposed"]
+
+
+def test_empty_and_meta_tensors_are_never_taken_for_each_other():
+    tensors = {
+        "e1": torch.empty(0),
+        "e2": torch.empty(0),
+        "m1": torch.empty(2, device="meta"),
+        "m2": torch.empty(2, device="meta"),
+    }
+    assert list(group_storages(tensors)) == list(tensors)
+
+
+def test_a_compiled_module_has_the_names_of_the_one_inside():
+    module = Tied()
+    compiled = torch.compile(module, backend="eager")
+    assert unwrap(compiled) is module
+    assert list(module_tensors(compiled)) == list(module_tensors(module))

@@ -1,0 +1,225 @@
+"""What an update may consist of, judged before a byte is allocated."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wtransfer.engines.messages import CODEC, Plan
+from wtransfer.errors import LimitError, ManifestError, ProtocolError
+from wtransfer.manifest import (
+    DTYPES,
+    MAX_PIECES,
+    Manifest,
+    Piece,
+    fingerprint,
+    local_fingerprint,
+)
+from wtransfer.transport.frames import FrameReader, pack_frame
+
+PIECES = (
+    Piece("embed", "bfloat16", (4, 2)),
+    Piece("norm", "float32", (2,)),
+    Piece("step", "int64", ()),
+)
+DIGESTS = [f"{i:032x}" for i in range(3)]
+
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+pieces = st.builds(
+    Piece,
+    names.filter(lambda name: len(name.encode()) <= 512),
+    st.sampled_from(list(DTYPES)),
+    st.lists(st.integers(0, 2**12), max_size=4).map(tuple),
+)
+rows = st.lists(
+    st.tuples(pieces, st.text("0123456789abcdef", min_size=32, max_size=32)),
+    unique_by=lambda row: row[0].name,
+    max_size=8,
+)
+
+
+def test_a_manifest_knows_its_bytes():
+    assert Manifest(PIECES).nbytes == 4 * 2 * 2 + 2 * 4 + 8
+
+
+def test_the_dtype_table_is_closed_and_true():
+    torch = pytest.importorskip("torch")
+    known = {name: getattr(torch, name).itemsize for name in DTYPES if hasattr(torch, name)}
+    assert known == {name: size for name, size in DTYPES.items() if name in known}
+
+
+# FAULTS 2
+def test_a_name_that_comes_twice_is_refused():
+    with pytest.raises(ManifestError, match="1 names appear more than once, first 'norm'") as caught:
+        Manifest((*PIECES, Piece("norm", "int8", ()))).check()
+    assert caught.value.piece == "norm"
+
+
+# FAULTS 3
+@pytest.mark.parametrize("dtype", ["load", "__class__", "Tensor", "", "FLOAT32", "x" * 2**20])
+def test_a_dtype_that_is_not_in_the_table_is_refused(dtype):
+    with pytest.raises(ManifestError, match="not one of bool, uint8") as caught:
+        Piece("w", dtype, (1,)).check()
+    assert len(str(caught.value)) < 1000
+    assert caught.value.piece == "w"
+
+
+# FAULTS 4
+@pytest.mark.parametrize("size", [-1, -(2**63), True, False, 1.0, 2.5, "3", None])
+def test_a_dimension_that_is_no_natural_number_is_refused(size):
+    with pytest.raises(ManifestError, match="expected an integer >= 0"):
+        Piece("w", "int8", (2, size)).check()
+
+
+# FAULTS 4
+@pytest.mark.parametrize(
+    "shape", [(2**63,), (2**62, 2), (2**32, 2**32), (2**64 - 1,), (0, 2**63), (2**40, 0, 2**40)]
+)
+def test_dimensions_that_nothing_could_have_are_refused(shape):
+    with pytest.raises(ManifestError, match="larger than 2\\^63 bytes"):
+        Piece("w", "int8", shape).check()
+
+
+# FAULTS 4
+def test_the_whole_is_bounded_as_well():
+    half = 2**62
+    with pytest.raises(ManifestError, match="the update is larger"):
+        Manifest((Piece("a", "int8", (half,)), Piece("b", "int8", (half,)))).check()
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "n" * 513, "é" * 257, "\ud800", 7])
+def test_a_name_that_nobody_could_have_is_refused(name):
+    with pytest.raises(ManifestError, match="piece name"):
+        Piece(name, "int8", ()).check()
+
+
+def test_more_dimensions_than_allowed_are_refused():
+    Piece("w", "int8", (1,) * 16).check()
+    with pytest.raises(ManifestError, match="17 dimensions, at most 16"):
+        Piece("w", "int8", (1,) * 17).check()
+
+
+# FAULTS 7
+def test_more_pieces_than_allowed_are_refused():
+    with pytest.raises(ManifestError, match="262145 pieces, at most 262144"):
+        Manifest((PIECES[0],) * (MAX_PIECES + 1)).check()
+
+
+@given(rows)
+def test_what_is_valid_travels_unchanged(rows):
+    plan = Plan("round", "v1", Manifest(tuple(piece for piece, _ in rows)))
+    plan.manifest.check()
+    (arrived,) = FrameReader(CODEC).feed(CODEC.encode(plan))
+    assert arrived == plan
+
+
+# FAULTS 3 and 4: whatever a peer sends is a plan that can be judged, or a protocol error.
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=4),
+        max_leaves=12,
+    )
+)
+def test_no_plan_of_a_peer_does_harm(pieces):
+    body = msgspec.msgpack.encode(
+        {"round_id": "r", "version": "v", "manifest": {"pieces": pieces}}
+    )
+    entries = len(pieces) if isinstance(pieces, list) else 0
+    try:
+        (plan,) = FrameReader(CODEC).feed(pack_frame(20, entries, body))
+        plan.manifest.check()
+    except (ProtocolError, ManifestError):
+        return
+    assert all(piece.dtype in DTYPES and piece.nbytes >= 0 for piece in plan.manifest.pieces)
+
+
+# FAULTS 7: the frame is honest, the msgpack inside it announces 2^31 entries.
+def test_a_plan_that_announces_billions_of_pieces_costs_nothing():
+    honest = msgspec.msgpack.encode({"round_id": "r", "version": "v", "manifest": {"pieces": []}})
+    body = honest[:-1] + b"\xdd\x7f\xff\xff\xff"
+    tracemalloc.start()
+    begun = time.monotonic()
+    with pytest.raises(ProtocolError, match="Plan that is not valid"):
+        list(FrameReader(CODEC).feed(pack_frame(20, 1, body)))
+    elapsed_s = time.monotonic() - begun
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
+    assert elapsed_s < 0.5  # 50 ms, ten times over for a busy machine
+
+
+# FAULTS 7
+@pytest.mark.parametrize(("entries", "expected"), [(MAX_PIECES + 1, LimitError), (2, ProtocolError)])
+def test_a_plan_whose_header_lies_about_its_pieces_is_refused(entries, expected):
+    body = msgspec.msgpack.encode(Plan("r", "v", Manifest(PIECES)))
+    with pytest.raises(expected):
+        list(FrameReader(CODEC).feed(pack_frame(20, entries, body)))
+
+
+# -- fingerprints
+
+
+def test_the_fingerprint_of_known_weights_is_known():
+    """It is an interface: other programs, other releases and files on disk hold it."""
+    assert fingerprint(Manifest(PIECES), DIGESTS) == "9d7d77b126d15a22ca76da3778275ce2"
+    assert fingerprint(Manifest(()), []) == "cbb76c849994a65adf14ae94fb470279"
+
+
+@given(rows, st.randoms(use_true_random=False))
+def test_the_order_of_pieces_does_not_matter(rows, random):
+    shuffled = list(rows)
+    random.shuffle(shuffled)
+    assert _fingerprint(shuffled) == _fingerprint(rows)
+
+
+@given(rows.filter(bool), st.data())
+def test_whatever_differs_in_a_piece_makes_another_fingerprint(rows, data):
+    at = data.draw(st.integers(0, len(rows) - 1))
+    piece, digest = rows[at]
+    other = data.draw(
+        st.sampled_from(
+            [
+                (msgspec.structs.replace(piece, name=piece.name + "x"), digest),
+                (msgspec.structs.replace(piece, shape=(*piece.shape, 1)), digest),
+                (msgspec.structs.replace(piece, slice="0:1"), digest),
+                (msgspec.structs.replace(piece, dtype=_other(piece.dtype)), digest),
+                (piece, f"{int(digest, 16) ^ 1:032x}"),
+            ]
+        )
+    )
+    changed = [*rows[:at], other, *rows[at + 1 :]]
+    assert _fingerprint(changed) != _fingerprint(rows)
+    assert _fingerprint(rows[:at] + rows[at + 1 :]) != _fingerprint(rows)
+
+
+def test_algorithm_and_base_are_part_of_the_identity():
+    prints = {
+        fingerprint(Manifest(PIECES, algorithm=algorithm, coverage=coverage, base=base), DIGESTS)
+        for algorithm in ("xxh3-128", "wsum64")
+        for coverage, base in (("full", None), ("patch", "a" * 32), ("patch", "b" * 32))
+    }
+    assert len(prints) == 6
+
+
+def test_digests_must_be_as_many_as_pieces():
+    with pytest.raises(ValueError, match="shorter"):
+        fingerprint(Manifest(PIECES), DIGESTS[:2])
+
+
+def test_a_local_fingerprint_is_never_the_same():
+    assert len({local_fingerprint() for _ in range(100)}) == 100
+    assert local_fingerprint().startswith("local:")
+
+
+def _fingerprint(rows):
+    return fingerprint(Manifest(tuple(piece for piece, _ in rows)), [digest for _, digest in rows])
+
+
+def _other(dtype):
+    return "int8" if dtype != "int8" else "uint8"
