@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from wtransfer.engines.endings import close_at_exit
 from wtransfer.engines.hosted import HostedEngine
@@ -253,8 +253,8 @@ class WorkerSession:
         pending.seconds["wait"] = begun - pending.since
         tensors = pending.held.tensors
         assert tensors is not None
-        previous = self.ledger.held
         handed = NotedTensors(tensors)
+        previous = None
         try:
             previous = self._restorable()
             self._target.apply(handed)
@@ -280,10 +280,19 @@ class WorkerSession:
         return held
 
     def _restore(
-        self, previous: Held, pending: Pending, cause: BaseException, last_read: str | None
-    ) -> None:
-        """Go back after `cause`, and raise what the caller shall see."""
-        restored = self._put_back(previous)
+        self, way_back: Held | None, pending: Pending, cause: BaseException, last_read: str | None
+    ) -> NoReturn:
+        """Go back after `cause`, and raise what the caller shall see.
+
+        Args:
+            way_back: What the model had; None if the model was not touched yet.
+            pending: What was to be applied.
+            cause: Why it was not.
+            last_read: The tensor that the target had taken last.
+        """
+        previous = way_back or self.ledger.held
+        restored = self._put_back(previous) if way_back else True
+        self.ledger.put_back(previous, restored=restored)
         back = f"{previous.version!r}" if previous.version else "its first weights"
         now = (
             f"the worker has {back} again"
@@ -316,13 +325,13 @@ class WorkerSession:
             except BaseException:
                 logger.exception("%s could not restore %r", self.name, previous.version)
                 restored = False
-        self.ledger.put_back(previous, restored=restored)
         return restored
 
     def _go_back(self, pending: Pending) -> None:
         """Undo a commit because another rank of the instance failed, and say so."""
         undone = self.ledger.held.version
         restored = self._put_back(pending.held)
+        self.ledger.put_back(pending.held, restored=restored)
         failure = CommitError(
             f"{undone!r} was taken back: {pending.revert_reason}"
             + ("" if restored else "; the old version could not be restored: must not serve"),

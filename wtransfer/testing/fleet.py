@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from wtransfer.engines.round import Round
 
 STEP_S = 0.005
+_POLL_S = 0.001
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """One worker of a fleet."""
 
@@ -69,6 +70,7 @@ class Fleet:
         self.deadline_s = deadline_s
         self.publisher = Publisher(source, engine=engine, deadline_s=deadline_s, **options)
         self.members: list[Member] = []
+        self._num_joined = 0
         self.commit_errors: list[CommitError] = []
         """What `WorkerSession.commit_pending` raised while rounds were waited for."""
 
@@ -86,7 +88,8 @@ class Fleet:
         if model is None:
             assert isinstance(self.source, dict), "give a model for a source that is no dict"
             model = {name: torch.zeros_like(tensor) for name, tensor in self.source.items()}
-        options.setdefault("name", f"worker-{len(self.members)}")
+        options.setdefault("name", f"worker-{self._num_joined}")
+        self._num_joined += 1
         session = WorkerSession(
             model,
             join=self.publisher.address,
@@ -98,6 +101,15 @@ class Fleet:
         self.members.append(member)
         self._await_hello(session.name)
         return member
+
+    def leave(self, member: Member) -> None:
+        """Close a worker's session and wait until the publisher knows that it is gone."""
+        self.members.remove(member)
+        member.session.close()
+        deadline = Deadline(self.deadline_s)
+        while self._knows(member.session.name):
+            deadline.check(f"the end of {member.session.name}")
+            time.sleep(_POLL_S)
 
     def publish(self, version: str) -> Report:
         """Run one round; workers commit it as soon as they can.
@@ -157,6 +169,9 @@ class Fleet:
 
     def _await_hello(self, name: str) -> None:
         deadline = Deadline(self.deadline_s)
-        while all(worker.worker != name for worker in self.publisher.workers()):
+        while not self._knows(name):
             deadline.check(f"the hello of {name}", worker=name)
-            time.sleep(0.001)
+            time.sleep(_POLL_S)
+
+    def _knows(self, name: str) -> bool:
+        return any(worker.worker == name for worker in self.publisher.workers())
