@@ -24,7 +24,9 @@ def test_checking_in_time_does_nothing():
 
 
 def test_checking_late_says_what_was_waited_for():
-    with pytest.raises(StallError, match=r"no progress on the plan within 0 s \[worker w0\]") as late:
+    with pytest.raises(
+        StallError, match=r"no progress on the plan within 0 s \[worker w0\]"
+    ) as late:
         Deadline(0.0).check("the plan", worker="w0")
     assert (late.value.seconds, late.value.worker) == (0.0, "w0")
     assert isinstance(late.value, TimeoutError)

@@ -55,7 +55,9 @@ def test_the_dtype_table_is_closed_and_true():
 
 # FAULTS 2
 def test_a_name_that_comes_twice_is_refused():
-    with pytest.raises(ManifestError, match="1 names appear more than once, first 'norm'") as caught:
+    with pytest.raises(
+        ManifestError, match="1 names appear more than once, first 'norm'"
+    ) as caught:
         Manifest((*PIECES, Piece("norm", "int8", ()))).check()
     assert caught.value.piece == "norm"
 
@@ -127,9 +129,7 @@ def test_what_is_valid_travels_unchanged(rows):
     )
 )
 def test_no_plan_of_a_peer_does_harm(pieces):
-    body = msgspec.msgpack.encode(
-        {"round_id": "r", "version": "v", "manifest": {"pieces": pieces}}
-    )
+    body = msgspec.msgpack.encode({"round_id": "r", "version": "v", "manifest": {"pieces": pieces}})
     entries = len(pieces) if isinstance(pieces, list) else 0
     try:
         (plan,) = FrameReader(CODEC).feed(pack_frame(20, entries, body))
@@ -155,7 +155,9 @@ def test_a_plan_that_announces_billions_of_pieces_costs_nothing():
 
 
 # FAULTS 7
-@pytest.mark.parametrize(("entries", "expected"), [(MAX_PIECES + 1, LimitError), (2, ProtocolError)])
+@pytest.mark.parametrize(
+    ("entries", "expected"), [(MAX_PIECES + 1, LimitError), (2, ProtocolError)]
+)
 def test_a_plan_whose_header_lies_about_its_pieces_is_refused(entries, expected):
     body = msgspec.msgpack.encode(Plan("r", "v", Manifest(PIECES)))
     with pytest.raises(expected):

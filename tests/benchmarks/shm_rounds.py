@@ -1,14 +1,17 @@
 """Measure rounds through shared memory: one worker process, large tensors and many small ones.
 
-Run by hand: ``python tests/benchmarks/shm_rounds.py [GiB] [--only large|small]``. A ratio of 1 would mean that a
-round costs as much as the two copies that it cannot do without.
+Run by hand: ``python tests/benchmarks/shm_rounds.py [GiB] [--only large|small]``. A ratio of 1
+means that a round costs as much as two plain copies of its bytes.
 """
+
+# ruff: noqa: T201 - numbers on stdout are the result
 
 from __future__ import annotations
 
 import argparse
 import ctypes
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -74,8 +77,6 @@ def serve(kind, arguments, commit, address):
 
 
 def _stdin_ended():
-    import select
-
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
@@ -102,9 +103,7 @@ def rounds(kind, arguments, commit):
         )
         try:
             publisher.wait_for_workers(1, 120)
-            reports = []
-            for number in range(NUM_ROUNDS):
-                reports.append(publisher.publish(f"v{number}"))
+            reports = [publisher.publish(f"v{number}") for number in range(NUM_ROUNDS)]
         finally:
             worker.stdin.close()
             worker.wait(30)

@@ -9,6 +9,7 @@ import pytest
 from wtransfer.errors import EngineError, StagingMemoryError, StallError
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
+from wtransfer.testing.leftovers import Leftovers
 
 CAUGHT = {
     "raise": EngineError,
@@ -26,7 +27,7 @@ def two_workers(fleet, engine, weights):
         made.join()
     assert made.publish("v1").ok
     for tensor in weights.values():
-        tensor += 1
+        tensor.add_(1)
     return made
 
 
@@ -51,6 +52,18 @@ def test_what_an_engine_raises_ends_the_round_at_every_tensor(two_workers, fault
         assert (error.worker in ("worker-0", "worker-1")) is (side == "worker")
     assert two_workers.publish("v3").ok
     assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+
+
+def test_an_error_that_is_kept_keeps_no_weights(fleet, engines, weights, faults, leaves_nothing):
+    made = fleet(weights, engine=engines["shm"])
+    made.join(commit="copy")
+    leftovers = Leftovers()
+    faults.arm(Fault("raise", tensor=2, side="trainer"))
+    with pytest.raises(EngineError) as kept:
+        made.publish("v1")
+    made.close()
+    assert leftovers.found(within_s=5.0) == []
+    assert "the engine gives up" in str(kept.value)
 
 
 # FAULTS 14, inside the process: promise 4 (nothing hangs).

@@ -63,7 +63,7 @@ def join(fleet, commit="adopt", captures=True, **options):
 
 def step_on(fleet):
     for tensor in fleet.source.values():
-        tensor += 1
+        tensor.add_(1)
 
 
 def outcomes(report):
@@ -156,6 +156,21 @@ def test_a_model_that_keeps_refusing_is_left_alone_after_some_attempts(fleet, we
     # The round itself, and three attempts to catch up.
     assert len(made.commit_errors) == 4
     assert (member.session.version, member.contents) == ("v1", before)
+
+
+# FAULTS 43, for a worker that is alive and stays behind
+def test_what_a_restored_worker_serves_is_never_rewritten(fleet, engine, weights, commit):
+    made = fleet(weights, engine=engine)
+    member = join(made, commit)
+    assert made.publish("v1").ok
+    before = member.contents
+    # Only v1 is ever applied, however often the others are sent.
+    member.target.fails_at, member.target.keeps_failing, member.target.takes = 0, True, before
+    for version in ("v2", "v3", "v4"):
+        step_on(made)
+        assert not made.publish(version).ok
+        assert (member.session.version, member.contents) == ("v1", before)
+        made.commit_errors.clear()
 
 
 def test_an_interrupt_while_applying_restores_and_goes_on_as_an_interrupt(two_workers):

@@ -100,7 +100,10 @@ def test_a_label_is_short_text(fleet, weights, version):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"on_lost_worker": "ignore"}, "on_lost_worker is 'ignore', expected one of 'abort', 'drop'"),
+        (
+            {"on_lost_worker": "ignore"},
+            "on_lost_worker is 'ignore', expected one of 'abort', 'drop'",
+        ),
         ({"nonfinite": "hide"}, "expected one of 'allow', 'warn', 'reject'"),
         ({"options": {"colour": "red"}}, "has the fields: .*bucket_nbytes"),
         ({"options": {"bucket_nbytes": 0}}, "bucket_nbytes is 0, expected > 0"),
@@ -163,7 +166,7 @@ def test_a_model_of_another_form_is_refused_before_any_byte_moves(fleet, engine,
 def test_another_float_is_refused_unless_it_was_declared(fleet, engine, weights):
     made = fleet(weights, engine=engine)
     made.join({name: tensor.bfloat16() for name, tensor in weights.items()})
-    with pytest.raises(SchemaError, match="wanted bfloat16 .*, got float32"):
+    with pytest.raises(SchemaError, match=r"wanted bfloat16 .*, got float32"):
         made.publish("v1")
 
 
@@ -291,7 +294,7 @@ def test_waiting_for_a_round_is_bounded_and_does_not_end_it(fleet, gated):
     made.join(like(gated.tensors))
     gated.gate.clear()
     round_ = made.publisher.publish("v1", wait=False)
-    with pytest.raises(StallError, match="not ended in 0.05 s"):
+    with pytest.raises(StallError, match=r"not ended in 0.05 s"):
         round_.result(timeout_s=0.05)
     with pytest.raises(StallError, match="not packed"):
         round_.packed(timeout_s=0.05)
@@ -490,7 +493,9 @@ def test_nonfinite_weights_can_be_warned_of(fleet, engine, poisoned, caplog):
 def test_nonfinite_weights_can_be_rejected(fleet, engine, poisoned):
     made = fleet(poisoned, engine=engine, nonfinite="reject")
     member = made.join()
-    with pytest.raises(NonfiniteError, match=r"first 'layer\.1' with 3 .* policy is 'reject'") as bad:
+    with pytest.raises(
+        NonfiniteError, match=r"first 'layer\.1' with 3 .* policy is 'reject'"
+    ) as bad:
         made.publish("v1")
     assert bad.value.piece == "layer.1"
     assert member.session.state == "fresh"

@@ -1,5 +1,7 @@
 """The shm engine passes the kit that third parties get."""
 
+from typing import ClassVar
+
 from wtransfer.testing.engine import EngineConformance
 
 
@@ -9,4 +11,4 @@ class TestShm(EngineConformance):
 
 class TestShmInSmallBuckets(EngineConformance):
     engine = "shm"
-    options = {"bucket_nbytes": 100}
+    options: ClassVar = {"bucket_nbytes": 100}

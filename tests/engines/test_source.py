@@ -51,7 +51,9 @@ def test_a_mapping_is_read_anew_in_every_round():
 
 # FAULTS 45
 def test_a_module_sends_tied_weights_once_and_buffers_too():
-    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    module = nn.Sequential(
+        nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False)
+    )
     module[2].weight = module[0].weight
     sent = whole(ModuleSource(module))
     expected = {name: t for name, t in module.state_dict().items() if name != "2.weight"}
@@ -83,7 +85,11 @@ def write_index(folder, weight_map):
 
 def test_a_checkpoint_in_shards_is_read_by_its_index(shards):
     source = CheckpointSource(shards)
-    assert {meta.name: meta.shape for meta in source.metadata} == {"a": (2, 3), "b": (), "c": (0, 2)}
+    assert {meta.name: meta.shape for meta in source.metadata} == {
+        "a": (2, 3),
+        "b": (),
+        "c": (0, 2),
+    }
     assert contents(whole(source)) == contents(TENSORS)
 
 
@@ -251,7 +257,14 @@ def test_what_no_update_can_hold_is_refused_at_the_plan():
 # FAULTS 8
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64],
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e5m2,
+        torch.complex64,
+    ],
     ids=str,
 )
 def test_what_is_not_finite_is_counted_however_it_is_read(dtype):

@@ -1,14 +1,14 @@
-"""An engine loses or changes tensors on one of two workers: neither commits, the next round does."""
+"""An engine loses or changes tensors on one of two workers: neither of them commits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.interface import WeightTransferEngine
 from wtransfer.engines.shm import ShmInitInfo, ShmUpdateInfo, ShmWeightTransferEngine
 from wtransfer.engines.shm_trainer import ShmTrainerEngine
-from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.errors import (
     DigestMismatchError,
     IncompleteUpdateError,
@@ -41,7 +41,7 @@ def two_workers(fleet, engine, weights, request):
         made.join(commit=request.param)
     assert made.publish("v1").ok
     for tensor in weights.values():
-        tensor += 1
+        tensor.add_(1)
     return made
 
 
@@ -136,7 +136,9 @@ def test_a_segment_that_is_too_short_is_refused_at_every_length():
             )
             arrived = []
             with pytest.raises(TruncatedError, match="does not lie within"):
-                worker.receive_weights(info, lambda pairs, to=arrived: to.extend(n for n, _ in pairs))
+                worker.receive_weights(
+                    info, lambda pairs, to=arrived: to.extend(n for n, _ in pairs)
+                )
             lender.withdraw(length)
             segment.close()
     finally:

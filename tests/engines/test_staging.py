@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_order_and_batches_do_not_matter(pairs, cuts):
     progress = []
     staged = staging(progress=progress)
     edges = [0, *sorted(cuts), len(pairs)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         staged.load_weights(iter(pairs[start:end]))
     assert staged.verify(DIGESTS, {}) == DIGESTS
     assert progress == sorted(progress)
@@ -65,7 +66,9 @@ def test_order_and_batches_do_not_matter(pairs, cuts):
 # FAULTS 2
 def test_missing_pieces_are_named(empty):
     empty.load_weights([("a", TENSORS["a"]), ("c", TENSORS["c"])])
-    with pytest.raises(IncompleteUpdateError, match="2 of 4 pieces never arrived: 'b', 'd'") as lost:
+    with pytest.raises(
+        IncompleteUpdateError, match="2 of 4 pieces never arrived: 'b', 'd'"
+    ) as lost:
         empty.verify(DIGESTS, {})
     assert (lost.value.missing, lost.value.piece) == (["b", "d"], "b")
 
@@ -88,7 +91,7 @@ def test_a_name_that_comes_twice_is_refused(empty):
     "tensor", [TENSORS["a"].double(), TENSORS["a"].view(3, 2), TENSORS["a"][:1], torch.ones(6)]
 )
 def test_another_form_than_planned_is_refused(empty, tensor):
-    with pytest.raises(SchemaError, match="delivered 'a' as .* the plan says float32 \\[2, 3\\]"):
+    with pytest.raises(SchemaError, match=r"delivered 'a' as .* the plan says float32 \[2, 3\]"):
         empty.load_weights([("a", tensor)])
 
 
@@ -96,7 +99,7 @@ def test_another_form_than_planned_is_refused(empty, tensor):
 def test_pieces_with_other_bytes_are_named(empty):
     swapped = {**TENSORS, "a": TENSORS["b"], "b": TENSORS["a"]}
     empty.load_weights(swapped.items())
-    with pytest.raises(DigestMismatchError, match="2 of 4 pieces .* 'a', 'b'") as caught:
+    with pytest.raises(DigestMismatchError, match=r"2 of 4 pieces .* 'a', 'b'") as caught:
         empty.verify(DIGESTS, {})
     assert (caught.value.pieces, caught.value.piece) == (["a", "b"], "a")
 

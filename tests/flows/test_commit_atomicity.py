@@ -133,3 +133,36 @@ def test_ranks_go_back_together_when_the_trainer_dies_before_they_are_released(
     assert successor.ask("publish", number=3)["ok"]
     for rank in ranks:
         flow.holds(rank, 3)
+
+
+def test_a_rank_that_is_killed_after_its_commit_takes_the_other_one_back_with_it(flow, pair):
+    trainer, (first, second) = pair()
+    second.witness.hold("commit")
+    trainer.ask("begin", number=2)
+    second.until_held()
+    flow.until(lambda: trainer.ask("receipts") == 1)
+    first.kill()
+    flow.until(lambda: len(trainer.ask("workers")) == 1)
+    second.go_on()
+    report = trainer.ask("result")
+    assert outcomes(report) == {first.name: "lost", second.name: "reverted"}
+    flow.until(lambda: whole(second) == 1)
+
+
+@pytest.mark.parametrize("does", ["discard", "commit"])
+def test_a_commit_that_is_late_is_settled_late_and_the_worker_is_served_again(flow, does):
+    trainer = flow.trainer(deadline_s=0.5)
+    worker = flow.worker()
+    trainer.ask("wait", n=1)
+    trainer.ask("publish", number=1)
+    worker.ask("set", auto=False)
+    report = trainer.ask("publish", number=2)
+    assert outcomes(report) == {worker.name: "pending"}
+    assert report["outcome"] == "mixed"
+    assert whole(worker) == 1
+    assert [each["state"] for each in trainer.ask("workers")] == ["pending"]
+    assert worker.ask(does)
+    worker.ask("set", auto=True)
+    # What was discarded is offered again: a worker that is behind is brought up to date.
+    flow.holds(worker, 2)
+    assert trainer.ask("publish", number=3)["ok"]

@@ -159,3 +159,19 @@ def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
     assert trainer.ask("publish", number=1)["ok"]
     assert time.monotonic() - begun > DEADLINE_S
     flow.holds(slow, 1)
+
+
+def test_a_stall_is_blamed_on_the_worker_and_not_on_the_engine_that_waits_for_it(flow, failing):
+    flow.size = {"num_tensors": 2, "numel": 1 << 12}
+    trainer = flow.trainer(deadline_s=DEADLINE_S)
+    # It stays connected, and its heart beats on: only its engine hangs, in the only bucket.
+    slow = flow.worker()
+    for number in (1, 2, 3, 4):
+        trainer.ask("wait", n=1)
+        slow.witness.hold("transfer")
+        with failing("StallError") as stalled:
+            trainer.ask("publish", number=number)
+        assert stalled.worker == slow.name, stalled.error
+        slow.go_on()
+    flow.until(lambda: slow.look()["claim"] is None)
+    assert trainer.ask("publish", number=5)["ok"]

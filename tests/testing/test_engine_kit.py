@@ -57,7 +57,9 @@ def outcomes(tmp_path_factory):
     done = subprocess.run([*command, *nodes], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     cases = ET.parse(file).getroot().iter("testcase")
-    return {(case.get("classname").split(".")[-1], case.get("name")): _outcome(case) for case in cases}
+    return {
+        (case.get("classname").split(".")[-1], case.get("name")): _outcome(case) for case in cases
+    }
 
 
 def _outcome(case):

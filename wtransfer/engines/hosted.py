@@ -16,6 +16,7 @@ from wtransfer.errors import (
     PluginBlockedError,
     PluginError,
     PluginIncompatibleError,
+    RoundAbortedError,
     WTransferError,
 )
 from wtransfer.host.registry import registry
@@ -61,6 +62,13 @@ class HostedEngine:
         with self._lock:
             return self._mover.submit(task)
 
+    def abort_in_background(self, running: threading.Event) -> None:
+        """Do what `abort` does on a thread of its own: it may take a while."""
+        if not running.is_set():
+            threading.Thread(
+                target=self.abort, args=(running,), name="wtransfer-abort", daemon=True
+            ).start()
+
     def abort(self, running: threading.Event) -> None:
         """Unblock the engine; if it does not return in time, leave its thread behind.
 
@@ -73,15 +81,18 @@ class HostedEngine:
         guarded("abort_weight_update", getattr(engine, "abort_weight_update", None))
         if running.wait(UNBLOCK_GRACE_S):
             return
-        logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
         with self._lock:
+            if running.is_set():
+                return
+            logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
             # What was queued behind the hanging call belongs to later rounds: it moves along.
             waiting = self._mover.abandon()
             self._mover = MoverThread("wtransfer-engine")
             self._engine = None
             for entry in waiting:
                 self._mover.resubmit(entry)
-        _shutdown_in_background(engine)
+        if engine is not None:
+            _shutdown_in_background(engine)
 
     def shutdown(self) -> None:
         """Shut the engine down and end its thread; a hanging one is left behind."""
@@ -105,16 +116,15 @@ class HostedEngine:
         self._drop()
         self._init = None
         self._check_allowed(init)
-        try:
-            self._check_origin(init)
-            engine = WeightTransferEngineFactory.create_engine(
-                WeightTransferConfig(init.engine), self._parallel_config(init)
-            )
-        except PluginError as error:
-            error.add_facts(plugin=f"engines:{init.engine}")
-            raise _with_origin(error, init) from error
-        self._engine = engine
-        self._init = init
+        engine = self._create(init)
+        with self._lock:
+            # A thread that was left behind in the line above must not replace a later engine.
+            current = self._mover.runs_here()
+            if current:
+                self._engine, self._init = engine, init
+        if not current:
+            guarded("shutdown", engine.shutdown)
+            raise RoundAbortedError(f"engine {init.engine!r} took too long to be made")
         info = self._parse("parse_init_info", init.init_info)
         self._call("init_transfer_engine", lambda: engine.init_transfer_engine(info))
 
@@ -145,6 +155,19 @@ class HostedEngine:
         call = getattr(self._engine, method, None)
         if call is not None:
             self._call(method, call)
+
+    def _create(self, init: Init) -> Any:
+        plugin = f"engines:{init.engine}"
+        try:
+            self._check_origin(init)
+            return WeightTransferEngineFactory.create_engine(
+                WeightTransferConfig(init.engine), self._parallel_config(init)
+            )
+        except PluginError as error:
+            error.add_facts(plugin=plugin)
+            raise _with_origin(error, init) from error
+        except BaseException as error:
+            raise engine_error("__init__", error, plugin) from error
 
     def _parse(self, method: str, values: dict[str, Any]) -> Any:
         parse = getattr(self._engine, method, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from wtransfer.engines.ledger import Held, Pending
@@ -60,6 +61,8 @@ class Link:
         self._engine = engine
         self._connection: Connection | None = None
         self._reception: Reception | None = None
+        self._making = threading.Event()
+        self._making.set()
         self._committing: str | None = None
         self._handlers: dict[type[msgspec.Struct], Callable[..., None]] = {
             Init: self._on_init,
@@ -127,7 +130,9 @@ class Link:
 
     def _on_init(self, init: Init) -> None:
         self._end_reception("the engine is initialised anew")
-        self._engine.submit(lambda: self._make_engine(init))
+        # An engine that hangs while it is made must not hold up the one that is asked for now.
+        self._engine.abort_in_background(self._making)
+        self._making = self._engine.submit(lambda: self._make_engine(init))
 
     def _make_engine(self, init: Init) -> None:
         try:

@@ -35,6 +35,10 @@ class MoverThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def runs_here(self) -> bool:
+        """Return whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
     def submit(self, call: Callable[[], None]) -> threading.Event:
         """Run `call` after those submitted before; it must not raise."""
         task = Task(call, threading.Event())

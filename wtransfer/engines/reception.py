@@ -118,9 +118,10 @@ class Reception:
     def take(self) -> dict[str, torch.Tensor] | None:
         """Return the verified tensors, once; None if there are none to be had."""
         with self._lock:
-            staging, self._staging = self._staging, None
+            staging = self._staging
             if staging is None or not self.verified:
                 return None
+            self._staging = None
             self._over = True
             return staging.tensors
 
@@ -129,12 +130,7 @@ class Reception:
         if self._finish(reason):
             ended = RoundAbortedError(f"the round was ended: {reason}")
             hooks.notify("wtransfer_round_aborted", error=ended, **self._identity())
-            threading.Thread(
-                target=self._engine.abort,
-                args=(self._running,),
-                name="wtransfer-abort",
-                daemon=True,
-            ).start()
+            self._engine.abort_in_background(self._running)
 
     def _identity(self) -> dict[str, str]:
         plan = self.plan

@@ -257,7 +257,7 @@ def _take_late(worker: Worker, message: Any) -> None:
     if isinstance(message, Receipt):
         worker.version, worker.fingerprint = message.version, message.fingerprint
         worker.state = message.state
-        if message.outcome == "committed":
+        if message.outcome in ("committed", "discarded"):
             worker.num_failed = 0
 
 

@@ -352,6 +352,7 @@ class Round:
                 if left <= 0:
                     break
                 self._roster.changed.wait(left)
+            self._seating.note_pending()
         self._clock.lap("commit", begun)
 
     def on_receipt(self) -> bool:

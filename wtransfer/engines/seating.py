@@ -87,6 +87,12 @@ class Seating:
             reason = f"rank {failed.worker.hello.rank} of the instance: {_outcome(failed)}"
             _send(committed, Revert(self._round_id, reason))
 
+    def note_pending(self) -> None:
+        """Note who has not answered the commit; a receipt, whenever it comes, says otherwise."""
+        for exchange in self.exchanges():
+            if exchange.receipt is None and not exchange.lost:
+                exchange.worker.state = "pending"
+
     def reports(self, digests: list[str]) -> list[WorkerReport]:
         """Return what the round came to for every rank, also for those that were dropped."""
         return [

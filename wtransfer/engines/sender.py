@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.digesting import DigestingSource
@@ -92,6 +93,7 @@ class Running:
         except BaseException as error:
             self.error = engine_error(self._method, error, self._plugin)
             self.error.__cause__ = error
+        _forget_locals(self.error)
         self.done = True
         self._on_done()
 
@@ -156,15 +158,25 @@ class Sender:
     def finished(self, *, committed: bool) -> None:
         """Tell the engine what became of what it sent."""
         tell = getattr(self._engine, "round_finished", None)
-        if tell is not None:
-            guarded("round_finished", lambda: tell(committed=committed))
+        if tell is None:
+            return
+        running = Running(
+            "round_finished",
+            lambda: guarded("round_finished", lambda: tell(committed=committed)),
+            self.plugin,
+            _nothing,
+        )
+        if not running.join(UNBLOCK_GRACE_S):
+            self._leave_behind("round_finished")
 
     def unblock(self, running: Running, reason: str) -> None:
         """End a call whose round has failed; an engine that does not return is left behind."""
         self.source.stop(reason)
-        if running.join(UNBLOCK_GRACE_S):
-            return
-        logger.warning("engine %s does not return from a failed round; rebuilding it", self.name)
+        if not running.join(UNBLOCK_GRACE_S):
+            self._leave_behind("a failed round")
+
+    def _leave_behind(self, where: str) -> None:
+        logger.warning("engine %s does not return from %s; rebuilding it", self.name, where)
         self.abandoned = True
         self.shutdown()
 
@@ -184,6 +196,13 @@ class Sender:
 
     def _running(self, method: str, call: Callable[[], object], round_: Round) -> Running:
         return Running(method, call, self.plugin, round_.wake)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Drop the variables of an engine's frames: they hold weights while the error lives."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def _nothing() -> None:

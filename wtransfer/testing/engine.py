@@ -104,8 +104,9 @@ class EngineConformance:
             return made
 
         yield make
-        for made in fleets:
-            made.close()
+        # Fixtures live on for a while, and what fleets know would, too.
+        while fleets:
+            fleets.pop().close()
 
     # -- what must arrive
 

@@ -18,7 +18,7 @@ from wtransfer.errors import CommitError
 from wtransfer.testing.contents import contents
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
     from typing_extensions import Self
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 STEP_S = 0.005
 _POLL_S = 0.001
+_RANK_PATIENCE_S = 0.05
 
 
 @dataclass(eq=False)
@@ -137,13 +138,14 @@ class Fleet:
     def step(self) -> None:
         """Let every worker commit what it has, as its model would between two steps.
 
-        All at the same time: the ranks of one instance wait for each other.
+        All at the same time: the ranks of one instance wait for each other. Where one waits for
+        another that had seen nothing yet, the other steps again.
         """
-        threads = [threading.Thread(target=self._step, args=(each,)) for each in self.members]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        running = {member: self._start_step(member) for member in self.members}
+        while not _joined(running.values(), _RANK_PATIENCE_S):
+            for member, thread in running.items():
+                if not thread.is_alive():
+                    running[member] = self._start_step(member)
 
     def close(self) -> None:
         """Close every session and the publisher, and forget the models."""
@@ -161,6 +163,11 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _start_step(self, member: Member) -> threading.Thread:
+        thread = threading.Thread(target=self._step, args=(member,), name="step")
+        thread.start()
+        return thread
+
     def _step(self, member: Member) -> None:
         try:
             member.session.commit_pending(STEP_S)
@@ -175,3 +182,13 @@ class Fleet:
 
     def _knows(self, name: str) -> bool:
         return any(worker.worker == name for worker in self.publisher.workers())
+
+
+def _joined(threads: Iterable[threading.Thread], timeout_s: float) -> bool:
+    """Wait for all threads, but not for long; return whether they have ended."""
+    deadline = Deadline(timeout_s)
+    for thread in threads:
+        thread.join(deadline.remaining())
+        if thread.is_alive():
+            return False
+    return True

@@ -1,0 +1,157 @@
+"""An engine fails outside of its transfer: in any step of its life, by raising or by hanging."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.errors import EngineError, StallError
+from wtransfer.testing.contents import contents
+from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
+
+BEFORE_A_COMMIT = ["trainer_init", "__init__", "init", "start", "receive", "finish"]
+HARMLESS = ["round_finished", "shutdown", "trainer_shutdown"]
+
+
+class Trouble:
+    """What shall go wrong at a step, once."""
+
+    def __init__(self):
+        self.step = None
+        self.released = threading.Event()
+        self.hangs = False
+        self.returns = False
+        self.hanging = None
+
+    def at(self, step):
+        if self.step != step:
+            return
+        self.step = None
+        if self.hangs:
+            self.hanging = threading.current_thread()
+            self.released.wait()
+        if self.returns:
+            return
+        raise RuntimeError(f"trouble at {step}")
+
+
+TROUBLE = Trouble()
+
+
+class TroubledTrainer(MemoryTrainerEngine):
+    @classmethod
+    def trainer_init(cls, init_info, *, client, source=None):
+        TROUBLE.at("trainer_init")
+        return super().trainer_init(init_info, client=client, source=source)
+
+    def send_weights(self):
+        list(self.source.iter_full())
+        if TROUBLE.step == "receive":
+            # Later than the last sign of life of anybody, so that the engine's silence is longer.
+            time.sleep(0.5)
+        super().send_weights()
+
+    def round_finished(self, *, committed):
+        TROUBLE.at("round_finished")
+
+    def shutdown(self):
+        super().shutdown()
+        TROUBLE.at("trainer_shutdown")
+
+
+class TroubledEngine(MemoryEngine):
+    trainer_cls = TroubledTrainer
+
+    def __init__(self, config, parallel_config):
+        TROUBLE.at("__init__")
+        super().__init__(config, parallel_config)
+
+    def init_transfer_engine(self, init_info):
+        TROUBLE.at("init")
+        super().init_transfer_engine(init_info)
+
+    def start_weight_update(self):
+        TROUBLE.at("start")
+
+    def receive_weights(self, update_info, load_weights):
+        TROUBLE.at("receive")
+        super().receive_weights(update_info, load_weights)
+
+    def finish_weight_update(self):
+        TROUBLE.at("finish")
+
+    def shutdown(self):
+        TROUBLE.at("shutdown")
+
+
+@pytest.fixture(scope="module")
+def troubled():
+    WeightTransferEngineFactory.register_engine("tests-troubled", TroubledEngine)
+    return "tests-troubled"
+
+
+@pytest.fixture
+def trouble():
+    TROUBLE.released.clear()
+    yield TROUBLE
+    TROUBLE.step, TROUBLE.hangs, TROUBLE.returns = None, False, False
+    TROUBLE.released.set()
+
+
+@pytest.fixture
+def two_workers(fleet, troubled, weights, trouble):
+    made = fleet(weights, engine=troubled, deadline_s=1.5)
+    for _ in range(2):
+        made.join()
+    return made
+
+
+@pytest.mark.parametrize("step", BEFORE_A_COMMIT)
+def test_what_raises_before_the_commit_ends_the_round_only(two_workers, trouble, step):
+    trouble.step = step
+    with pytest.raises(EngineError, match=f"raised RuntimeError: trouble at {step}") as caught:
+        two_workers.publish("v1")
+    assert caught.value.plugin == "engines:tests-troubled"
+    assert {each.session.state for each in two_workers.members} == {"fresh"}
+    assert two_workers.publish("v2").ok
+    assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+
+
+# FAULTS 14, inside the process: promise 4 (nothing hangs).
+@pytest.mark.parametrize("step", BEFORE_A_COMMIT)
+def test_what_hangs_before_the_commit_is_left_behind(two_workers, trouble, step):
+    trouble.step, trouble.hangs = step, True
+    with pytest.raises(StallError) as caught:
+        two_workers.publish("v1")
+    named = "tests-troubled" if step == "trainer_init" else "worker-"
+    assert named in str(caught.value)
+    assert {each.session.state for each in two_workers.members} == {"fresh"}
+    # It still hangs.
+    assert two_workers.publish("v2").ok
+    assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("step", HARMLESS)
+def test_what_fails_after_the_commit_cannot_undo_it(two_workers, trouble, step, hangs, caplog):
+    trouble.step, trouble.hangs = step, hangs
+    for version in ("v1", "v2"):
+        assert two_workers.publish(version).ok
+    assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+    two_workers.close()
+    assert trouble.step is None
+    caplog.clear()
+
+
+def test_an_engine_that_returns_after_it_was_left_behind_changes_nothing(two_workers, trouble):
+    trouble.step, trouble.hangs, trouble.returns = "__init__", True, True
+    with pytest.raises(StallError):
+        two_workers.publish("v1")
+    assert two_workers.publish("v2").ok
+    trouble.released.set()
+    trouble.hanging.join(5)
+    assert two_workers.publish("v3").ok
+    assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2

@@ -1,0 +1,474 @@
+"""Whatever a peer sends over the channel is refused, or dropped and counted; never obeyed."""
+
+from __future__ import annotations
+
+import queue
+
+import msgspec
+import pytest
+import torch
+
+from wtransfer.engines.messages import (
+    CODEC,
+    Abort,
+    Accept,
+    Commit,
+    Data,
+    ErrorInfo,
+    Fault,
+    Hello,
+    Init,
+    Plan,
+    Progress,
+    Ready,
+    Receipt,
+    Received,
+    Refuse,
+    Refused,
+    Release,
+    Revert,
+    Seal,
+    Verdict,
+)
+from wtransfer.engines.publisher import Publisher
+from wtransfer.engines.session import WorkerSession
+from wtransfer.errors import DigestMismatchError, PeerError
+from wtransfer.manifest import Manifest, Piece
+from wtransfer.testing.contents import contents
+from wtransfer.testing.memory import MemoryEngine
+from wtransfer.transport.channel import Dialer, Listener
+from wtransfer.transport.digests import digest
+from wtransfer.transport.frames import pack_frame
+
+PATIENCE_S = 5.0
+WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2)}
+MANIFEST = Manifest((Piece("a", "float32", (4,)), Piece("b", "float32", (2, 2))))
+DIGESTS = [digest(tensor) for tensor in WEIGHTS.values()]
+
+
+class Mail:
+    """What came in, in order."""
+
+    def __init__(self):
+        self.connections = queue.Queue()
+        self.messages = queue.Queue()
+        self.closed = queue.Queue()
+
+    def callbacks(self):
+        return {
+            "on_open": self.connections.put,
+            "on_message": lambda _connection, message: self.messages.put(message),
+            "on_close": lambda _connection, error: self.closed.put(error),
+        }
+
+    def expect(self, cls):
+        """Return the next message other than progress; it must be of this class."""
+        while isinstance(message := self.messages.get(timeout=PATIENCE_S), Progress):
+            pass
+        assert type(message) is cls, message
+        return message
+
+    def nothing(self, within_s=0.1):
+        with pytest.raises(queue.Empty):
+            self.messages.get(timeout=within_s)
+
+
+@pytest.fixture
+def shelf(monkeypatch):
+    """The shelf from which memory engines take tensors."""
+    import wtransfer.testing.memory as module
+
+    monkeypatch.setitem(module._SHELVES, "rogue", WEIGHTS)
+    return {"shelf": "rogue"}
+
+
+class RoguePublisher:
+    """The trainer's end of a channel, saying whatever a test wants."""
+
+    def __init__(self, engine):
+        self.mail = Mail()
+        self.listener = Listener(CODEC, **self.mail.callbacks())
+        self.engine = engine
+        self.generation = 0
+
+    def meet(self, model):
+        """Let a worker dial in; return its session."""
+        session = WorkerSession(model, join=self.listener.address, token=self.listener.token)
+        self.connection = self.mail.connections.get(timeout=PATIENCE_S)
+        self.mail.expect(Hello)
+        return session
+
+    def say(self, *messages):
+        for message in messages:
+            self.connection.send(message)
+
+    def init(self, info, engine=None):
+        self.generation += 1
+        name = self.engine if engine is None else engine
+        self.say(Init(self.generation, name, None, None, 0, 1, info))
+
+    def say_raw(self, code, fields, entries=0):
+        self.connection.send_frame(pack_frame(code, entries, msgspec.msgpack.encode(fields)))
+
+
+@pytest.fixture
+def worker_model():
+    return {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
+
+
+@pytest.fixture
+def rogue(engines, shelf):
+    publisher = RoguePublisher(engines["memory"])
+    yield publisher
+    publisher.listener.close()
+
+
+@pytest.fixture
+def session(rogue, worker_model, shelf):
+    """A session whose engine is ready."""
+    session = rogue.meet(worker_model)
+    rogue.init(shelf)
+    rogue.mail.expect(Ready)
+    yield session
+    session.close()
+
+
+def deliver(rogue, round_id, version):
+    """Take a round up to its verdict."""
+    rogue.say(Plan(round_id, version, MANIFEST))
+    rogue.mail.expect(Accept)
+    rogue.say(Data(round_id, 0, {"names": ["a", "b"]}))
+    rogue.mail.expect(Received)
+    rogue.say(Seal(round_id, DIGESTS))
+    return rogue.mail.expect(Verdict)
+
+
+# -- a rogue publisher
+
+
+def test_a_publisher_that_keeps_to_the_protocol_is_obeyed(rogue, session, worker_model):
+    verdict = deliver(rogue, "r1", "v1")
+    assert (verdict.digests, verdict.nbytes) == (DIGESTS, 32)
+    assert contents(worker_model) != contents(WEIGHTS)
+    rogue.say(Commit("r1"))
+    assert session.commit_pending(PATIENCE_S)
+    assert rogue.mail.expect(Receipt).outcome == "committed"
+    assert contents(worker_model) == contents(WEIGHTS)
+
+
+# FAULTS 2, 3, 4
+@pytest.mark.parametrize(
+    ("piece", "error"),
+    [
+        (["a", "load", [4], "whole"], "ManifestError"),
+        (["a", "__class__", [4], "whole"], "ManifestError"),
+        (["a", "x" * 2**20, [4], "whole"], "ManifestError"),
+        (["a", "float32", [-4], "whole"], "ManifestError"),
+        (["a", "float32", [2**62], "whole"], "ManifestError"),
+        (["a", "float32", [0, 2**64 - 1], "whole"], "ManifestError"),
+        (["b", "float32", [2, 2], "whole"], "ManifestError"),
+        (["", "float32", [4], "whole"], "ManifestError"),
+        (["a", "float32", [4], "0:2"], "ManifestError"),
+        (["a", "float64", [4], "whole"], "SchemaError"),
+        (["a", "float32", [2, 2], "whole"], "SchemaError"),
+        (["c", "float32", [4], "whole"], "SchemaError"),
+    ],
+)
+def test_a_plan_that_nobody_could_take_is_refused_and_the_next_is_taken(
+    rogue, session, piece, error
+):
+    other = ["b", "float32", [2, 2], "whole"]
+    plan = {"round_id": "bad", "version": "v", "manifest": {"pieces": [piece, other]}}
+    rogue.say_raw(20, plan, entries=2)
+    refusal = rogue.mail.expect(Refuse)
+    assert (refusal.round_id, refusal.error.kind) == ("bad", error)
+    assert len(refusal.error.message) < 2000
+    assert session.state == "fresh"
+    deliver(rogue, "r1", "v1")
+
+
+# FAULTS 4: what no field of the message could hold ends the connection, and the worker redials.
+@pytest.mark.parametrize("size", [True, 1.0, "4", None, [4], 2**64 - 1 + 0.5])
+def test_a_plan_that_is_none_ends_the_connection_only(rogue, session, shelf, size):
+    plan = {
+        "round_id": "bad",
+        "version": "v",
+        "manifest": {"pieces": [["a", "float32", [size], "whole"]]},
+    }
+    rogue.say_raw(20, plan, entries=1)
+    assert isinstance(rogue.mail.closed.get(timeout=PATIENCE_S), PeerError)
+    rogue.connection = rogue.mail.connections.get(timeout=PATIENCE_S)
+    assert rogue.mail.expect(Hello).state == "fresh"
+    rogue.init(shelf)
+    rogue.mail.expect(Ready)
+    deliver(rogue, "r1", "v1")
+    assert session.state == "fresh"
+
+
+# FAULTS 10
+def test_late_and_replayed_messages_are_dropped_and_counted(rogue, session, worker_model):
+    deliver(rogue, "r7", "v7")
+    rogue.say(Commit("r7"))
+    assert session.commit_pending(PATIENCE_S)
+    rogue.mail.expect(Receipt)
+    held = contents(worker_model)
+    rogue.say(Plan("r8", "v8", MANIFEST))
+    rogue.mail.expect(Accept)
+    stale = [Data("r7", 1, {"names": ["a"]}), Seal("r7", DIGESTS), Commit("r7")]
+    rogue.say(*stale, Data("r8", 1, {"names": ["a"]}), Data("r8", 0, {"names": ["a", "b"]}))
+    assert rogue.mail.expect(Received).seq == 0
+    rogue.say(Data("r8", 0, {"names": ["a", "b"]}), Commit("r8"))
+    rogue.mail.nothing()
+    assert session.num_dropped == len(stale) + 3
+    assert session.state == "serving"
+    assert contents(worker_model) == held
+
+
+# FAULTS 10
+def test_a_seal_that_comes_twice_is_answered_once(rogue, session):
+    deliver(rogue, "r1", "v1")
+    rogue.say(Seal("r1", DIGESTS), Seal("r1", ["0" * 32] * 2))
+    rogue.mail.nothing()
+    rogue.say(Commit("r1"), Commit("r1"))
+    assert session.commit_pending(PATIENCE_S)
+    assert rogue.mail.expect(Receipt).outcome == "committed"
+    assert not session.commit_pending(0.1)
+
+
+@pytest.mark.parametrize(
+    "message", [Commit("r1"), Release("r1"), Revert("r1", ""), Abort("r1", "")]
+)
+def test_orders_without_a_round_change_nothing(rogue, session, worker_model, message):
+    before = contents(worker_model)
+    rogue.say(message)
+    rogue.mail.nothing()
+    assert not session.commit_pending(0.05)
+    assert (session.state, contents(worker_model)) == ("fresh", before)
+
+
+def test_a_commit_before_the_verdict_is_dropped(rogue, session, worker_model):
+    before = contents(worker_model)
+    rogue.say(Plan("r1", "v1", MANIFEST))
+    rogue.mail.expect(Accept)
+    rogue.say(Data("r1", 0, {"names": ["a"]}), Commit("r1"))
+    rogue.mail.expect(Received)
+    assert not session.commit_pending(0.1)
+    assert contents(worker_model) == before
+
+
+@pytest.mark.parametrize(
+    "digests", [[], DIGESTS[:1], [*DIGESTS, DIGESTS[0]], ["", ""], DIGESTS[::-1]]
+)
+def test_a_seal_that_does_not_prove_the_bytes_is_a_fault(rogue, session, digests):
+    rogue.say(Plan("r1", "v1", MANIFEST))
+    rogue.mail.expect(Accept)
+    rogue.say(Data("r1", 0, {"names": ["a", "b"]}))
+    rogue.mail.expect(Received)
+    rogue.say(Seal("r1", digests))
+    assert rogue.mail.expect(Fault).error.kind in ("ManifestError", "DigestMismatchError")
+    rogue.say(Commit("r1"))
+    assert not session.commit_pending(0.1)
+
+
+@pytest.mark.parametrize(
+    ("info", "kind"),
+    [
+        ({"names": ["c"]}, "EngineError"),
+        ({"names": [["a"]]}, "EngineError"),
+        ({"nimes": ["a"]}, "EngineError"),
+        ({}, "IncompleteUpdateError"),
+        ({"names": ["a", "a"]}, "ManifestError"),
+    ],
+)
+def test_update_infos_that_mislead_the_engine_are_a_fault(rogue, session, info, kind):
+    rogue.say(Plan("r1", "v1", MANIFEST))
+    rogue.mail.expect(Accept)
+    rogue.say(Data("r1", 0, info))
+    if kind == "IncompleteUpdateError":
+        rogue.mail.expect(Received)
+        rogue.say(Seal("r1", DIGESTS))
+    assert rogue.mail.expect(Fault).error.kind == kind
+    deliver(rogue, "r2", "v2")
+
+
+# Promise 5: a peer's name selects among what is discovered here; it is never a path.
+@pytest.mark.parametrize(
+    "engine",
+    ["os:system", "../shm", "wtransfer.engines.shm:ShmWeightTransferEngine", "", "x" * 10_000],
+)
+def test_an_engine_name_is_never_a_path(rogue, worker_model, shelf, engine):
+    session = rogue.meet(worker_model)
+    rogue.init(shelf, engine=engine)
+    refused = rogue.mail.expect(Refused)
+    assert refused.error.kind in ("UnknownBackendError", "PluginNotInstalledError")
+    rogue.say(Plan("r1", "v1", MANIFEST))
+    assert rogue.mail.expect(Refuse).error.kind == "NotInitializedError"
+    session.close()
+
+
+def test_a_plan_before_any_engine_is_refused(rogue, worker_model):
+    session = rogue.meet(worker_model)
+    rogue.say(Plan("r1", "v1", MANIFEST))
+    assert rogue.mail.expect(Refuse).error.kind == "NotInitializedError"
+    session.close()
+
+
+@pytest.mark.parametrize(
+    "message", [Ready(1), Accept("r", []), Hello("w", "i", 0, 1, None, "", "")]
+)
+def test_a_publisher_that_speaks_like_a_worker_is_left(rogue, session, message):
+    rogue.say(message)
+    assert isinstance(rogue.mail.closed.get(timeout=PATIENCE_S), PeerError)
+    rogue.mail.connections.get(timeout=PATIENCE_S)
+    assert rogue.mail.expect(Hello).state == "fresh"
+
+
+# -- a rogue worker
+
+
+class RogueWorker:
+    """The worker's end of a channel."""
+
+    def __init__(self, publisher, **hello):
+        self.mail = Mail()
+        self.dialer = Dialer(
+            CODEC,
+            address=publisher.address,
+            token=publisher.token,
+            redial=False,
+            **self.mail.callbacks(),
+        )
+        self.mail.connections.get(timeout=PATIENCE_S)
+        facts = {"worker": "rogue", "instance": "rogue", "rank": 0, "num_ranks": 1}
+        self.hello = Hello(
+            **{**facts, "version": None, "fingerprint": "local:0", "state": "fresh", **hello}
+        )
+
+    def say(self, *messages):
+        for message in messages:
+            self.dialer.send(message)
+
+
+@pytest.fixture
+def publisher(engines):
+    with Publisher(WEIGHTS, engine=engines["memory"], deadline_s=1.0) as publisher:
+        yield publisher
+
+
+@pytest.fixture
+def rogue_worker(publisher):
+    workers = []
+
+    def make(**hello):
+        workers.append(RogueWorker(publisher, **hello))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.dialer.close()
+
+
+@pytest.fixture
+def joined(publisher, rogue_worker):
+    worker = rogue_worker()
+    worker.say(worker.hello)
+    publisher.wait_for_workers(1, PATIENCE_S)
+    return worker
+
+
+def through(worker, digests):
+    """Answer like a worker up to the verdict; return the round's id."""
+    worker.say(Ready(worker.mail.expect(Init).generation))
+    round_id = worker.mail.expect(Plan).round_id
+    worker.say(Accept(round_id, []))
+    worker.mail.expect(Data)
+    worker.say(Received(round_id, 0))
+    worker.mail.expect(Seal)
+    worker.say(Verdict(round_id, digests, 32, {}))
+    return round_id
+
+
+# Promise 2: nobody is believed on his word.
+def test_a_verdict_with_other_digests_ends_the_round(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    through(joined, DIGESTS[::-1])
+    with pytest.raises(DigestMismatchError, match="the verdict of rogue has other digests"):
+        round_.result(PATIENCE_S)
+
+
+def test_a_receipt_for_other_weights_is_no_success(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    round_id = through(joined, DIGESTS)
+    joined.mail.expect(Commit)
+    joined.say(Receipt(round_id, "committed", "v1", "f" * 32, "serving", {}))
+    report = round_.result(PATIENCE_S)
+    assert not report.ok
+    assert report.workers[0].fingerprint == "f" * 32
+
+
+# FAULTS 10
+def test_answers_to_other_rounds_are_dropped_and_counted(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    stale = [
+        Accept("r0", []),
+        Received("r0", 0),
+        Verdict("r0", DIGESTS, 32, {}),
+        Ready(99),
+        Refuse("r0", ErrorInfo("SchemaError", "of another round")),
+    ]
+    joined.say(*stale)
+    round_id = through(joined, DIGESTS)
+    joined.mail.expect(Commit)
+    joined.say(Receipt(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
+    assert round_.result(PATIENCE_S).ok
+    assert publisher.num_dropped == len(stale)
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{"rank": 1}, {"rank": -1, "num_ranks": 1}, {"num_ranks": 0}, {"rank": 5, "num_ranks": 2}],
+)
+def test_a_place_that_does_not_exist_is_refused(publisher, rogue_worker, hello):
+    worker = rogue_worker(**hello)
+    worker.say(worker.hello)
+    assert isinstance(worker.mail.closed.get(timeout=PATIENCE_S), PeerError)
+    assert publisher.workers() == []
+
+
+def test_a_place_that_is_taken_is_refused(publisher, joined, rogue_worker):
+    second = rogue_worker()
+    second.say(second.hello)
+    assert isinstance(second.mail.closed.get(timeout=PATIENCE_S), PeerError)
+    assert len(publisher.workers()) == 1
+
+
+@pytest.mark.parametrize("message", [Ready(1), Accept("r", []), Commit("r"), Abort("r", "")])
+def test_who_has_not_said_hello_is_not_heard(publisher, rogue_worker, message):
+    worker = rogue_worker()
+    worker.say(message)
+    assert isinstance(worker.mail.closed.get(timeout=PATIENCE_S), PeerError)
+    assert publisher.workers() == []
+
+
+@pytest.mark.parametrize("message", [Commit("r"), Abort("r", ""), Plan("r", "v", MANIFEST)])
+def test_a_worker_that_speaks_like_a_publisher_is_not_obeyed(publisher, joined, message):
+    joined.say(message)
+    round_ = publisher.publish("v1", wait=False)
+    round_id = through(joined, DIGESTS)
+    joined.say(Receipt(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
+    assert round_.result(PATIENCE_S).ok
+    assert publisher.num_dropped == 1
+
+
+@pytest.mark.parametrize("cls", [Commit, Release])
+def test_a_worker_that_gives_orders_in_its_round_is_dropped_from_it(publisher, joined, cls):
+    round_ = publisher.publish("v1", wait=False)
+    joined.say(Ready(joined.mail.expect(Init).generation))
+    joined.say(cls(joined.mail.expect(Plan).round_id))
+    with pytest.raises(PeerError, match=f"a worker does not send {cls.__name__}"):
+        round_.result(PATIENCE_S)
+    assert publisher.workers() == []
+
+
+def test_the_engine_of_these_tests_takes_from_a_shelf(shelf):
+    assert MemoryEngine.init_info_cls(**shelf).shelf == "rogue"
