@@ -258,10 +258,11 @@ class WorkerSession:
         try:
             previous = self._restorable()
             self._target.apply(handed)
+            pending.seconds["commit"] = time.monotonic() - begun
+            # Within: an interrupt between the two would leave new weights under the old label.
+            self.ledger.committed(pending, previous, keep=self._keep_previous)
         except BaseException as error:
             self._restore(previous, pending, error, handed.last_read)
-        pending.seconds["commit"] = time.monotonic() - begun
-        self.ledger.committed(pending, previous, keep=self._keep_previous)
         hooks.notify(
             "wtransfer_weights_committed",
             version=pending.held.version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,19 +55,17 @@ def group_storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, Storage]:
     Returns:
         First name -> entry, in the order of `tensors`.
     """
+    memory = {name: _memory(tensor) for name, tensor in tensors.items()}
     names: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
-        names.setdefault(_elements(tensor), []).append(name)
-    users: dict[object, int] = {}
-    for group in names.values():
-        memory = _memory(tensors[group[0]])
-        users[memory] = users.get(memory, 0) + 1
+        names.setdefault(_elements(tensor, memory[name]), []).append(name)
+    users = Counter(memory[group[0]] for group in names.values())
     return {
         group[0]: Storage(
             name=group[0],
             tensors=tuple({id(tensors[name]): tensors[name] for name in group}.values()),
             aliases=tuple(group[1:]),
-            overlaps=users[_memory(tensors[group[0]])] > 1,
+            overlaps=users[memory[group[0]]] > 1,
         )
         for group in names.values()
     }
@@ -76,11 +75,10 @@ def _memory(tensor: torch.Tensor) -> object:
     # Sharded and empty tensors have no address that would identify them.
     if hasattr(tensor, "full_tensor") or tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)
-    return (str(tensor.device), tensor.untyped_storage().data_ptr())
+    return (tensor.device, tensor.untyped_storage().data_ptr())
 
 
-def _elements(tensor: torch.Tensor) -> object:
-    memory = _memory(tensor)
+def _elements(tensor: torch.Tensor, memory: object) -> object:
     if isinstance(memory, int):
         return memory
     return (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
