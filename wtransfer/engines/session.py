@@ -133,7 +133,9 @@ class WorkerSession:
     def commit_pending(self, timeout_s: float = 0.0) -> bool:
         """Apply a verified update, if there is one. Call it between two steps of the model.
 
-        For a rank of several this returns once the other ranks have done so too.
+        For a rank of several this returns once the other ranks have done so too, or at
+        `deadline_s`. So all ranks must call it between the same two steps: one that goes on into a
+        collective operation instead would wait there for the one that waits here.
 
         Args:
             timeout_s: How long to wait for an update, in seconds.
