@@ -102,5 +102,28 @@ def test_facts_that_the_class_does_not_declare_are_dropped(fact):
     assert vars(error) == {"message": "late", "worker": "w0"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "fact", "value"),
+    [
+        ("StallError", "located_by", ["worker"]),
+        ("StallError", "located_by", 5),
+        ("StallError", "worker", 7),
+        ("StallError", "seconds", "soon"),
+        ("SchemaError", "mismatches", [1]),
+        ("CommitError", "restored", "no"),
+    ],
+)
+def test_facts_that_are_not_of_the_declared_type_are_dropped(kind, fact, value):
+    error = from_wire(kind, "late", {fact: value, "phase": "seal"})
+    assert vars(error) == {"message": "late", "phase": "seal"}
+    assert str(error) == "late [phase seal]"
+
+
+def test_facts_of_every_type_arrive():
+    assert _sent(StallError("late", seconds=2)).seconds == 2
+    assert _sent(CommitError("failed", restored=False)).restored is False
+    assert _sent(SchemaError("no", mismatches=["a"])).mismatches == ["a"]
+
+
 def _sent(error):
     return from_wire(*msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(error))))

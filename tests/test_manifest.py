@@ -225,3 +225,25 @@ def _fingerprint(rows):
 
 def _other(dtype):
     return "int8" if dtype != "int8" else "uint8"
+
+
+# FAULTS 2
+def test_dimensions_beyond_the_limit_are_refused_before_they_cost_memory():
+    piece = Piece("a", "float32", (1,) * 2**20)
+    body = msgspec.msgpack.encode(Plan("r", "v", Manifest((piece,))))
+    frame = pack_frame(20, 1, body)
+    reader = FrameReader(CODEC)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="Expected `array` of length <= 16"):
+            list(reader.feed(frame))
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(frame)
+    finally:
+        tracemalloc.stop()
+
+
+# FAULTS 2
+def test_pieces_beyond_the_limit_are_refused_by_the_decoder():
+    body = msgspec.msgpack.encode(Manifest((Piece("a", "bool", ()),) * (MAX_PIECES + 1)))
+    with pytest.raises(msgspec.ValidationError, match="length <= 262144"):
+        msgspec.msgpack.decode(body, type=Manifest)

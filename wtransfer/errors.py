@@ -9,7 +9,7 @@ locate the failure are appended to the text, so that whoever learns them adds th
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, get_origin, get_type_hints
 
 Fact: TypeAlias = "str | int | float | bool | list[str] | None"
 """What a fact may be when it travels to another process."""
@@ -294,11 +294,25 @@ def from_wire(kind: str, message: str, facts: dict[str, Fact]) -> WTransferError
     Args:
         kind: Class name.
         message: The peer's sentence.
-        facts: Facts; names that the class does not declare are dropped.
+        facts: Facts; names that the class does not declare, and values of another type than it
+            declares, are dropped.
     """
     cls = _BY_NAME.get(kind)
     if cls is None:
         return RemoteError(f"{kind}: {message}")
-    declared = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", {})}
-    known = {name: value for name, value in facts.items() if name in declared}
+    hints = get_type_hints(cls)
+    known = {name: value for name, value in facts.items() if _fits(value, hints.get(name))}
     return cls(message, **known)
+
+
+def _fits(value: Fact, hint: Any) -> bool:
+    # A class variable governs how every error of its class is shown: no peer's to set.
+    if hint is None or get_origin(hint) is ClassVar:
+        return False
+    import msgspec
+
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        return False
+    return True

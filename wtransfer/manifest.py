@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import xxhash
@@ -55,6 +55,8 @@ DIGEST_LENGTH = 32
 
 Algorithm = Literal["xxh3-128", "wsum64"]
 Coverage = Literal["full", "slice", "patch"]
+Digests = Annotated[list[str], msgspec.Meta(max_length=MAX_PIECES)]
+"""Digests in plan order."""
 WHOLE = "whole"
 """The slice of a piece that is the entire tensor."""
 
@@ -66,7 +68,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Name in the trainer's schema."""
     dtype: str
     """Key of `DTYPES`."""
-    shape: tuple[int, ...]
+    # The lengths here and below are checked by the decoder before it makes an object per entry.
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
     """Dimensions; ``()`` for a scalar."""
     slice: str = WHOLE
     """Which part of the tensor; only ``"whole"`` so far."""
@@ -128,7 +131,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True):
     """The pieces of one update and how they are proven. Digests are known only after sending."""
 
-    pieces: tuple[Piece, ...]
+    pieces: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=MAX_PIECES)]
     """In plan order: digests and verdicts follow it."""
     algorithm: Algorithm = "xxh3-128"
     """How pieces are digested."""

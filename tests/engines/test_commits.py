@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import pytest
 import torch
@@ -185,6 +186,25 @@ def test_an_interrupt_while_applying_restores_and_goes_on_as_an_interrupt(two_wo
         broken.session.commit_pending(5)
     assert broken.contents == before
     assert outcomes(round_.result()) == ["restored", "committed"]
+
+
+def test_an_error_that_is_kept_keeps_no_tensors(fleet, weights):
+    made = fleet(weights, engine="shm")
+    member = join(made)
+    handed = []
+
+    def fail(tensors):
+        del member.target.apply
+        handed.extend(weakref.ref(tensor) for tensor in tensors.values())
+        raise RuntimeError("no")
+
+    member.target.apply = fail
+    round_ = made.publisher.publish("v1", wait=False)
+    with pytest.raises(CommitError) as kept:
+        member.session.commit_pending(5)
+    round_.result()
+    assert isinstance(kept.value.__cause__, RuntimeError)
+    assert [each() for each in handed] == [None] * len(weights)
 
 
 # -- no way back

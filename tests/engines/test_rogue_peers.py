@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ from wtransfer.engines.messages import (
 )
 from wtransfer.engines.publisher import Publisher
 from wtransfer.engines.session import WorkerSession
-from wtransfer.errors import DigestMismatchError, PeerError
+from wtransfer.errors import DigestMismatchError, PeerError, StallError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine
@@ -455,9 +456,49 @@ def test_a_worker_that_speaks_like_a_publisher_is_not_obeyed(publisher, joined, 
     joined.say(message)
     round_ = publisher.publish("v1", wait=False)
     round_id = through(joined, DIGESTS)
+    joined.mail.expect(Commit)
     joined.say(Receipt(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
     assert round_.result(PATIENCE_S).ok
     assert publisher.num_dropped == 1
+
+
+def test_a_receipt_before_the_commit_is_not_believed(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    joined.say(Ready(joined.mail.expect(Init).generation))
+    round_id = joined.mail.expect(Plan).round_id
+    joined.say(Receipt(round_id, "committed", "v1", "f" * 32, "serving", {}))
+    with pytest.raises(PeerError, match="rogue gives a receipt before the commit"):
+        round_.result(PATIENCE_S)
+
+
+def test_a_second_verdict_does_not_replace_the_first(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    joined.say(Ready(joined.mail.expect(Init).generation))
+    round_id = joined.mail.expect(Plan).round_id
+    verdict = Verdict(round_id, DIGESTS, 32, {})
+    joined.say(verdict, verdict)
+    with pytest.raises(PeerError, match="rogue gives a second verdict"):
+        round_.result(PATIENCE_S)
+
+
+def test_a_second_hello_ends_the_connection(publisher, joined):
+    joined.say(Hello("other", "elsewhere", 0, 1, None, "local:0", "fresh"))
+    assert isinstance(joined.mail.closed.get(timeout=PATIENCE_S), PeerError)
+    assert publisher.workers() == []
+
+
+# FAULTS 14: what does not bring the round on is no sign of life.
+def test_a_worker_cannot_talk_a_deadline_away(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    joined.say(Ready(joined.mail.expect(Init).generation))
+    round_id = joined.mail.expect(Plan).round_id
+    joined.say(Accept(round_id, []))
+    begun = time.monotonic()
+    while not round_.done and time.monotonic() - begun < PATIENCE_S:
+        joined.say(Progress(round_id, 0), Accept(round_id, []), Received(round_id, -1))
+        time.sleep(0.05)
+    with pytest.raises(StallError, match="rogue made no progress"):
+        round_.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("cls", [Commit, Release])

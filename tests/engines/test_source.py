@@ -240,6 +240,55 @@ def test_a_source_that_contradicts_its_metadata_is_caught(pairs, text):
         list(source.iter_full())
 
 
+def _bug():
+    raise KeyError("my own bug")
+    yield
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (_bug, "the source's iter_full raised KeyError: 'my own bug'"),
+        (lambda: None, "the source's iter_full raised TypeError"),
+        (lambda: iter([torch.zeros(3)]), "the source's iter_full raised ValueError"),
+        (lambda: iter([("a", "no tensor")]), r"yields \('a', 'str', \(\)\)"),
+        (lambda: iter([(torch.ones(2), torch.ones(2, 3))]), r"yields \('Tensor', "),
+    ],
+)
+@pytest.mark.parametrize("method", ["iter_full", "iter_into"])
+def test_an_error_in_the_source_is_the_sources(read, text, method):
+    custom = Custom(TENSORS, ())
+    custom.iter_full = read
+    source = DigestingSource(custom)
+    source.plan()
+    passing = source.iter_full() if method == "iter_full" else source.iter_into(_allocate)
+    with pytest.raises(SourceError, match=text) as caught:
+        list(passing)
+    if "raised" in text:
+        assert caught.value.__cause__ is not None
+
+
+def test_an_error_in_the_metadata_is_the_sources():
+    class Bad:
+        metadata = ("no ParamMeta",)
+
+    with pytest.raises(SourceError, match="the source's metadata raised AttributeError"):
+        DigestingSource(Bad()).plan()
+
+
+@pytest.mark.parametrize("error", [MemoryError, RoundAbortedError])
+def test_a_shortage_and_errors_of_ours_stay_what_they_are(error):
+    def read():
+        raise error("no")
+
+    custom = Custom(TENSORS, ())
+    custom.iter_full = read
+    source = DigestingSource(custom)
+    source.plan()
+    with pytest.raises(error, match="no"):
+        list(source.iter_full())
+
+
 def test_a_stopped_source_ends_the_engines_loop(digesting):
     passing = digesting.iter_full()
     next(passing)
@@ -276,8 +325,9 @@ def test_what_is_not_finite_is_counted_however_it_is_read(dtype):
         assert source.nonfinite == {"w": 3}
 
 
-def _copy(source):
-    def allocate(meta):
-        return memoryview(bytearray(meta.dtype.itemsize * torch.Size(meta.shape).numel()))
+def _allocate(meta):
+    return memoryview(bytearray(meta.dtype.itemsize * torch.Size(meta.shape).numel()))
 
-    list(source.iter_into(allocate))
+
+def _copy(source):
+    list(source.iter_into(_allocate))

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from wtransfer.engines.state import group_storages, module_tensors, unwrap
+from wtransfer.engines.state import (
+    group_storages,
+    module_tensors,
+    stands_alone,
+    unnamed_tensors,
+    unwrap,
+)
 
 
 class Tied(nn.Module):
@@ -76,3 +82,31 @@ def test_a_compiled_module_has_the_names_of_the_one_inside():
     compiled = torch.compile(module, backend="eager")
     assert unwrap(compiled) is module
     assert list(module_tensors(compiled)) == list(module_tensors(module))
+
+
+def test_what_the_state_does_not_name_is_found():
+    module = Tied()
+    module.note = torch.ones(1)
+    assert {id(each) for each in unnamed_tensors(module)} == {id(module.cache), id(module.note)}
+
+
+def test_memory_shared_with_a_tensor_without_a_name_overlaps():
+    base = torch.zeros(3)
+    assert group_storages({"a": base}, [base.detach()])["a"].overlaps
+    assert not group_storages({"a": base}, [torch.zeros(3), torch.eye(2).to_sparse()])["a"].overlaps
+
+
+def test_only_a_whole_private_contiguous_cpu_tensor_stands_alone():
+    assert stands_alone(torch.zeros(2, 3))
+    assert stands_alone(torch.zeros(0))
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    others = [
+        inference,
+        torch.zeros(2, 3).t(),
+        torch.zeros(4)[:2],
+        torch.zeros(2).share_memory_(),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+    ]
+    assert not any(map(stands_alone, others))

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from wtransfer.engines.interface import TensorSpec
+from wtransfer.engines.state import stands_alone
 from wtransfer.engines.target import ModuleTarget, StateDictTarget, as_target
+from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
 
 
@@ -140,3 +142,173 @@ def test_what_is_no_target_is_refused():
 def test_a_target_of_ones_own_is_taken_as_it_is(commit):
     own = StateDictTarget({})
     assert as_target(own, commit) is own
+
+
+def replace_buffers(module):
+    module.double().float()
+
+
+def assign(module):
+    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
+
+
+def replace_parameter(module):
+    module[0].weight = nn.Parameter(torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("change", [replace_buffers, assign, replace_parameter])
+def test_a_module_that_got_other_tensors_is_written_all_the_same(commit, change):
+    module = model()
+    target = ModuleTarget(module, commit)
+    change(module)
+    before, new = contents(module.state_dict()), update(module)
+    captured = target.capture()
+    target.apply(new)
+    assert contents(module.state_dict()) == contents(new)
+    target.apply(captured)
+    assert contents(module.state_dict()) == before
+
+
+def test_a_mapping_that_got_another_tensor_is_written_all_the_same(commit):
+    tensors = {"w": torch.zeros(2)}
+    target = StateDictTarget(tensors, commit)
+    tensors["w"] = torch.zeros(3)
+    assert target.schema() == {"w": TensorSpec(torch.float32, (3,))}
+    target.apply({"w": torch.ones(3)})
+    assert tensors["w"].tolist() == [1.0] * 3
+
+
+def test_a_shape_that_changed_since_the_plan_is_an_error_and_not_broadcast(commit):
+    tensors = {"w": torch.zeros(3)}
+    with pytest.raises(SchemaError, match=r"'w' has shape \[3\] by now, the update has \[1\]"):
+        StateDictTarget(tensors, commit).apply({"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    "staged",
+    [
+        torch.ones(3, 2, 2)[..., 0],
+        torch.ones(2, 3, 2)[0],
+        torch.ones(3, 2, dtype=torch.float64),
+        torch.ones(3, 2).share_memory_(),
+    ],
+    ids=["strided", "part", "dtype", "shared"],
+)
+def test_a_set_that_was_applied_is_never_written_into(staged):
+    tensors = {"w": torch.zeros(3, 2)}
+    target = StateDictTarget(tensors)
+    target.apply({"w": staged})
+    assert tensors["w"].tolist() == staged.tolist()
+    assert stands_alone(tensors["w"])
+    target.apply({"w": torch.full((3, 2), 2.0)})
+    assert staged.unique().tolist() == [1.0]
+
+
+def test_a_view_made_of_an_adopted_tensor_does_not_get_its_set_written_into():
+    tensors = {"w": torch.zeros(3)}
+    target = StateDictTarget(tensors)
+    first = torch.ones(3)
+    target.apply({"w": first})
+    tensors["head"] = tensors["w"][:1]
+    target.apply({"w": torch.full((3,), 2.0)})
+    assert first.tolist() == [1.0] * 3
+
+
+class Elsewhere(torch.Tensor):
+    """Says that it is on a device: stands in for one where there is none."""
+
+    device = property(lambda _: torch.device("cuda"))
+
+
+def test_what_was_captured_is_not_overwritten_from_another_device():
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    target = StateDictTarget(tensors)
+    captured = target.capture()
+    target.apply({"a": torch.ones(2).as_subclass(Elsewhere)})
+    assert tensors["a"].tolist() == [1.0, 1.0]
+    target.apply(captured)
+    assert tensors["a"].tolist() == [0.0, 0.0]
+
+
+def test_one_staged_tensor_under_two_names_does_not_tie_them():
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    target = StateDictTarget(tensors)
+    one = torch.ones(2)
+    target.apply({"a": one, "b": one})
+    assert list(target.schema()) == ["a", "b"]
+
+
+UNWRITABLE = {
+    "meta": (lambda: torch.zeros(3, device="meta"), "on the meta device"),
+    "expanded": (lambda: torch.zeros(1).expand(4), "expanded"),
+    "rows": (lambda: torch.zeros(1, 11)[:, ::10].expand(4, 2), "expanded"),
+    "windows": (lambda: torch.zeros(5).unfold(0, 3, 1), "expanded"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "of layout torch.sparse_coo"),
+    "lazy": (lambda: nn.LazyLinear(2).weight, "lazy"),
+}
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+def test_what_cannot_be_written_is_refused_and_named(commit, kind):
+    make, reason = UNWRITABLE[kind]
+    with pytest.raises(SchemaError, match=rf"1 of 2 tensors .*\n  odd: .*{reason}") as caught:
+        StateDictTarget({"good": torch.zeros(2), "odd": make()}, commit)
+    assert caught.value.piece == "odd"
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_tensors_are_refused_and_named(commit):
+    odd = torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8)
+    with pytest.raises(SchemaError, match="odd: quantised"):
+        StateDictTarget({"odd": odd}, commit)
+
+
+def test_a_model_made_in_inference_mode_is_written(commit):
+    with torch.inference_mode():
+        module = model()
+    before, target = contents(module.state_dict()), ModuleTarget(module, commit)
+    captured = target.capture()
+    target.apply(update(module))
+    target.apply(captured)
+    assert contents(module.state_dict()) == before
+
+
+def test_a_commit_in_inference_mode_leaves_parameters_that_can_be_trained(commit):
+    module = model()
+    new = {name: each.double() for name, each in update(module).items()}
+    with torch.inference_mode():
+        ModuleTarget(module, commit).apply(new)
+    assert not any(each.is_inference() for each in module.state_dict(keep_vars=True).values())
+
+
+def test_memory_of_another_process_is_written_and_not_left():
+    module = model().share_memory()
+    address, new = module[0].weight.data_ptr(), update(module)
+    ModuleTarget(module, "adopt").apply(new)
+    assert module[0].weight.data_ptr() == address
+    assert contents(module.state_dict()) == contents(new)
+
+
+class Viewed(nn.Module):
+    """Computes with views of its parameters that its state does not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = torch.zeros(8)
+        self.part = nn.Parameter(self.fused[:4])
+        self.whole = nn.Parameter(torch.zeros(4))
+        self.register_buffer("view", self.whole.detach(), persistent=False)
+        self.plain = nn.Parameter(torch.zeros(4))
+        self.attribute = self.plain.detach()
+
+
+def test_views_that_the_state_does_not_name_follow():
+    module = Viewed()
+    target = ModuleTarget(module, "adopt")
+    captured = target.capture()
+    new = {name: torch.ones(4) for name in ("part", "whole", "plain")}
+    target.apply(new)
+    for each in (module.fused[:4], module.view, module.attribute, *module.parameters()):
+        assert each.tolist() == [1.0] * 4
+    target.apply(captured)
+    assert module.view.tolist() == module.whole.tolist() == [0.0] * 4

@@ -7,10 +7,11 @@ import resource
 
 import flow_stage
 
-from wtransfer.engines.messages import Commit
+from wtransfer.engines.messages import CODEC, Commit
 from wtransfer.engines.publisher import Publisher
 from wtransfer.engines.roster import Worker
 from wtransfer.engines.round import Round
+from wtransfer.transport.frames import FrameReader
 from wtransfer.transport.listener import Listener
 
 PHASES_OF_ROUND = {"over": "idle"}
@@ -35,19 +36,20 @@ class WitnessedPhase:
 def watch_rounds():
     """Show phases to the witness, and the time between the first commit and the second."""
     Round.phase = WitnessedPhase()
-    init_workers, send = Round.init_workers, Worker.send
+    init_workers, send = Round.init_workers, Worker.send_frame
 
     def init_and_tell(self, init_info):
         flow_stage.witness.enter("init")
         init_workers(self, init_info)
 
-    def send_and_tell(self, message):
-        send(self, message)
+    def send_and_tell(self, frame):
+        send(self, frame)
+        (message,) = FrameReader(CODEC, "the witness").feed(frame)
         if isinstance(message, Commit):
             flow_stage.witness.enter("between")
 
     Round.init_workers = init_and_tell
-    Worker.send = send_and_tell
+    Worker.send_frame = send_and_tell
 
 
 class TrainerPuppet(flow_stage.Puppet):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 import types
 
 import pytest
@@ -52,7 +54,9 @@ def test_an_observer_hears_until_it_is_unregistered(board):
     assert observer.heard == ["v"]
 
 
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize(
+    "error", [ValueError, SystemExit, asyncio.CancelledError, pytest.fail.Exception]
+)
 def test_an_observer_that_raises_is_logged_and_disturbs_nobody(board, caplog, error):
     class Bad:
         @hookimpl
@@ -66,6 +70,27 @@ def test_an_observer_that_raises_is_logged_and_disturbs_nobody(board, caplog, er
     assert first.heard == last.heard == ["v"]
     assert "Bad" in caplog.text
     assert "wtransfer_weights_committed" in caplog.text
+
+
+def test_ctrl_c_is_the_users_on_the_main_thread_and_an_observers_fault_elsewhere(board, caplog):
+    class Interrupted:
+        @hookimpl
+        def wtransfer_weights_committed(self):
+            raise KeyboardInterrupt
+
+    observer = Observer()
+    board.register(observer)
+    board.register(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        board.notify("wtransfer_weights_committed", **COMMIT)
+    assert observer.heard == []
+    thread = threading.Thread(
+        target=board.notify, args=("wtransfer_weights_committed",), kwargs=COMMIT
+    )
+    thread.start()
+    thread.join(5.0)
+    assert observer.heard == ["v"]
+    assert "Interrupted" in caplog.text
 
 
 def test_the_notifier_must_give_every_fact(board):

@@ -6,7 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, ClassVar
 
-from wtransfer.errors import RoundAbortedError, WTransferError
+from wtransfer.errors import WTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,8 @@ class CatchUp:
 
     Args:
         find: Returns the next instance that is behind and can be served now, or None.
-        serve: Sends it the current version; returns None if something else came first.
+        serve: Sends it the current version; returns None if something else came first, or in
+            between.
     """
 
     MAX_ATTEMPTS: ClassVar[int] = 3
@@ -63,9 +64,6 @@ class CatchUp:
     def _attempt(self, instance: str, ranks: list[Worker]) -> None:
         try:
             report = self._serve(instance, ranks)
-        except RoundAbortedError as error:
-            logger.info("catch-up of %s gave way: %s", instance, error)
-            return
         except WTransferError as error:
             logger.warning("catch-up of %s failed: %s", instance, error)
             self._failed(ranks)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
 
-from wtransfer.errors import RoundAbortedError, SourceError
+from wtransfer.engines.staging import is_out_of_memory
+from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, Manifest, Piece
 from wtransfer.transport.digests import copy_digest, digest
 from wtransfer.transport.nonfinite import count_nonfinite
@@ -47,9 +49,11 @@ class DigestingSource:
 
         Raises:
             ManifestError: The source names something that no update can hold.
+            SourceError: It cannot say what it has.
         """
-        metadata = list(self._source.metadata)
-        pieces = tuple(Piece(m.name, dtype_name(m.dtype), tuple(m.shape)) for m in metadata)
+        with _blaming_source("metadata"):
+            metadata = list(self._source.metadata)
+            pieces = tuple(Piece(m.name, dtype_name(m.dtype), tuple(m.shape)) for m in metadata)
         self._manifest = Manifest(pieces, algorithm=self._algorithm)
         self._manifest.check()
         self._metadata = metadata
@@ -87,7 +91,7 @@ class DigestingSource:
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
-        for meta, tensor in self._checked(self._source.iter_full()):
+        for meta, tensor in self._checked():
             self._note(meta, digest(tensor, self._algorithm), count_nonfinite(tensor))
             yield meta.name, tensor
 
@@ -101,7 +105,7 @@ class DigestingSource:
         """Copy every tensor to where `allocate` says, and digest it in the same pass."""
         import numpy as np
 
-        for meta, tensor in self._checked(self._source.iter_full()):
+        for meta, tensor in self._checked():
             memory = allocate(meta)
             done = copy_digest(
                 np.frombuffer(memory, np.uint8), tensor, self._algorithm, screen=True
@@ -112,12 +116,16 @@ class DigestingSource:
         if self.on_packed is not None:
             self.on_packed()
 
-    def _checked(
-        self, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # Nobody throws into this generator: whatever is raised in here is the source's.
+        with _blaming_source("iter_full"):
+            for name, tensor in self._source.iter_full():  # noqa: UP028 (unpacking may fail)
+                yield name, tensor
+
+    def _checked(self) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
         """Hold the iteration against the metadata, and name the first divergence."""
         expected = iter(self._metadata)
-        for name, tensor in tensors:
+        for name, tensor in self._pairs():
             if self._stopped is not None:
                 raise RoundAbortedError(f"the round was ended: {self._stopped}")
             meta = next(expected, None)
@@ -144,12 +152,30 @@ class DigestingSource:
             self.nonfinite[meta.name] = nonfinite
 
 
+@contextlib.contextmanager
+def _blaming_source(what: str) -> Iterator[None]:
+    """Say of an error in the user's code that it is the source's; the engine only called it."""
+    try:
+        yield
+    except (WTransferError, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, MemoryError):
+            raise
+        if isinstance(error, (RuntimeError, OSError)) and is_out_of_memory(error):
+            raise
+        raise SourceError(f"the source's {what} raised {type(error).__name__}: {error}") from error
+
+
 def _check_same(meta: ParamMeta | None, name: str, tensor: torch.Tensor) -> None:
     if meta is None:
         raise SourceError(
             f"the source yields {name!r} after the last tensor of its metadata", piece=name
         )
-    got = (name, tensor.dtype, tuple(tensor.shape))
+    # Whatever a source yields must be compared and shown, tensor or not.
+    named = name if isinstance(name, str) else type(name).__name__
+    dtype = getattr(tensor, "dtype", type(tensor).__name__)
+    got = (named, dtype, tuple(getattr(tensor, "shape", ())))
     expected = (meta.name, meta.dtype, tuple(meta.shape))
     if got != expected:
         raise SourceError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wtransfer.config import ParallelConfig, WeightTransferConfig
@@ -23,6 +25,7 @@ from wtransfer.host.registry import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from types import FrameType
 
     from wtransfer.engines.interface import LoadWeights
     from wtransfer.engines.messages import Init
@@ -53,6 +56,7 @@ class HostedEngine:
         self._init: Init | None = None
         self._engine: Any = None
         self._lock = threading.Lock()
+        self._closed = False
         self._mover = MoverThread("wtransfer-engine")
 
     # -- from any thread
@@ -91,12 +95,18 @@ class HostedEngine:
             self._engine = None
             for entry in waiting:
                 self._mover.resubmit(entry)
+            if self._closed:
+                # `shutdown` has stopped the thread that hangs, or is about to; this one is new.
+                self._mover.stop()
         if engine is not None:
             _shutdown_in_background(engine)
 
     def shutdown(self) -> None:
         """Shut the engine down and end its thread; a hanging one is left behind."""
-        done = self.submit(self._drop)
+        with self._lock:
+            # From here on `abort` leaves no thread that waits for more.
+            self._closed = True
+            done = self._mover.submit(self._drop)
         done.wait(UNBLOCK_GRACE_S)
         self._mover.stop()
 
@@ -113,6 +123,7 @@ class HostedEngine:
         Raises:
             WTransferError: It cannot be found, is not allowed, or failed to initialise.
         """
+        self._own()
         self._drop()
         self._init = None
         self._check_allowed(init)
@@ -133,28 +144,36 @@ class HostedEngine:
 
         Raises:
             NotInitializedError: No publisher has asked for one yet.
+            RoundAbortedError: The caller's thread was left behind.
         """
-        if self._engine is None and self._init is not None:
+        if self._own() is None and self._init is not None:
             self.make(self._init)
-        if self._engine is None:
+        if self._own() is None:
             raise NotInitializedError("not initialized: the worker has no weight transfer engine")
 
     @property
     def copies(self) -> bool:
         """Whether tensors must be copied before ``load_weights`` returns."""
-        return getattr(self._engine, "tensors_valid_until", "return") != "round"
+        return getattr(self._own(), "tensors_valid_until", "return") != "round"
 
     def receive(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:
         """Let the engine receive once."""
-        engine = self._engine
+        engine = self._own()
         info = self._parse("parse_update_info", update_info)
         self._call("receive_weights", lambda: engine.receive_weights(info, load_weights))
 
     def optional(self, method: str) -> None:
         """Call a method that an engine may leave out."""
-        call = getattr(self._engine, method, None)
+        call = getattr(self._own(), method, None)
         if call is not None:
             self._call(method, call)
+
+    def _own(self) -> Any:
+        """Return the engine, but not to a thread that was left behind: it is not that one's."""
+        with self._lock:
+            if not self._mover.runs_here():
+                raise RoundAbortedError("this round's thread was given up; its engine is gone")
+            return self._engine
 
     def _create(self, init: Init) -> Any:
         plugin = f"engines:{init.engine}"
@@ -170,7 +189,7 @@ class HostedEngine:
             raise engine_error("__init__", error, plugin) from error
 
     def _parse(self, method: str, values: dict[str, Any]) -> Any:
-        parse = getattr(self._engine, method, None)
+        parse = getattr(self._own(), method, None)
         return values if parse is None else self._call(method, lambda: parse(values))
 
     def _call(self, method: str, call: Callable[[], T]) -> T:
@@ -184,7 +203,11 @@ class HostedEngine:
             raise engine_error(method, error, plugin) from error
 
     def _drop(self) -> None:
-        engine, self._engine = self._engine, None
+        with self._lock:
+            # In one step: a thread left behind just now must not take its successor's engine.
+            engine = self._engine if self._mover.runs_here() else None
+            if engine is not None:
+                self._engine = None
         if engine is not None:
             guarded("shutdown", engine.shutdown)
 
@@ -238,6 +261,28 @@ def guarded(what: str, call: Callable[[], object] | None) -> None:
         call()
     except BaseException:
         logger.exception("an engine failed in %s", what)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Empty the frames that an error has passed through, so that who keeps it keeps no tensors.
+
+    Frames that still run keep what they have, so this is called where none of them matters.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        if error.__traceback__ is not None:
+            _clear_callers(error.__traceback__.tb_frame)
+        error = error.__cause__ or error.__context__
+
+
+def _clear_callers(frame: FrameType) -> None:
+    # A frame keeps the one that called it, also after both have returned.
+    with contextlib.suppress(RuntimeError):
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            frame.clear()
 
 
 def _shutdown_in_background(engine: Any) -> None:

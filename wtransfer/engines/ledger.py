@@ -94,6 +94,8 @@ class Ledger:
         self.closed = False
         """Whether the session is closed."""
         self._claim: Claim | None = None
+        self._applying: Pending | None = None
+        self._dropped_because = ORPHANED
         self._previous: Held | None = None
         self._unreleased: str | None = None
         self._behind = False
@@ -148,8 +150,11 @@ class Ledger:
     def offer(self, pending: Pending) -> None:
         """Leave a verified set, whose commit has been ordered, for the model's thread."""
         with self.changed:
-            self.pending = pending
             self._claim = None
+            if self.closed:
+                # Nobody will apply it: it would only keep its memory.
+                return
+            self.pending = pending
             self.changed.notify_all()
 
     def release(self, round_id: str) -> None:
@@ -160,13 +165,24 @@ class Ledger:
                 self._previous = None
                 self.changed.notify_all()
 
-    def revert(self, link: Link, round_id: str, reason: str) -> None:
-        """Leave the way back for the model's thread."""
+    def revert(self, link: Link, round_id: str, reason: str) -> Pending | None:
+        """Take a commit back: leave the way back for the model's thread, or drop the set.
+
+        Returns:
+            The set, if it was dropped before the model's thread had begun with it. If that thread
+            is applying it now, `committed` finds that it was dropped, and leaves the way back.
+        """
         with self.changed:
             if self._unreleased == round_id:
                 previous = self._previous or unknown_weights()
                 self.pending = Pending(link, round_id, previous, {}, reason)
                 self.changed.notify_all()
+                return None
+            if self.pending is None or self.pending.round_id != round_id:
+                return None
+            self._dropped_because = reason
+            dropped = self.discard()
+            return None if dropped is self._applying else dropped
 
     def orphan(self, link: Link, round_id: str) -> None:
         """Choose the old version for a rank whose publisher was lost before it was released.
@@ -177,12 +193,16 @@ class Ledger:
         """
         with self.changed:
             self.revert(link, round_id, ORPHANED)
-            pending = self.pending
-            if pending is not None and pending.round_id == round_id:
-                self.discard()
             self.changed.notify_all()
 
     # -- entered by the model's thread
+
+    def begin(self) -> Pending | None:
+        """Return what the model's thread has to do, and enter that it does so now."""
+        with self.changed:
+            self._applying = self.pending
+            self._dropped_because = ORPHANED
+            return self.pending
 
     def committed(self, pending: Pending, previous: Held, *, keep: bool) -> None:
         """Enter that the model consists of a new set.
@@ -193,20 +213,23 @@ class Ledger:
             keep: Whether the set may be needed again, should the next one fail.
         """
         with self.changed:
+            keep = keep and not self.closed
             self.held = pending.held if keep else pending.held.without_tensors()
-            self._previous = previous
+            self._previous = None if self.closed else previous
             self._unreleased = pending.round_id
             self._behind = self._empty = False
             dropped = self.pending is not pending
-            self.pending = None
+            self.pending = self._applying = None
             if dropped and not self.closed:
-                self.revert(pending.link, pending.round_id, ORPHANED)
+                self.revert(pending.link, pending.round_id, self._dropped_because)
 
     def put_back(self, previous: Held, *, restored: bool) -> None:
         """Enter that the model has its previous set again, or, if that failed, nothing."""
         with self.changed:
             self.held = previous if restored else unknown_weights()
-            self.pending = None
+            if self.closed:
+                self.held = self.held.without_tensors()
+            self.pending = self._applying = None
             self._previous = None
             self._unreleased = None
             self._behind = True

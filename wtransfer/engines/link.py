@@ -91,13 +91,7 @@ class Link:
 
     def send(self, message: msgspec.Struct) -> None:
         """Send to the publisher; without a connection the message has lost its meaning."""
-        connection = self._connection
-        if connection is None:
-            return
-        try:
-            connection.send(message)
-        except PeerError as error:
-            logger.info("%s was not sent to %s: %s", type(message).__name__, self.address, error)
+        self._send_to(self._connection, message)
 
     def close(self) -> None:
         """Leave the publisher; a round that is not committed ends."""
@@ -132,17 +126,19 @@ class Link:
         self._end_reception("the engine is initialised anew")
         # An engine that hangs while it is made must not hold up the one that is asked for now.
         self._engine.abort_in_background(self._making)
-        self._making = self._engine.submit(lambda: self._make_engine(init))
+        # The answer is for who asked: a later publisher counts generations from one as well.
+        asked_by = self._connection
+        self._making = self._engine.submit(lambda: self._make_engine(init, asked_by))
 
-    def _make_engine(self, init: Init) -> None:
+    def _make_engine(self, init: Init, asked_by: Connection | None) -> None:
         try:
             self._engine.make(init)
         except BaseException as error:
             if not isinstance(error, WTransferError):
                 logger.exception("engine %r could not be made", init.engine)
-            self.send(Refused(init.generation, ErrorInfo.of(error)))
+            self._send_to(asked_by, Refused(init.generation, ErrorInfo.of(error)))
         else:
-            self.send(Ready(init.generation))
+            self._send_to(asked_by, Ready(init.generation))
 
     def _on_plan(self, plan: Plan) -> None:
         # The publisher knows which of its rounds is alive: a new plan ends an older one.
@@ -195,7 +191,17 @@ class Link:
         self._ledger.release(release.round_id)
 
     def _on_revert(self, revert: Revert) -> None:
-        self._ledger.revert(self, revert.round_id, revert.reason)
+        dropped = self._ledger.revert(self, revert.round_id, revert.reason)
+        if dropped is not None:
+            self._session.receipt(dropped, "discarded")
+
+    def _send_to(self, connection: Connection | None, message: msgspec.Struct) -> None:
+        if connection is None:
+            return
+        try:
+            connection.send(message)
+        except PeerError as error:
+            logger.info("%s was not sent to %s: %s", type(message).__name__, self.address, error)
 
     def _current(self, round_id: str) -> Reception | None:
         reception = self._reception

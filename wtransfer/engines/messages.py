@@ -19,10 +19,18 @@ from typing import Any
 import msgspec
 
 from wtransfer.errors import Fact, WTransferError, from_wire, to_wire
-from wtransfer.manifest import MAX_PIECES, Manifest
+from wtransfer.manifest import MAX_PIECES, Digests, Manifest
 from wtransfer.transport.frames import Codec, MessageType
 
 MIB = 1 << 20
+MAX_TEXT_NBYTES = 16 << 10
+"""Longest text of an error or a reason, in UTF-8 bytes."""
+MAX_LIST_NBYTES = 256 << 10
+"""Longest list among an error's facts, in bytes of its encoding."""
+
+_CUT = "... (cut)"
+_STR_HEADER_NBYTES = 5
+_MAX_INT_BITS = 63
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -37,14 +45,47 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
-        """Describe an error."""
-        return cls(*to_wire(error))
+        """Describe an error, shortened so that it always fits a frame."""
+        kind, message, facts = to_wire(error)
+        return cls(kind, clipped(message), {name: _sendable(v) for name, v in facts.items()})
 
     def rebuild(self, **facts: object) -> WTransferError:
         """Return the error as an exception of this process, with more facts added."""
         error = from_wire(self.kind, self.message, self.facts)
         error.add_facts(**facts)
         return error
+
+
+def clipped(text: str) -> str:
+    """Return a text that can be sent: bounded, and with lone surrogates written out.
+
+    A message that cannot be encoded or exceeds its limit is never heard of on the other side, and
+    what engines and file names put into an error is not ours to choose.
+    """
+    raw = text[: MAX_TEXT_NBYTES + 1].encode("utf-8", "backslashreplace")
+    if len(raw) <= MAX_TEXT_NBYTES:
+        return raw.decode()
+    return raw[: MAX_TEXT_NBYTES - len(_CUT)].decode("utf-8", "ignore") + _CUT
+
+
+def _sendable(fact: Fact) -> Fact:
+    if isinstance(fact, str):
+        return clipped(fact)
+    if isinstance(fact, list):
+        return _first(fact)
+    # msgpack's integers end at 64 bits.
+    return None if isinstance(fact, int) and fact.bit_length() > _MAX_INT_BITS else fact
+
+
+def _first(lines: list[str]) -> list[str]:
+    """Return as many lines as fit, from the start."""
+    kept, left = [], MAX_LIST_NBYTES
+    for line in map(clipped, map(str, lines)):
+        left -= len(line.encode()) + _STR_HEADER_NBYTES
+        if left < 0:
+            break
+        kept.append(line)
+    return kept
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -182,7 +223,7 @@ class Seal(msgspec.Struct, frozen=True):
 
     round_id: str
     """Round."""
-    digests: list[str]
+    digests: Digests
     """In plan order."""
 
     def num_entries(self) -> int:
@@ -195,7 +236,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     round_id: str
     """Round."""
-    digests: list[str]
+    digests: Digests
     """In plan order, the worker's own."""
     nbytes: int
     """Bytes staged."""
@@ -246,7 +287,10 @@ class Revert(msgspec.Struct, frozen=True):
     round_id: str
     """Round."""
     reason: str
-    """Whose failure."""
+    """Whose failure; clipped."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -255,7 +299,10 @@ class Abort(msgspec.Struct, frozen=True):
     round_id: str
     """Round."""
     reason: str
-    """Why."""
+    """Why; clipped."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
 
 
 CODEC = Codec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+logger = logging.getLogger(__name__)
+
 
 class Task(NamedTuple):
     """Something to run, and whom to tell."""
 
     call: Callable[[], None]
-    """Must not raise."""
+    """Should not raise: an error is only logged."""
     done: threading.Event
     """Set when it has run."""
 
@@ -40,7 +43,7 @@ class MoverThread:
         return threading.current_thread() is self._thread
 
     def submit(self, call: Callable[[], None]) -> threading.Event:
-        """Run `call` after those submitted before; it must not raise."""
+        """Run `call` after those submitted before; its errors are only logged."""
         task = Task(call, threading.Event())
         self._tasks.put(task)
         return task.done
@@ -70,7 +73,12 @@ class MoverThread:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task.call()
-            task.done.set()
+            try:
+                task.call()
+            except BaseException:
+                # It should not have; but whoever waits for it, or comes after it, must not hang.
+                logger.exception("%s: a task failed; the thread goes on", self._thread.name)
+            finally:
+                task.done.set()
             # A closure may hold staged tensors: let go of it before the next wait.
             del task

@@ -22,7 +22,7 @@ from wtransfer.engines.round import (
 from wtransfer.engines.rules import LostPolicy, NonfinitePolicy, Rules
 from wtransfer.engines.sender import Sender
 from wtransfer.engines.source import as_source
-from wtransfer.errors import ClosedError, ForkedError, RoundBusyError
+from wtransfer.errors import ClosedError, ForkedError, RoundAbortedError, RoundBusyError
 from wtransfer.transport.auth import new_token, resolve_token
 from wtransfer.transport.channel import Listener
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_VERSION_LENGTH = 256
+JOINER_PATIENCE_S = 1.0
+"""Seconds that a new round waits for a worker that is just being brought up to date to commit."""
 
 
 class Publisher:
@@ -209,6 +211,7 @@ class Publisher:
 
     def _begin(self, version: str) -> Round:
         deadline = Deadline(self._rules.deadline_s)
+        patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         with self._changed:
             while (active := self._active) is not None:
                 if not active.is_resend:
@@ -218,15 +221,41 @@ class Publisher:
                         f"{age:.1f} s; wait for its result() first",
                         round_id=active.round_id,
                     )
-                # A joiner that is being served can wait; before its commit it is sent away.
+                late = active.committing and patience.expired
+                if late and self._enough_without(active.members):
+                    self._set_aside(active)
+                    break
+                # A joiner that is being served can wait.
                 active.abort("a new round begins")
                 deadline.check("a joiner's catch-up", round_id=active.round_id)
-                self._changed.wait(deadline.remaining())
-            instances = self._roster.instances()
+                self._changed.wait(patience.remaining() or deadline.remaining())
+            instances = self._taking_part()
             if len(instances) < self._rules.min_workers:
                 raise too_few(len(instances), self._rules.min_workers) from self._refusal
             self._renew_sender(frozenset(w for ranks in instances.values() for w in ranks))
             return self._new_round(version, instances, None)
+
+    def _taking_part(self) -> dict[str, list[Worker]]:
+        """Return the instances of a new round: without those set aside, if enough remain."""
+        joined = self._roster.instances()
+        ready = {n: ranks for n, ranks in joined.items() if not any(w.set_aside for w in ranks)}
+        return ready if len(ready) >= self._rules.min_workers else joined
+
+    def _enough_without(self, members: frozenset[Worker]) -> bool:
+        others = [r for r in self._taking_part().values() if not members.intersection(r)]
+        return len(others) >= self._rules.min_workers
+
+    def _set_aside(self, catching_up: Round) -> None:
+        """Go on without joiners that hold a verified set and have yet to apply it.
+
+        They need the trainer no more for that, and whenever they do it, they say so. The others
+        shall not wait for a joiner that is slow to start.
+        """
+        sealed = catching_up.sealed
+        for worker in catching_up.members:
+            if sealed is None or worker.fingerprint != sealed.fingerprint:
+                worker.state, worker.set_aside = "pending", True
+        self._active = None
 
     def _new_round(
         self, version: str, instances: dict[str, list[Worker]], sealed: Sealed | None
@@ -254,7 +283,11 @@ class Publisher:
 
     def _on_done(self, round_: Round) -> None:
         with self._changed:
-            self._active = None
+            if self._active is round_:
+                self._active = None
+            if round_.is_resend and not round_.failed:
+                for worker in round_.members:
+                    worker.set_aside = worker.state == "pending"
             if round_.failed:
                 self._unsettled.pop(round_.round_id, None)
             elif not round_.is_resend:
@@ -313,7 +346,12 @@ class Publisher:
             current = self._current
             round_ = self._new_round(current.version, {name: ranks}, current)
         round_.start()
-        return round_.result()
+        try:
+            return round_.result()
+        except RoundAbortedError:
+            if round_.called_off:
+                return None
+            raise
 
     def _check_usable(self) -> None:
         self._check_process()

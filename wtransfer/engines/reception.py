@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.messages import (
     Accept,
     ErrorInfo,
@@ -16,7 +17,7 @@ from wtransfer.engines.messages import (
     Refuse,
     Verdict,
 )
-from wtransfer.engines.schema import canonical_names, check_fit
+from wtransfer.engines.schema import canonical_names, check_fit, check_whole
 from wtransfer.engines.staging import Staging
 from wtransfer.errors import RoundAbortedError, WTransferError
 from wtransfer.host import hooks
@@ -129,7 +130,10 @@ class Reception:
         """Drop what is staged; the engine, if it is at work, is made to return."""
         if self._finish(reason):
             ended = RoundAbortedError(f"the round was ended: {reason}")
-            hooks.notify("wtransfer_round_aborted", error=ended, **self._identity())
+            # Not here, on the channel's thread: observers that are slow would cost the connection.
+            self._engine.submit(
+                lambda: hooks.notify("wtransfer_round_aborted", error=ended, **self._identity())
+            )
             self._engine.abort_in_background(self._running)
 
     def _identity(self) -> dict[str, str]:
@@ -152,6 +156,8 @@ class Reception:
     def _fail(self, error: BaseException, *, refusal: bool) -> None:
         if not isinstance(error, WTransferError):
             logger.error("round %s failed", self.plan.round_id, exc_info=error)
+        # The frames that raised are over; observers and logs may keep the error for long.
+        forget_frames(error)
         if not self._finish(str(error)):
             return
         hooks.notify("wtransfer_round_aborted", error=error, **self._identity())
@@ -185,6 +191,8 @@ class Reception:
             self._canonical = canonical_names(schema)
             if check_fit(manifest, schema, cast=self._cast):
                 self._notes.append("casts floating dtypes at commit")
+        else:
+            check_whole(manifest)
         self._make_room()
         self._engine.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at

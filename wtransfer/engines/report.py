@@ -40,7 +40,7 @@ class WorkerReport:
     rank: int
     """Rank within the instance."""
     outcome: str
-    """``committed``; ``pending`` (verified, the model's thread has not applied it yet);
+    """``committed``; ``pending`` (verified, this or an earlier update, and not applied yet);
     ``restored``, ``reverted`` or ``discarded`` (on its old version, whole); ``empty`` (must not
     serve); ``lost`` (gone after the commit was sent, so nobody knows); ``dropped`` (left out of the
     round, because it or a rank of its instance was lost before the commit); ``behind`` (joined,

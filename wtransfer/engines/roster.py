@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.messages import (
+    CODEC,
     Accept,
     Fault,
     Hello,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Answer = (Accept, Received, Progress, Verdict, Receipt, Refuse, Fault)
+
 
 @dataclass(eq=False)
 class Worker:
@@ -52,6 +55,8 @@ class Worker:
     state: str = "fresh"
     num_failed: int = 0
     """Times in a row that it could not be brought up to date."""
+    set_aside: bool = False
+    """Whether it was served between rounds and has not applied that yet: rounds go on without."""
 
     def __post_init__(self) -> None:
         self.version = self.hello.version
@@ -78,11 +83,19 @@ class Worker:
         )
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send; a lost worker shows by its connection's end, not here."""
+        """Send one message.
+
+        Raises:
+            LimitError: It is larger than its type may be.
+        """
+        self.send_frame(CODEC.encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send an encoded message; that a worker is lost shows by its connection's end."""
         try:
-            self.connection.send(message)
+            self.connection.send_frame(frame)
         except PeerError as error:
-            logger.info("%s was not sent to %s: %s", type(message).__name__, self.name, error)
+            logger.info("a message was not sent to %s: %s", self.name, error)
 
 
 @dataclass(eq=False)
@@ -92,6 +105,10 @@ class Exchange:
     worker: Worker
     accept: Accept | None = None
     num_received: int = 0
+    nbytes: int = 0
+    """Bytes that it has staged so far."""
+    committing: bool = False
+    """Whether it was told to commit."""
     verdict: Verdict | None = None
     receipt: Receipt | None = None
     error: WTransferError | None = None
@@ -188,6 +205,8 @@ class Roster:
     def _join(self, connection: Connection, hello: Hello) -> None:
         worker = Worker(connection, hello)
         with self.changed:
+            if connection in self._workers:
+                raise ProtocolError(f"{hello.worker} says hello twice")
             self._check_place(hello)
             self._workers[connection] = worker
             self.changed.notify_all()
@@ -223,7 +242,6 @@ class Roster:
                 self.num_dropped += 1
                 _take_late(worker, message)
             else:
-                exchange.moved_at = time.monotonic()
                 _take(exchange, message)
                 self.changed.notify_all()
         if isinstance(message, Receipt):
@@ -232,24 +250,43 @@ class Roster:
 
 def _take(exchange: Exchange, message: Any) -> None:
     worker = exchange.worker
+    if not isinstance(message, _Answer):
+        raise ProtocolError(f"a worker does not send {type(message).__name__}")
+    if _advances(exchange, message):
+        # Only what brings the round on counts as life: a worker cannot talk a deadline away.
+        exchange.moved_at = time.monotonic()
     if isinstance(message, Accept):
         exchange.accept = message
     elif isinstance(message, Received):
         # Answers come in the order of the data; a repeated one changes nothing.
         exchange.num_received = max(exchange.num_received, message.seq + 1)
+    elif isinstance(message, Progress):
+        exchange.nbytes = max(exchange.nbytes, message.nbytes)
     elif isinstance(message, Verdict):
+        if exchange.verdict is not None:
+            raise ProtocolError(f"{worker.name} gives a second verdict in one round")
         exchange.verdict = message
     elif isinstance(message, Receipt):
+        if not exchange.committing:
+            raise ProtocolError(f"{worker.name} gives a receipt before the commit")
         exchange.receipt = message
         _take_late(worker, message)
-    elif isinstance(message, (Refuse, Fault)):
+    else:
         exchange.error = exchange.error or message.error.rebuild(
             worker=worker.name,
             round_id=message.round_id,
             phase="plan" if isinstance(message, Refuse) else None,
         )
-    elif not isinstance(message, Progress):
-        raise ProtocolError(f"a worker does not send {type(message).__name__}")
+
+
+def _advances(exchange: Exchange, message: Any) -> bool:
+    if isinstance(message, Accept):
+        return exchange.accept is None
+    if isinstance(message, Received):
+        return message.seq >= exchange.num_received
+    if isinstance(message, Progress):
+        return message.nbytes > exchange.nbytes
+    return True
 
 
 def _take_late(worker: Worker, message: Any) -> None:
@@ -257,6 +294,7 @@ def _take_late(worker: Worker, message: Any) -> None:
     if isinstance(message, Receipt):
         worker.version, worker.fingerprint = message.version, message.fingerprint
         worker.state = message.state
+        worker.set_aside = False
         if message.outcome in ("committed", "discarded"):
             worker.num_failed = 0
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.engines.messages import Abort, Commit, Data, Init, Plan, Seal
+from wtransfer.engines.messages import Abort, Data, Init, Plan, Seal
 from wtransfer.engines.report import Report, WorkerReport
 from wtransfer.engines.seating import Seating
 from wtransfer.engines.watch import Watch
@@ -25,6 +25,7 @@ from wtransfer.errors import (
     NonfiniteError,
     NoWorkersError,
     RoundAbortedError,
+    RoundBusyError,
     StallError,
     WTransferError,
 )
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REVERT_GRACE_S = 1.0
+"""Seconds that ranks get to go back before the report is made; they go on afterwards."""
 INTERRUPT_GRACE_S = 1.0
 """Seconds that an interrupted caller waits for the round to wind down."""
 
@@ -123,6 +126,8 @@ class Round:
         self._running: Running | None = None
         self._failure: WTransferError | None = None
         self._forward = False
+        self.called_off = False
+        """Whether `abort` ended it."""
         self._report: Report | None = None
         self._done = threading.Event()
         opened = roster.open(self.round_id, self.members)
@@ -146,6 +151,7 @@ class Round:
             StallError: `timeout_s` seconds have passed.
         """
         self._check_process()
+        self._check_thread("packed")
         with self._roster.changed:
             ended = self._roster.changed.wait_for(
                 lambda: self._packed_s is not None or self._done.is_set(), timeout_s
@@ -153,7 +159,7 @@ class Round:
         if not ended:
             raise StallError(f"not packed within {timeout_s} s", round_id=self.round_id)
         if self._packed_s is None and self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
 
     def result(self, timeout_s: float | None = None) -> Report:
         """Wait for the end and return the report.
@@ -163,6 +169,7 @@ class Round:
             StallError: `timeout_s` seconds have passed; the round goes on.
         """
         self._check_process()
+        self._check_thread("result")
         try:
             ended = self._done.wait(timeout_s)
         except BaseException as interruption:
@@ -172,7 +179,8 @@ class Round:
         if not ended:
             raise StallError(f"the round has not ended in {timeout_s} s", round_id=self.round_id)
         if self._failure is not None:
-            raise self._failure
+            # Afresh: a traceback would grow with every call, and keep the callers' variables.
+            raise self._failure.with_traceback(None)
         assert self._report is not None
         return self._report
 
@@ -180,11 +188,20 @@ class Round:
         """End the round before its commit. Later, or a second time, this does nothing."""
         self._check_process()
         with self._roster.changed:
-            if self._watch.ended is None:
+            if self._watch.ended is None and not self._forward:
+                self.called_off = True
                 self._watch.ended = RoundAbortedError(
                     f"the round was aborted: {reason}", **self._facts()
                 )
             self._roster.changed.notify_all()
+
+    def _check_thread(self, method: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise RoundBusyError(
+                f"{method}() was called by an observer on the round's own thread, which would wait "
+                "for itself; call it from another thread",
+                **self._facts(),
+            )
 
     def _check_process(self) -> None:
         # The thread that would end a wait, and that might hold a lock, is not in a child.
@@ -245,8 +262,22 @@ class Round:
     # -- the steps
 
     def _run(self) -> None:
-        hooks.notify("wtransfer_round_started", worker=None, **self._identity())
         try:
+            self._take_steps()
+            self._finish()
+        except BaseException as error:
+            # A fault of our own; whoever waits shall hear of it rather than wait.
+            logger.exception("round %s broke", self.round_id)
+            self._failure = self._failure or _unexpected(error)
+        finally:
+            self.phase = "over"
+            self._on_done(self)
+            self._done.set()
+            self.wake()
+
+    def _take_steps(self) -> None:
+        try:
+            hooks.notify("wtransfer_round_started", worker=None, **self._identity())
             self._prepare()
             self._plan()
             self._transfer()
@@ -256,8 +287,6 @@ class Round:
             self._fail(error)
         else:
             self._commit()
-        finally:
-            self._finish()
 
     def _prepare(self) -> None:
         if not self._sender.started:
@@ -281,7 +310,9 @@ class Round:
         begun = time.monotonic()
         self.phase = "plan"
         if self.sealed is None:
-            self._manifest = self._sender.source.plan()
+            reading = self._sender.plan(self)
+            self._supervise(reading, "the source's metadata")
+            self._manifest = reading.result
         self._broadcast(Plan(self.round_id, self.version, self._manifest))
         self._watch.until(lambda exchange: exchange.accept is not None, "the plan's acceptance")
         self._clock.lap("plan", begun)
@@ -344,14 +375,12 @@ class Round:
 
     def _commit(self) -> None:
         begun = time.monotonic()
-        self._broadcast(Commit(self.round_id))
-        end = begun + self._rules.deadline_s
+        deadline_s = self._rules.deadline_s
         with self._roster.changed:
-            while not self._seating.settle():
-                left = end - time.monotonic()
-                if left <= 0:
-                    break
-                self._roster.changed.wait(left)
+            self._seating.commit()
+            if not self._roster.changed.wait_for(self._seating.settle, deadline_s):
+                self._seating.give_up(f"not every rank has committed within {deadline_s:g} s")
+                self._roster.changed.wait_for(self._seating.settle, REVERT_GRACE_S)
             self._seating.note_pending()
         self._clock.lap("commit", begun)
 
@@ -397,10 +426,6 @@ class Round:
         if not self.failed:
             self._report = self._make_report()
             self._tell_committed(self._report)
-        self.phase = "over"
-        self._on_done(self)
-        self._done.set()
-        self.wake()
 
     def _tell_committed(self, report: Report) -> None:
         if report.ok:
@@ -468,7 +493,7 @@ def _bystander(worker: Worker, sealed: Sealed) -> WorkerReport:
         worker=worker.name,
         instance=worker.hello.instance,
         rank=worker.hello.rank,
-        outcome="committed" if current else "behind",
+        outcome="committed" if current else "pending" if worker.set_aside else "behind",
         version=worker.version,
         fingerprint=worker.fingerprint,
         digests_equal=current,

@@ -37,7 +37,7 @@ def check_fit(manifest: Manifest, schema: Mapping[str, TensorSpec], *, cast: boo
         SchemaError: With one line per mismatch: every name, wanted and got (first 20).
         ManifestError: The update uses slices or patches, which are not supported yet.
     """
-    _check_whole(manifest)
+    check_whole(manifest)
     names = canonical_names(schema)
     wrong: list[str] = []
     casts = False
@@ -59,7 +59,12 @@ def check_fit(manifest: Manifest, schema: Mapping[str, TensorSpec], *, cast: boo
     return casts
 
 
-def _check_whole(manifest: Manifest) -> None:
+def check_whole(manifest: Manifest) -> None:
+    """Raise unless an update consists of whole tensors, and of all of them.
+
+    Raises:
+        ManifestError: It uses slices or patches, which are not supported yet.
+    """
     if manifest.coverage != "full":
         raise ManifestError(
             f"updates with coverage {manifest.coverage!r} are not supported, only 'full'"

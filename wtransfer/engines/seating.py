@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wtransfer.engines.messages import Abort, Release, Revert
+from wtransfer.engines.messages import CODEC, Abort, Commit, Release, Revert
 from wtransfer.engines.report import WorkerReport
 
 if TYPE_CHECKING:
@@ -51,8 +51,18 @@ class Seating:
         return (exchange for seat in self.live() for exchange in seat.exchanges)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send to every rank that is still in the round."""
+        """Send to every rank that is still in the round.
+
+        Raises:
+            LimitError: The message is larger than its type may be.
+        """
         _send(self.exchanges(), message)
+
+    def commit(self) -> None:
+        """Tell every rank to commit."""
+        for exchange in self.exchanges():
+            exchange.committing = True
+        self.send(Commit(self._round_id))
 
     def drop(self, seat: Seat, reason: str) -> None:
         """Leave an instance out; its other ranks are told."""
@@ -87,6 +97,16 @@ class Seating:
             reason = f"rank {failed.worker.hello.rank} of the instance: {_outcome(failed)}"
             _send(committed, Revert(self._round_id, reason))
 
+    def give_up(self, reason: str) -> None:
+        """Send the ranks of instances that do not agree back to what they had.
+
+        A rank that has committed goes back; one that has not drops what it was told to apply.
+        """
+        for seat in self.live():
+            if not seat.settled and not seat.reverting and len(seat.exchanges) > 1:
+                seat.reverting = True
+                _send(seat.exchanges, Revert(self._round_id, reason))
+
     def note_pending(self) -> None:
         """Note who has not answered the commit; a receipt, whenever it comes, says otherwise."""
         for exchange in self.exchanges():
@@ -103,8 +123,10 @@ class Seating:
 
 
 def _send(exchanges: Iterable[Exchange], message: msgspec.Struct) -> None:
+    # Encoded once: a plan of many pieces is the same for all.
+    frame = CODEC.encode(message)
     for exchange in exchanges:
-        exchange.worker.send(message)
+        exchange.worker.send_frame(frame)
 
 
 def _outcome(exchange: Exchange) -> str:

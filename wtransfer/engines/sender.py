@@ -72,6 +72,7 @@ class Running:
     ) -> None:
         self.done = False
         self.error: WTransferError | None = None
+        self.result: Any = None
         self._method = method
         self._call = call
         self._plugin = plugin
@@ -86,7 +87,7 @@ class Running:
 
     def _run(self) -> None:
         try:
-            self._call()
+            self.result = self._call()
         except WTransferError as error:
             error.add_facts(plugin=self._plugin)
             self.error = error
@@ -143,6 +144,10 @@ class Sender:
         """Make the engine, which initialises the workers of `round_`."""
         self._client.attach(round_)
         return self._running("trainer_init", self._start, round_)
+
+    def plan(self, round_: Round) -> Running:
+        """Read what the source has; the result is the manifest."""
+        return self._running("metadata", self.source.plan, round_)
 
     def send(self, round_: Round) -> Running:
         """Let the engine send to every worker of `round_`."""

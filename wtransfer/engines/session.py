@@ -13,16 +13,18 @@ called between two steps by the thread that owns the model, changes the model.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from wtransfer.engines.endings import close_at_exit
-from wtransfer.engines.hosted import HostedEngine
+from wtransfer.engines.hosted import HostedEngine, forget_frames
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.ledger import Held, Ledger, Pending
 from wtransfer.engines.link import Link
@@ -33,14 +35,16 @@ from wtransfer.errors import (
     ClosedError,
     CommitError,
     ForkedError,
+    RoundBusyError,
     WTransferError,
 )
 from wtransfer.host import hooks
+from wtransfer.transport.addresses import parse_address
 from wtransfer.transport.auth import resolve_token
 from wtransfer.transport.tensors import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     import torch
     from torch import nn
@@ -50,6 +54,15 @@ if TYPE_CHECKING:
     from wtransfer.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+
+class Failure(NamedTuple):
+    """What `commit_pending` raises once no frame with tensors in it is left."""
+
+    error: BaseException
+    """For the caller."""
+    cause: BaseException | None = None
+    """Why, if it is another."""
 
 
 class WorkerSession:
@@ -91,6 +104,8 @@ class WorkerSession:
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank is {rank}, expected 0 <= rank < num_ranks ({num_ranks})")
+        if not (math.isfinite(deadline_s) and deadline_s > 0):
+            raise ValueError(f"deadline_s is {deadline_s}, expected a finite number above 0")
         self.cast = cast
         self.name = name or f"{socket.gethostname()}:{os.getpid()}/{rank}"
         self.ledger = Ledger()
@@ -106,6 +121,7 @@ class WorkerSession:
         self._links: list[Link] = []
         # Held by whoever changes the model or decides not to: one thing at a time.
         self._model = threading.Lock()
+        self._model_thread: int | None = None
         close_at_exit(self)
         if join is not None:
             self.join(join)
@@ -119,9 +135,13 @@ class WorkerSession:
 
         Raises:
             AuthenticationError: No token was given and none is in the environment.
-            ValueError: Not an address.
+            ValueError: Not an address, or one that was joined before.
         """
         self._check_usable()
+        # Before anything is made: a second connection would be thrown out as the same worker.
+        place = parse_address(address)
+        if any(parse_address(link.address) == place for link in self._links):
+            raise ValueError(f"this WorkerSession has joined {address} already; join it once")
         token = resolve_token(self._token, os.environ)
         if token is None:
             raise AuthenticationError(
@@ -146,21 +166,35 @@ class WorkerSession:
         Raises:
             CommitError: Applying failed, here or in another rank of this instance. The old version
                 is whole again, unless `CommitError.restored` is false.
+            RoundBusyError: Called from within the target or an observer, while it applies.
         """
         self._check_usable()
+        self._check_not_within()
         ledger = self.ledger
         with ledger.changed:
             ledger.changed.wait_for(lambda: ledger.pending is not None or ledger.closed, timeout_s)
-        with self._model:
-            return self._do_pending()
+        with self._changing_model():
+            done, failure = self._do_pending()
+        if failure is None:
+            return done
+        forget_frames(failure.error)
+        forget_frames(failure.cause)
+        try:
+            if failure.cause is None:
+                raise failure.error
+            raise failure.error from failure.cause
+        finally:
+            # Else the error, by its traceback and this frame, would keep itself.
+            del failure
 
     def discard_pending(self) -> bool:
         """Drop a verified update that waits for `commit_pending`; return whether there was one."""
         self._check_usable()
-        with self._model:
+        self._check_not_within()
+        with self._changing_model():
             pending = self.ledger.discard()
         if pending is not None:
-            self._receipt(pending, "discarded")
+            self.receipt(pending, "discarded")
         return pending is not None
 
     @property
@@ -236,21 +270,44 @@ class WorkerSession:
             return []
         return ["keeps no previous version: a failed commit empties it"]
 
+    def receipt(self, pending: Pending, outcome: str, error: WTransferError | None = None) -> None:
+        """Tell the publisher what came of its round, and what is held now."""
+        ledger = self.ledger
+        with ledger.changed:
+            receipt = Receipt(
+                round_id=pending.round_id,
+                outcome=outcome,
+                version=ledger.held.version,
+                fingerprint=ledger.held.fingerprint,
+                state=ledger.state,
+                seconds=pending.seconds,
+                error=None if error is None else ErrorInfo.of(error),
+            )
+        pending.link.send(receipt)
+
     # -- applying
 
-    def _do_pending(self) -> bool:
-        pending = self.ledger.pending
-        if pending is None:
-            return False
-        if pending.revert_reason is not None:
-            self._go_back(pending)
-        else:
-            self._apply(pending)
-            if self.num_ranks > 1:
-                self._await_release()
-        return True
+    @contextlib.contextmanager
+    def _changing_model(self) -> Iterator[None]:
+        with self._model:
+            self._model_thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._model_thread = None
 
-    def _apply(self, pending: Pending) -> None:
+    def _do_pending(self) -> tuple[bool, Failure | None]:
+        pending = self.ledger.begin()
+        if pending is None:
+            return False, None
+        if pending.revert_reason is not None:
+            return False, self._go_back(pending)
+        failure = self._apply(pending)
+        if failure is None and self.num_ranks > 1:
+            failure = self._await_release(pending)
+        return True, failure
+
+    def _apply(self, pending: Pending) -> Failure | None:
         begun = time.monotonic()
         pending.seconds["wait"] = begun - pending.since
         tensors = pending.held.tensors
@@ -264,7 +321,9 @@ class WorkerSession:
             # Within: an interrupt between the two would leave new weights under the old label.
             self.ledger.committed(pending, previous, keep=self._keep_previous)
         except BaseException as error:
-            self._restore(previous, pending, error, handed.last_read)
+            return self._restore(previous, pending, error, handed.last_read)
+        # Told first: the publisher waits, with a deadline, and observers may be slow.
+        self.receipt(pending, "committed")
         hooks.notify(
             "wtransfer_weights_committed",
             version=pending.held.version,
@@ -272,7 +331,7 @@ class WorkerSession:
             round_id=pending.round_id,
             worker=self.name,
         )
-        self._receipt(pending, "committed")
+        return None
 
     def _restorable(self) -> Held:
         """Return what the model has, with tensors if there is a way back to it."""
@@ -284,8 +343,8 @@ class WorkerSession:
 
     def _restore(
         self, way_back: Held | None, pending: Pending, cause: BaseException, last_read: str | None
-    ) -> NoReturn:
-        """Go back after `cause`, and raise what the caller shall see.
+    ) -> Failure:
+        """Go back after `cause`, and return what the caller shall see.
 
         Args:
             way_back: What the model had; None if the model was not touched yet.
@@ -314,10 +373,8 @@ class WorkerSession:
             piece=piece,
         )
         failure.restored = restored
-        self._receipt(pending, "restored" if restored else "empty", failure)
-        if not isinstance(cause, Exception):
-            raise cause
-        raise failure from cause
+        self.receipt(pending, "restored" if restored else "empty", failure)
+        return Failure(failure, cause) if isinstance(cause, Exception) else Failure(cause)
 
     def _put_back(self, previous: Held) -> bool:
         """Apply `previous`; return whether the model is whole again."""
@@ -330,7 +387,7 @@ class WorkerSession:
                 restored = False
         return restored
 
-    def _go_back(self, pending: Pending) -> None:
+    def _go_back(self, pending: Pending) -> Failure:
         """Undo a commit because another rank of the instance failed, and say so."""
         undone = self.ledger.held.version
         restored = self._put_back(pending.held)
@@ -342,10 +399,10 @@ class WorkerSession:
             round_id=pending.round_id,
         )
         failure.restored = restored
-        self._receipt(pending, "reverted" if restored else "empty", failure)
-        raise failure
+        self.receipt(pending, "reverted" if restored else "empty", failure)
+        return Failure(failure)
 
-    def _await_release(self) -> None:
+    def _await_release(self, committed: Pending) -> Failure | None:
         """Wait until every rank has committed; between two of them no step may run."""
         ledger = self.ledger
 
@@ -353,24 +410,21 @@ class WorkerSession:
             return ledger.released or ledger.pending is not None or ledger.closed
 
         with ledger.changed:
-            ledger.changed.wait_for(settled, self._deadline_s)
+            if not ledger.changed.wait_for(settled, self._deadline_s):
+                # Others may not have committed: this rank must not serve new weights alone.
+                reason = f"not released within {self._deadline_s:g} s"
+                ledger.revert(committed.link, committed.round_id, reason)
             revert = ledger.pending
         if revert is not None and revert.revert_reason is not None:
-            self._go_back(revert)
+            return self._go_back(revert)
+        return None
 
-    def _receipt(self, pending: Pending, outcome: str, error: WTransferError | None = None) -> None:
-        ledger = self.ledger
-        with ledger.changed:
-            receipt = Receipt(
-                round_id=pending.round_id,
-                outcome=outcome,
-                version=ledger.held.version,
-                fingerprint=ledger.held.fingerprint,
-                state=ledger.state,
-                seconds=pending.seconds,
-                error=None if error is None else ErrorInfo.of(error),
+    def _check_not_within(self) -> None:
+        if self._model_thread == threading.get_ident():
+            raise RoundBusyError(
+                "this thread is applying an update already: do not call commit_pending or "
+                "discard_pending from a hook or a target; call them between two steps"
             )
-        pending.link.send(receipt)
 
     def _check_usable(self) -> None:
         self._check_process()

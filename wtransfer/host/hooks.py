@@ -178,6 +178,8 @@ class Board:
     def notify(self, hook_name: str, **facts: object) -> None:
         """Tell every observer, the last registered first. Never raises an observer's error.
 
+        Only Ctrl-C on the main thread passes, for it belongs to the user.
+
         Args:
             hook_name: One of the hooks above, but ``wtransfer_load``.
             **facts: All of its arguments.
@@ -220,7 +222,11 @@ class Board:
 def _tell(observer: pluggy.HookImpl, hook_name: str, facts: Mapping[str, object]) -> None:
     try:
         observer.function(*(facts[each] for each in observer.argnames))
-    except (Exception, SystemExit):
+    except BaseException as error:  # CancelledError and pytest's outcomes are no Exception
+        # Ctrl-C strikes the main thread wherever it is: it is the user's, not the observer's.
+        on_main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and on_main:
+            raise
         logger.exception("observer %r failed in %s", observer.plugin, hook_name)
 
 

@@ -212,7 +212,7 @@ class Loop:
     def _guard(self, call: Callable[..., None], *args: int) -> None:
         try:
             call(*args)
-        except Exception:
+        except BaseException:  # a callback may well raise CancelledError; all peers hang on us
             log.exception("%s: a handler failed; the loop goes on", self._name)
 
     def _close_descriptors(self) -> None:

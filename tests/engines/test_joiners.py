@@ -1,0 +1,64 @@
+"""Joiners between rounds: served, waited for where needed, and never in the others' way."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from wtransfer.errors import LimitError
+from wtransfer.manifest import MAX_NAME_NBYTES
+from wtransfer.testing.contents import contents
+
+
+def eventually(condition, within_s=5.0):
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def states(publisher):
+    return {info.worker: info.state for info in publisher.workers()}
+
+
+def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights):
+    made = fleet(weights, engine="shm", deadline_s=20.0)
+    made.join(name="good")
+    assert made.publish("v1").ok
+    # Not one of the fleet's members, so nobody calls its commit_pending.
+    lazy = made.join(name="lazy")
+    made.members.remove(lazy)
+    eventually(lambda: lazy.session.state == "pending")
+    begun = time.monotonic()
+    for version in ("v2", "v3"):
+        weights["layer.0"] += 1
+        report = made.publish(version)
+        assert {each.worker: each.outcome for each in report.workers} == {
+            "good": "committed",
+            "lazy": "pending",
+        }
+        # The others have it; that one of those who joined has not is there for all to see.
+        assert report.outcome == "mixed"
+    # Far below the deadline: it was not waited for.
+    assert time.monotonic() - begun < 10.0
+    assert states(made.publisher)["lazy"] == "pending"
+    # As soon as it does, it is whole, and is brought to the current version.
+    assert lazy.session.commit_pending(5.0)
+    assert lazy.session.version == "v1"
+    assert lazy.session.commit_pending(5.0)
+    assert (lazy.session.version, lazy.contents) == ("v3", contents(weights))
+    made.members.append(lazy)
+
+
+def test_a_plan_beyond_the_limit_ends_the_round_at_once_and_blames_nobody(fleet):
+    made = fleet({"w": torch.zeros(1)}, engine="shm")
+    made.join()
+    assert made.publish("v1").ok
+    made.source.clear()
+    tensor = torch.zeros(1)
+    for number in range(140_000):
+        made.source[f"{number:06d}" + "x" * (MAX_NAME_NBYTES - 6)] = tensor.clone()
+    with pytest.raises(LimitError, match="a Plan of"):
+        made.publish("v2")
