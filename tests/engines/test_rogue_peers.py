@@ -33,7 +33,7 @@ from wtransfer.engines.messages import (
 )
 from wtransfer.engines.publisher import Publisher
 from wtransfer.engines.session import WorkerSession
-from wtransfer.errors import DigestMismatchError, PeerError, StallError
+from wtransfer.errors import DigestMismatchError, EngineError, PeerError, StallError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine
@@ -513,3 +513,30 @@ def test_a_worker_that_gives_orders_in_its_round_is_dropped_from_it(publisher, j
 
 def test_the_engine_of_these_tests_takes_from_a_shelf(shelf):
     assert MemoryEngine.init_info_cls(**shelf).shelf == "rogue"
+
+
+def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(publisher, rogue_worker):
+    workers = [rogue_worker(worker=name, instance=name) for name in ("first", "second")]
+    for worker in workers:
+        worker.say(worker.hello)
+    publisher.wait_for_workers(2, PATIENCE_S)
+    round_ = publisher.publish("v1", wait=False)
+    first, second = (worker.mail.expect(Init) for worker in workers)
+    workers[0].say(Refused(first.generation, ErrorInfo("EngineError", "no engine here")))
+    with pytest.raises(EngineError, match="no engine here"):
+        round_.result(PATIENCE_S)
+    workers[1].say(Refused(second.generation, ErrorInfo("EngineError", "nor here")))
+    eventually_refused(publisher, "second")
+    round_ = publisher.publish("v2", wait=False)
+    for worker in workers:
+        worker.mail.expect(Abort)
+        assert worker.mail.expect(Init).generation > first.generation
+    round_.abort("seen enough")
+
+
+def eventually_refused(publisher, name):
+    (worker,) = [each for each in publisher._roster.workers() if each.name == name]
+    end = time.monotonic() + PATIENCE_S
+    while worker.refusal is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -290,6 +290,8 @@ class Round:
 
     def _prepare(self) -> None:
         if not self._sender.started:
+            # What workers still answer to an earlier attempt is no answer to this one.
+            self._origin.generation += 1
             self._supervise(self._sender.start(self), "its initialisation")
         self._send_init()
 
