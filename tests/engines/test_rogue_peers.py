@@ -36,7 +36,7 @@ from wtransfer.engines.session import WorkerSession
 from wtransfer.errors import DigestMismatchError, EngineError, PeerError, StallError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents
-from wtransfer.testing.memory import MemoryEngine
+from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
 from wtransfer.transport.channel import Dialer, Listener
 from wtransfer.transport.digests import digest
 from wtransfer.transport.frames import pack_frame
@@ -515,8 +515,26 @@ def test_the_engine_of_these_tests_takes_from_a_shelf(shelf):
     assert MemoryEngine.init_info_cls(**shelf).shelf == "rogue"
 
 
-def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(publisher, rogue_worker):
-    workers = [rogue_worker(worker=name, instance=name) for name in ("first", "second")]
+class SlowTrainer(MemoryTrainerEngine):
+    """Takes its time before it asks the workers, so that a round looks at them before that."""
+
+    @classmethod
+    def trainer_init(cls, init_info, *, client, source=None):
+        time.sleep(0.1)
+        return super().trainer_init(init_info, client=client, source=source)
+
+
+@pytest.fixture
+def slow_publisher(engines):
+    with Publisher(
+        WEIGHTS, engine=engines["memory"], trainer=SlowTrainer, deadline_s=2.0
+    ) as publisher:
+        yield publisher
+
+
+def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(slow_publisher):
+    publisher = slow_publisher
+    workers = [RogueWorker(publisher, worker=name, instance=name) for name in ("first", "second")]
     for worker in workers:
         worker.say(worker.hello)
     publisher.wait_for_workers(2, PATIENCE_S)
@@ -532,6 +550,8 @@ def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(publis
         worker.mail.expect(Abort)
         assert worker.mail.expect(Init).generation > first.generation
     round_.abort("seen enough")
+    for worker in workers:
+        worker.dialer.close()
 
 
 def eventually_refused(publisher, name):
