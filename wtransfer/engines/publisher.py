@@ -293,8 +293,8 @@ class Publisher:
             elif not round_.is_resend:
                 self._current, self._current_sender = round_.sealed, self._sender
             self._changed.notify_all()
+        # Settles what came in before the end, and wakes the catch-up.
         self._on_receipt(round_.round_id)
-        self._catchup.wake()
 
     # -- on the channel's thread
 
