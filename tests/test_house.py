@@ -22,6 +22,7 @@ FLOORS = [
     {"host"},
     {"engines", "connectors", "specs"},
     {"demo"},
+    {"bench"},
     {"testing"},
     {"cli", "__main__"},
 ]

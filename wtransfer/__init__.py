@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ServingConfig,
         WeightTransferConfig,
     )
+    from wtransfer.engines.checkpoint import CheckpointSource
     from wtransfer.engines.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     )
     from wtransfer.engines.publisher import Publisher
     from wtransfer.engines.session import WorkerSession
+    from wtransfer.engines.worker_server import WorkerServer
     from wtransfer.errors import WTransferError
     from wtransfer.host import hooks
     from wtransfer.host.hooks import hookimpl
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "CheckpointSource",
     "KVCacheConfig",
     "KVTransferConfig",
     "ParallelConfig",
@@ -55,6 +58,7 @@ __all__ = [
     "WeightTransferTrainerFactory",
     "WeightTransferUpdateInfo",
     "WeightTransferUpdateRequest",
+    "WorkerServer",
     "WorkerSession",
     "__version__",
     "errors",
@@ -82,8 +86,10 @@ _MEMBERS = {
         "WeightTransferUpdateInfo",
         "WeightTransferUpdateRequest",
     ),
+    "wtransfer.engines.checkpoint": ("CheckpointSource",),
     "wtransfer.engines.publisher": ("Publisher",),
     "wtransfer.engines.session": ("WorkerSession",),
+    "wtransfer.engines.worker_server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.host.hooks": ("hookimpl",),
 }

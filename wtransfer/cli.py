@@ -20,10 +20,22 @@ class Place(NamedTuple):
 
 
 COMMANDS = {
+    "bench": Place(
+        "wtransfer.bench.command", "bench", "Measure here what is promised, beside its goals."
+    ),
     "demo": Place(
         "wtransfer.demo.command", "demo", "Train, publish and serve a small model, and watch it."
     ),
     "plugins": Place("wtransfer.host.command", "plugins", "List and check installed backends."),
+    "push": Place(
+        "wtransfer.engines.commands.push", "push", "Bring a checkpoint into running workers."
+    ),
+    "seal": Place(
+        "wtransfer.engines.commands.seal", "seal", "Write down the digests of a checkpoint."
+    ),
+    "worker": Place(
+        "wtransfer.engines.commands.worker", "worker", "Serve a checkpoint, and take updates of it."
+    ),
 }
 
 

@@ -185,6 +185,10 @@ class CommitError(WTransferError, RuntimeError):
     """Whether the worker holds the version it had before."""
 
 
+class VersionNotKeptError(WTransferError, LookupError):
+    """There is no such version to go back to."""
+
+
 class EngineError(WTransferError, RuntimeError):
     """An engine raised something of its own; type and text are kept."""
 
@@ -232,6 +236,13 @@ class LimitError(PeerError, ValueError):
     """The peer announced more than is allowed; nothing was allocated for it."""
 
 
+class HostsError(WTransferError, RuntimeError):
+    """Several hosts that were called at once have failed; the text has the error of each."""
+
+    errors: dict[str, WTransferError] | None = None
+    """Host -> its error. It stays in this process."""
+
+
 class AddressError(WTransferError, ValueError):
     """An address that cannot be understood, listened at or dialed from here."""
 
@@ -246,6 +257,14 @@ class SegmentGoneError(PeerError, LookupError):
 
 class DescriptorLimitError(WTransferError, OSError):
     """No file descriptor is left, in this process or on this machine."""
+
+
+class StorageError(WTransferError, OSError):
+    """Files could not be read or written: no room, no permission, a failing disk, a bad name."""
+
+
+class StorageInUseError(StorageError):
+    """Another process has the folder to itself; the text names it."""
 
 
 class StallError(WTransferError, TimeoutError):

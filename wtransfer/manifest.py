@@ -6,6 +6,7 @@ Plain data without torch: a peer's manifest is judged here, before a byte is all
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -61,7 +62,8 @@ WHOLE = "whole"
 """The slice of a piece that is the entire tensor."""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+# Not for the cyclic collector: it holds nothing that could lead back to it, and there are many.
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of an update, in the form in which it travels."""
 
     name: str
@@ -173,6 +175,19 @@ class Manifest(msgspec.Struct, frozen=True):
         )
 
 
+class _Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A piece with its digest, as it enters the fingerprint: a msgpack list of the fields."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slice: str
+    digest: str
+
+
+_name = operator.attrgetter("name")
+
+
 def fingerprint(manifest: Manifest, digests: Sequence[str]) -> str:
     """Return the identity of a set of weights: equal bytes under equal names, equal fingerprint.
 
@@ -185,11 +200,11 @@ def fingerprint(manifest: Manifest, digests: Sequence[str]) -> str:
         ``[name, dtype, shape, slice, digest]`` sorted by name. No label and no round enter it; a
         patch is prefixed by the fingerprint it applies to.
     """
-    rows = sorted(
-        [piece.name, piece.dtype, list(piece.shape), piece.slice, digest]
+    rows = [
+        _Row(piece.name, piece.dtype, piece.shape, piece.slice, digest)
         for piece, digest in zip(manifest.pieces, digests, strict=True)
-    )
-    canonical: list[object] = [manifest.algorithm, *rows]
+    ]
+    canonical: list[object] = [manifest.algorithm, *sorted(rows, key=_name)]
     if manifest.coverage == "patch":
         canonical.insert(0, manifest.base)
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(canonical))

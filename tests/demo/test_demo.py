@@ -88,8 +88,8 @@ def test_a_live_model_that_is_not_what_the_session_says_fails_the_demo(run, sabo
         "honest = target.StateDictTarget.apply\n"
         "def apply(self, tensors):\n"
         "    honest(self, tensors)\n"
-        "    name = next(reversed(self._storages))\n"
-        "    self._storages[name].tensors[0].detach().view(-1)[-1] += 1\n"
+        "    last = next(reversed(self._tensors().values()))\n"
+        "    last.detach().view(-1)[-1] += 1\n"
         "target.StateDictTarget.apply = apply\n"
     )
     result = run("--json")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 
 import pytest
 
-from wtransfer.engines.mover import MoverThread
+from wtransfer.engines import hosted
+from wtransfer.engines.mover import NICENESS, MoverThread
 
 PATIENCE_S = 5.0
 
@@ -26,3 +29,37 @@ def test_a_task_that_raises_is_done_and_the_next_one_runs(caplog, error):
     mover.join(PATIENCE_S)
     assert ran == [True]
     assert "tests-mover: a task failed" in caplog.text
+
+
+def test_it_leaves_processors_to_others_and_only_itself_does():
+    mover = MoverThread("polite")
+    seen = []
+    mover.submit(lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    mover.submit(lambda: None).wait(5)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert seen == [NICENESS]
+    assert before < NICENESS
+    mover.stop()
+    mover.join(5)
+
+
+def test_a_second_abort_of_a_hanging_call_leaves_the_next_thread_alone(monkeypatch):
+    monkeypatch.setattr(hosted, "UNBLOCK_GRACE_S", 0.05)
+    engine = hosted.HostedEngine(0, 1, None)
+    release = threading.Event()
+    hanging = engine.submit(lambda: release.wait(20))
+    engine.abort(hanging)
+    started, on_current_thread = threading.Event(), []
+
+    def call():
+        started.set()
+        release.wait(0.5)
+        on_current_thread.append(engine._mover.runs_here())
+
+    after = engine.submit(call)
+    assert started.wait(5)
+    engine.abort(hanging)
+    release.set()
+    assert after.wait(5)
+    assert on_current_thread == [True]
+    engine.shutdown()

@@ -8,6 +8,7 @@ from wtransfer.engines.hosted import HostedEngine
 from wtransfer.engines.ledger import Ledger
 from wtransfer.engines.messages import Plan
 from wtransfer.engines.reception import Reception
+from wtransfer.engines.schema import Fitting
 from wtransfer.manifest import Manifest
 
 
@@ -24,7 +25,7 @@ def test_a_round_that_ends_while_it_claims_the_session_leaves_it_free(engine):
         Plan("dead", "v1", Manifest(())),
         engine,
         schema=dict,
-        cast=False,
+        fitting=Fitting(),
         worker="w",
         notes=[],
         send=sent.append,

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.source import (
-    INDEX_NAME,
-    CheckpointSource,
-    ModuleSource,
-    StateDictSource,
-    as_source,
-)
+from wtransfer.engines.source import ModuleSource, StateDictSource, as_source
 from wtransfer.errors import ManifestError, RoundAbortedError, SourceError
-from wtransfer.testing.contents import contents, random_tensor
+from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
@@ -65,97 +56,6 @@ def test_a_module_sends_tied_weights_once_and_buffers_too():
 def test_what_is_no_source_is_refused():
     with pytest.raises(TypeError, match="cannot publish a list: expected a torch module"):
         as_source([torch.zeros(1)])
-
-
-# -- checkpoints
-
-
-@pytest.fixture
-def shards(tmp_path):
-    """A checkpoint in two files with an index."""
-    save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
-    save_file({"b": TENSORS["b"], "c": TENSORS["c"]}, tmp_path / "two.safetensors")
-    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
-    return tmp_path
-
-
-def write_index(folder, weight_map):
-    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
-
-
-def test_a_checkpoint_in_shards_is_read_by_its_index(shards):
-    source = CheckpointSource(shards)
-    assert {meta.name: meta.shape for meta in source.metadata} == {
-        "a": (2, 3),
-        "b": (),
-        "c": (0, 2),
-    }
-    assert contents(whole(source)) == contents(TENSORS)
-
-
-@pytest.mark.parametrize("as_folder", [True, False])
-def test_a_checkpoint_in_one_file_needs_no_index(tmp_path, as_folder):
-    file = tmp_path / "model.safetensors"
-    save_file(TENSORS, file)
-    source = CheckpointSource(tmp_path if as_folder else file)
-    assert contents(whole(source)) == contents(TENSORS)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.float64],
-    ids=str,
-)
-def test_every_dtype_of_the_format_is_known(tmp_path, dtype):
-    tensors = {"w": random_tensor(dtype, (3, 4), seed=1)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    source = CheckpointSource(tmp_path)
-    assert source.metadata == [ParamMeta("w", dtype, (3, 4))]
-    assert contents(whole(source)) == contents(tensors)
-
-
-def test_a_missing_shard_is_named(shards):
-    (shards / "two.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"two\.safetensors"):
-        CheckpointSource(shards)
-
-
-# FAULTS 5
-def test_a_shard_cut_anywhere_is_refused(shards):
-    file = shards / "one.safetensors"
-    data = file.read_bytes()
-    for length in range(len(data)):
-        file.write_bytes(data[:length])
-        with pytest.raises(SourceError, match=r"one\.safetensors"):
-            CheckpointSource(shards)
-
-
-@pytest.mark.parametrize("shard", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors"])
-def test_an_index_cannot_point_out_of_its_folder(shards, shard):
-    write_index(shards, {"a": shard})
-    with pytest.raises(SourceError, match="not in its folder"):
-        CheckpointSource(shards)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\xff"])
-def test_an_index_that_is_none_is_refused(shards, text):
-    (shards / INDEX_NAME).write_bytes(text.encode("latin-1"))
-    with pytest.raises(SourceError, match="is no index"):
-        CheckpointSource(shards)
-
-
-def test_a_name_that_the_shard_lacks_is_refused(shards):
-    write_index(shards, {"a": "one.safetensors", "z": "two.safetensors"})
-    with pytest.raises(SourceError, match="z"):
-        CheckpointSource(shards)
-
-
-@pytest.mark.parametrize("names", [[], ["x.safetensors", "y.safetensors"]])
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, names):
-    for name in names:
-        save_file(TENSORS, tmp_path / name)
-    with pytest.raises(SourceError, match=f"found {len(names)} .safetensors files and no index"):
-        CheckpointSource(tmp_path)
 
 
 # -- the source as engines get it
@@ -331,3 +231,24 @@ def _allocate(meta):
 
 def _copy(source):
     list(source.iter_into(_allocate))
+
+
+# What sharding frameworks leave between two steps; reading it would publish what lies behind.
+@pytest.mark.parametrize("nbytes", [0, 16])
+def test_a_tensor_whose_storage_was_freed_or_cut_is_refused(nbytes):
+    freed = torch.full((1000,), 3.0)
+    freed.untyped_storage().resize_(nbytes)
+    source = DigestingSource(StateDictSource({"a": torch.ones(2), "b": freed}))
+    source.plan()
+    with pytest.raises(SourceError, match="its storage was freed or cut") as caught:
+        list(source.iter_full())
+    assert caught.value.piece == "b"
+
+
+def test_what_an_engine_does_to_a_tensor_is_not_done_to_the_trainers():
+    tensors = {"buffer": torch.ones(2, 3)}
+    source = DigestingSource(StateDictSource(tensors))
+    source.plan()
+    for _, tensor in source.iter_full():
+        tensor.t_()
+    assert tensors["buffer"].shape == (2, 3)

@@ -180,3 +180,15 @@ def test_torch_really_says_it_like_that():
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), OSError(errno.EPIPE, "pipe")])
 def test_other_errors_are_no_shortage_of_memory(error):
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_engine_may_point_its_tensor_elsewhere_when_the_call_has_returned(copies):
+    made = staging(copies=copies)
+    cursor = torch.empty(0)
+    for name, tensor in TENSORS.items():
+        cursor = cursor.to(tensor.dtype) if cursor.dtype != tensor.dtype else cursor
+        cursor.data = tensor.clone()
+        made.load_weights([(name, cursor)])
+    cursor.data = torch.empty(0, dtype=cursor.dtype)
+    assert contents(made.tensors) == contents(TENSORS)

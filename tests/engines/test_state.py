@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from wtransfer.engines.state import (
+    Group,
+    Grouping,
     group_storages,
     module_tensors,
     stands_alone,
@@ -110,3 +113,113 @@ def test_only_a_whole_private_contiguous_cpu_tensor_stands_alone():
         torch.zeros(2, dtype=torch.complex64).conj(),
     ]
     assert not any(map(stands_alone, others))
+
+
+# -- grouping again
+
+
+def four():
+    flat = torch.zeros(8)
+    tied = torch.zeros(3, 3)
+    return {"a": flat[:4], "b": flat[4:], "tied": tied, "again": tied.detach()}
+
+
+GROUPS = (Group("a", (), True), Group("b", (), True), Group("tied", ("again",), False))
+
+
+def test_groups_are_kept_as_long_as_nothing_changed_that_they_follow_from():
+    grouping, tensors = Grouping(), four()
+    groups = grouping.of(tensors)
+    assert groups == GROUPS
+    tensors["tied"].add_(1)
+    assert grouping.of(tensors) is groups
+    # All of them elsewhere, and sharing as before: that is what adopting an update does.
+    assert grouping.of(four()) is groups
+
+
+def untie(tensors):
+    tensors["again"].data = torch.zeros(3, 3)
+
+
+def tie(tensors):
+    tensors["b"].data = tensors["a"].data
+
+
+def transpose(tensors):
+    tensors["again"].data = tensors["tied"].data.t()
+
+
+def rename(tensors):
+    tensors["c"] = tensors.pop("again")
+
+
+def reorder(tensors):
+    tensors["a"] = tensors.pop("a")
+
+
+def resize(tensors):
+    tensors["tied"].resize_(2, 2)
+
+
+def reshape(tensors):
+    tensors["a"].data = tensors["a"].data.view(2, 2)
+
+
+def set_apart(tensors):
+    tensors["a"].set_(torch.zeros(4))
+
+
+def another_dtype(tensors):
+    tensors["a"].data = tensors["a"].data.view(torch.int32)
+
+
+def onto_a_device(tensors):
+    tensors["a"] = tensors["a"].to("meta")
+
+
+CHANGES = [
+    untie,
+    tie,
+    transpose,
+    rename,
+    reorder,
+    resize,
+    reshape,
+    set_apart,
+    another_dtype,
+    onto_a_device,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_that_could_matter_is_seen(change):
+    grouping, tensors = Grouping(), four()
+    before = grouping.of(tensors)
+    change(tensors)
+    after = grouping.of(tensors)
+    assert after is not before
+    assert after == Grouping().of(tensors)
+    assert grouping.of(tensors) is after
+
+
+def test_a_tensor_without_a_name_that_comes_to_share_memory_is_seen():
+    grouping, tensors, beside = Grouping(), {"a": torch.zeros(3)}, [torch.zeros(3)]
+    assert grouping.of(tensors, beside) == (Group("a", (), False),)
+    beside[0].data = tensors["a"].data
+    assert grouping.of(tensors, beside) == (Group("a", (), True),)
+
+
+@pytest.mark.parametrize("change", [untie, transpose, rename, reorder, resize])
+def test_whoever_reads_one_of_each_group_misses_none_that_has_parted(change):
+    grouping, tensors = Grouping(), four()
+    grouping.of(tensors)
+    change(tensors)
+    assert grouping.kept(tensors) == Grouping().of(tensors)
+
+
+def test_names_that_have_come_together_may_be_read_twice():
+    grouping, tensors = Grouping(), four()
+    assert grouping.kept(tensors) == GROUPS
+    tie(tensors)
+    assert grouping.kept(tensors) == GROUPS
+    assert grouping.of(tensors)[0] == Group("a", ("b",), False)

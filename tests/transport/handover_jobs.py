@@ -146,7 +146,7 @@ def borrow_as_another_user(address, secret, uid):
 
 
 def without_descriptors(address, secret):
-    """Try with 0, 1, 2 ... free descriptors; each must fail cleanly until one works."""
+    """Try with 0, 1 ... free descriptors; each must fail cleanly until one works."""
     borrower = Borrower(address, secret, PATIENCE_S)
     before = descriptors()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -10,6 +10,7 @@ import pytest
 
 from wtransfer.errors import ClosedError, StagingMemoryError, TruncatedError
 from wtransfer.transport import memory
+from wtransfer.transport.mapping import HUGE_PAGE_NBYTES
 from wtransfer.transport.memory import Segment, available_memory, map_private, require_memory
 from wtransfer.transport.tensors import tensor_from
 from wtransfer.transport.zygote import Zygote
@@ -47,8 +48,16 @@ def nothing_left():
     assert (descriptors(), mappings()) == before
 
 
+@pytest.fixture(params=["huge", "small"])
+def pages(request, monkeypatch):
+    """Huge pages where the kernel has some, and small ones as on kernels that cannot make them."""
+    if request.param == "small":
+        monkeypatch.setattr(memory, "_MADV_COLLAPSE", 9997)
+    return request.param
+
+
 @pytest.fixture
-def segment():
+def segment(pages):
     made = Segment(NBYTES)
     yield made
     made.close()
@@ -63,6 +72,50 @@ def test_a_segment_is_writable_zeroed_memory_of_its_size(segment):
 
 def test_every_page_of_a_segment_is_there_before_it_is_used(segment):
     assert resident_pages(segment.buffer).all()
+
+
+def huge_nbytes(buffer):
+    """Bytes of a segment that this process maps by huge pages."""
+    address, found = buffer.ctypes.data, 0
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            found = next(int(each.split()[1]) for each in lines if "ShmemPmdMapped" in each)
+    return found * 1024
+
+
+def test_large_segments_and_their_mappings_consist_of_huge_pages(segment, pages):
+    whole = NBYTES - NBYTES % HUGE_PAGE_NBYTES
+    if pages == "small":
+        assert huge_nbytes(segment.buffer) == 0
+        return
+    if not huge_nbytes(segment.buffer):
+        pytest.skip("this kernel makes no huge pages of shared memory, or has none to give")
+    assert huge_nbytes(segment.buffer) == whole
+    mapping = map_private(segment.fd, NBYTES)
+    memory.populate(mapping, 0, NBYTES)
+    assert huge_nbytes(mapping) == whole
+    mapping[PAGE] = 1
+    assert (segment.buffer[PAGE], mapping[PAGE], mapping[PAGE - 1]) == (0, 1, 0)
+
+
+def test_a_machine_short_of_huge_pages_costs_no_more_than_the_time_allowed(monkeypatch):
+    advices = []
+    monkeypatch.setattr(memory, "_COLLAPSE_S", 0.0)
+    monkeypatch.setattr(memory, "_madvise", lambda *each: advices.append(each[2]) or 0)
+    Segment(NBYTES).close()
+    assert advices.count(memory._MADV_COLLAPSE) == 1
+
+
+@pytest.mark.parametrize("nbytes", [HUGE_PAGE_NBYTES - 1, HUGE_PAGE_NBYTES, NBYTES])
+def test_address_and_file_agree_to_a_huge_page_where_one_fits(nbytes):
+    segment = Segment(nbytes)
+    aligned = [
+        each.ctypes.data % (HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else PAGE)
+        for each in (segment.buffer, map_private(segment.fd, nbytes))
+    ]
+    assert aligned == [0, 0]
+    segment.close()
 
 
 def test_a_segment_has_no_name_and_only_its_owner_may_open_it(segment):
@@ -126,14 +179,15 @@ def test_a_segment_smaller_than_announced_is_refused_not_sigbus(segment, beyond)
         map_private(segment.fd, NBYTES + beyond)
 
 
-def test_populating_maps_the_range_and_copies_nothing(segment):
+def test_populating_maps_the_range_and_copies_nothing(segment, pages):
     segment.buffer[:] = 1
     mapping = map_private(segment.fd, NBYTES)
     assert not resident_pages(mapping).any()
     memory.populate(mapping, PAGE + 17, 9 * PAGE)
     present = resident_pages(mapping)
     assert present[1:11].all()
-    assert not present[11 + 16 :].any()
+    # A page comes in whole, and small ones come with their neighbours.
+    assert not present[HUGE_PAGE_NBYTES // PAGE if pages == "huge" else 11 + 16 :].any()
     memory.populate(mapping, 0, NBYTES)
     assert resident_pages(mapping).all()
     # A copied page would not see this: that is what MAP_POPULATE does.
@@ -272,3 +326,15 @@ def test_a_container_sees_its_own_group_at_the_root(cgroups):
 @pytest.mark.parametrize("membership", ["", "0::/\n", "nonsense"])
 def test_no_groups_no_limit(cgroups, membership):
     assert cgroups.free(membership) == []
+
+
+def test_whoever_takes_a_segment_hears_that_it_goes_on_and_may_end_it():
+    steps = []
+    Segment(3 * memory.ADVISE_NBYTES, lambda: steps.append(1)).close()
+    assert len(steps) == 3
+
+    def stop():
+        raise RuntimeError("the round is over")
+
+    with pytest.raises(RuntimeError, match="the round is over"):
+        Segment(memory.ADVISE_NBYTES, stop)

@@ -1,4 +1,4 @@
-"""The yardstick: how long a plain copy of a model's bytes takes, here and now."""
+"""The yardstick: how long a plain copy of so many bytes takes, here and now."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ _NUM_TRIES = 3
 
 
 class Memcpy:
-    """Copies between two buffers as large as the model's weights, tied ones counted once.
+    """Copies between two buffers.
 
     Args:
-        model: Gives the size.
+        nbytes: Bytes that one copy moves.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        storages = group_storages(module_tensors(model)).values()
-        self.nbytes = sum(storage.tensors[0].nbytes for storage in storages)
-        """Bytes that one copy moves."""
+    def __init__(self, nbytes: int) -> None:
         # Written once here, so that no page is touched for the first time while it is measured.
-        self._source = torch.ones(self.nbytes, dtype=torch.uint8)
-        self._target = torch.zeros(self.nbytes, dtype=torch.uint8)
+        self._source = torch.ones(nbytes, dtype=torch.uint8)
+        self._target = torch.zeros(nbytes, dtype=torch.uint8)
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> Memcpy:
+        """Return copies as large as the model's weights, tied ones counted once."""
+        storages = group_storages(module_tensors(model)).values()
+        return cls(sum(storage.tensors[0].nbytes for storage in storages))
 
     def seconds(self) -> float:
         """Return the seconds of the fastest of three copies on one thread."""

@@ -70,7 +70,7 @@ class Trainer:
 
     def __init__(self, model: ByteTransformer, inbox: Inbox) -> None:
         self._learner = Learner(model)
-        self._memcpy = Memcpy(model)
+        self._memcpy = Memcpy.of_model(model)
         self._inbox = inbox
         self._source = HoldableSource(model, self._stand_still)
         self._publisher = Publisher(self._source, engine="shm", deadline_s=_DEADLINE_S)

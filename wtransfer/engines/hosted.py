@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import traceback
+import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wtransfer.config import ParallelConfig, WeightTransferConfig
@@ -58,6 +59,7 @@ class HostedEngine:
         self._lock = threading.Lock()
         self._closed = False
         self._mover = MoverThread("wtransfer-engine")
+        self._given_up: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
     # -- from any thread
 
@@ -86,8 +88,10 @@ class HostedEngine:
         if running.wait(UNBLOCK_GRACE_S):
             return
         with self._lock:
-            if running.is_set():
+            # A second abort of the same call must not take the thread that came after it.
+            if running.is_set() or running in self._given_up:
                 return
+            self._given_up.add(running)
             logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
             # What was queued behind the hanging call belongs to later rounds: it moves along.
             waiting = self._mover.abandon()
@@ -155,6 +159,11 @@ class HostedEngine:
     def copies(self) -> bool:
         """Whether tensors must be copied before ``load_weights`` returns."""
         return getattr(self._own(), "tensors_valid_until", "return") != "round"
+
+    @property
+    def allocates(self) -> bool:
+        """Whether the engine takes memory of its own for what it hands out."""
+        return bool(getattr(self._own(), "allocates", False))
 
     def receive(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:
         """Let the engine receive once."""

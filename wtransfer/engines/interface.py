@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.config import HasBackend, ParallelConfig
+    from wtransfer.manifest import Manifest
 
 # -- infos ------------------------------------------------------------------------------------
 
@@ -117,6 +118,14 @@ class ParamMeta:
     """Device mesh of a sharded tensor."""
     placements: tuple[Any, ...] | None = None
     """Placement per mesh axis of a sharded tensor."""
+    digest: str | None = None
+    """xxh3-128 that its bytes must have, where the source knows it (a checkpoint that was sealed):
+    a round in which they come out otherwise is ended."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class WeightSource(Protocol):
@@ -135,6 +144,31 @@ class WeightSource(Protocol):
 
 class RoundSource(WeightSource, Protocol):
     """The source that the framework hands to a trainer engine: it digests what it yields."""
+
+    @property
+    def version(self) -> str:
+        """Label of the round."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The pieces of the round, in the order of `metadata`."""
+
+    def note_progress(self) -> None:
+        """Note that the engine is at work, though it reads no tensor just now.
+
+        Engines call it every second or so of long preparations: a round in which nothing moves for
+        the deadline is ended.
+
+        Raises:
+            RoundAbortedError: The round has ended; let the call end as well.
+        """
+
+    def digests(self) -> list[str]:
+        """Return the digests in the manifest's order, once every tensor has been read.
+
+        Raises:
+            SourceError: Some have not been.
+        """
 
     def iter_into(
         self, allocate: Callable[[ParamMeta], memoryview]
@@ -230,6 +264,9 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     tensors_valid_until: ClassVar[Literal["return", "round"]] = "return"
     """How long tensors given to ``load_weights`` keep their bytes: until it returns (the session
     copies them), or until the worker lets go of them (the session may keep views)."""
+    allocates: ClassVar[bool] = False
+    """Whether tensors that stay valid for the round lie in memory that the engine takes for them:
+    there must then be room for the update before its plan is accepted."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     """Device types whose tensors it moves without a detour."""
     multi_host: ClassVar[bool] = False
@@ -356,6 +393,38 @@ class Resends(Protocol):
 
     def resend(self, client: WeightSyncClient) -> None:
         """Send the last committed weights again, to the worker behind `client` only."""
+
+
+@dataclass(frozen=True)
+class KeptVersion:
+    """A committed update that an engine still has."""
+
+    version: str
+    """Label."""
+    fingerprint: str
+    """Identity."""
+    nbytes: int
+    """Bytes of its tensors."""
+    committed_at: float
+    """When, in seconds since the epoch."""
+
+
+class KeepsVersions(Protocol):
+    """A trainer engine that keeps earlier versions, so that a publisher can go back to them.
+
+    Class methods: a publisher's first act may be to go back, before it has an engine.
+    """
+
+    @classmethod
+    def kept(cls, init_info: Any) -> Sequence[KeptVersion]:
+        """Return what can be gone back to, oldest first.
+
+        A label that was used twice appears twice; the later one is meant by it.
+        """
+
+    @classmethod
+    def kept_source(cls, init_info: Any, kept: KeptVersion) -> WeightSource:
+        """Return a source of the weights of a kept version. Its metadata knows their digests."""
 
 
 _TInfo = TypeVar("_TInfo")

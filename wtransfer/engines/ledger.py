@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from wtransfer.errors import RoundBusyError
 from wtransfer.manifest import Manifest, local_fingerprint
@@ -13,12 +13,26 @@ from wtransfer.manifest import Manifest, local_fingerprint
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import msgspec
     import torch
-
-    from wtransfer.engines.link import Link
 
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
+
+Proof: TypeAlias = Literal["digests", "coverage"]
+"""How it is known what a set of weights is: every piece has the digest that its sender computed,
+or merely every piece has arrived."""
+
+
+class Holder(Protocol):
+    """Whoever brings an update: the link to a publisher, say. Compared by identity."""
+
+    @property
+    def address(self) -> str:
+        """Who that is, for errors."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Take the receipt. Called by the model's thread; must neither wait nor raise."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +47,12 @@ class Held:
     """Its names, dtypes and shapes."""
     tensors: Mapping[str, torch.Tensor] | None = None
     """The weights themselves, where they can be applied again."""
+    verified: Proof | None = None
+    """How that was proven; None for weights that no update has brought."""
 
     def without_tensors(self) -> Held:
         """Return the same, no longer to be applied."""
-        return Held(self.version, self.fingerprint, self.manifest)
+        return replace(self, tensors=None)
 
 
 def unknown_weights() -> Held:
@@ -48,7 +64,7 @@ def unknown_weights() -> Held:
 class Claim:
     """The round that may stage in this session."""
 
-    link: Link
+    link: Holder
     """Whose round it is."""
     round_id: str
     """Round."""
@@ -65,7 +81,7 @@ class Claim:
 class Pending:
     """What ``commit_pending`` has to do: apply a verified set, or go back to the previous one."""
 
-    link: Link
+    link: Holder
     """Who gets the receipt."""
     round_id: str
     """Round."""
@@ -122,9 +138,14 @@ class Ledger:
         """Whether no publisher may still ask to go back."""
         return self._unreleased is None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a round is active, or a set waits to be applied."""
+        return self._claim is not None or self.pending is not None
+
     # -- entered by links
 
-    def claim(self, link: Link, round_id: str, version: str) -> None:
+    def claim(self, link: Holder, round_id: str, version: str) -> None:
         """Take the session for one round.
 
         Raises:
@@ -165,7 +186,7 @@ class Ledger:
                 self._previous = None
                 self.changed.notify_all()
 
-    def revert(self, link: Link, round_id: str, reason: str) -> Pending | None:
+    def revert(self, link: Holder, round_id: str, reason: str) -> Pending | None:
         """Take a commit back: leave the way back for the model's thread, or drop the set.
 
         Returns:
@@ -184,7 +205,7 @@ class Ledger:
             dropped = self.discard()
             return None if dropped is self._applying else dropped
 
-    def orphan(self, link: Link, round_id: str) -> None:
+    def orphan(self, link: Holder, round_id: str) -> None:
         """Choose the old version for a rank whose publisher was lost before it was released.
 
         Nobody knows any more which ranks of the instance were told to commit, and did. Each of

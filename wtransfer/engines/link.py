@@ -22,6 +22,7 @@ from wtransfer.engines.messages import (
     Seal,
 )
 from wtransfer.engines.reception import Reception
+from wtransfer.engines.schema import Fitting
 from wtransfer.errors import PeerError, ProtocolError, WTransferError
 from wtransfer.transport.channel import Dialer
 
@@ -48,12 +49,19 @@ class Link:
         address: The publisher's.
         token: Shared secret.
         engine: Runs what the publisher asks for.
+        host: By way of which host the publisher has invited this worker.
     """
 
     def __init__(
-        self, session: WorkerSession, address: str, token: str, engine: HostedEngine
+        self,
+        session: WorkerSession,
+        address: str,
+        token: str,
+        engine: HostedEngine,
+        host: str | None = None,
     ) -> None:
         self.address = address
+        self._host = host
         self.num_dropped = 0
         self.refusal: Exception | None = None
         self._session = session
@@ -61,6 +69,7 @@ class Link:
         self._engine = engine
         self._connection: Connection | None = None
         self._reception: Reception | None = None
+        self._fitting = Fitting(cast=session.cast)
         self._making = threading.Event()
         self._making.set()
         self._committing: str | None = None
@@ -103,7 +112,7 @@ class Link:
 
     def _on_open(self, connection: Connection) -> None:
         self._connection = connection
-        self.send(self._session.hello())
+        self.send(self._session.hello(self._host))
 
     def _on_close(self, connection: Connection, error: Exception | None) -> None:
         if connection is self._connection:
@@ -148,7 +157,7 @@ class Link:
             plan,
             self._engine,
             schema=session.schema,
-            cast=session.cast,
+            fitting=self._fitting,
             worker=session.name,
             notes=session.notes(),
             send=self.send,
@@ -180,7 +189,7 @@ class Link:
         self._reception = None
         plan = reception.plan
         self._committing = plan.round_id
-        held = Held(plan.version, reception.fingerprint, plan.manifest, tensors)
+        held = Held(plan.version, reception.fingerprint, plan.manifest, tensors, "digests")
         self._ledger.offer(Pending(self, plan.round_id, held, reception.seconds))
 
     def _on_abort(self, abort: Abort) -> None:

@@ -105,6 +105,8 @@ class Hello(msgspec.Struct, frozen=True):
     """Identity of what is held."""
     state: str
     """fresh, serving, pending, behind or empty."""
+    host: str | None = None
+    """Host of the publisher's list whose invitation it has followed; None: it came by itself."""
 
 
 class Init(msgspec.Struct, frozen=True):

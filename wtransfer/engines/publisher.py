@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from wtransfer.deadline import Deadline
 from wtransfer.engines.catchup import CatchUp
 from wtransfer.engines.endings import close_at_exit
+from wtransfer.engines.hosts import Hosts
 from wtransfer.engines.messages import CODEC
 from wtransfer.engines.origin import origin_of
 from wtransfer.engines.roster import Roster, Worker
@@ -22,18 +23,25 @@ from wtransfer.engines.round import (
 from wtransfer.engines.rules import LostPolicy, NonfinitePolicy, Rules
 from wtransfer.engines.sender import Sender
 from wtransfer.engines.source import as_source
-from wtransfer.errors import ClosedError, ForkedError, RoundAbortedError, RoundBusyError
+from wtransfer.errors import (
+    ClosedError,
+    ForkedError,
+    NoWorkersError,
+    RoundAbortedError,
+    RoundBusyError,
+    VersionNotKeptError,
+)
 from wtransfer.transport.auth import new_token, resolve_token
 from wtransfer.transport.channel import Listener
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
     from torch import nn
     from typing_extensions import Self
 
-    from wtransfer.engines.interface import WeightSource
+    from wtransfer.engines.interface import KeptVersion, WeightSource, WeightSyncClient
     from wtransfer.engines.report import Report, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -57,6 +65,11 @@ class Publisher:
             sides prove that they know the token, but nothing is encrypted.
         token: Shared secret. Default: ``WTRANSFER_TOKEN`` or the file that
             ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
+        hosts: Worker hosts to ask, all at once, to join: URLs of ``wtransfer worker`` (see
+            `HttpClient`), or clients. They have joined when the constructor returns; `close` tells
+            them to leave.
+        host_token: Secret of the hosts whose URL carries none. Default: `token`, as given or found
+            in the environment. Hosts that have another secret are sent the publisher's.
         min_workers: Fewest workers of a round; the ranks of one instance count as one.
         on_lost_worker: ``"abort"``: the loss of a worker before the commit ends the round, and all
             stay on the old version. ``"drop"``: the rest commit, and the report names the lost.
@@ -68,6 +81,7 @@ class Publisher:
     Raises:
         PluginError: No such engine, or it cannot be loaded.
         AddressInUseError: Somebody listens there already.
+        WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
     """
 
     def __init__(
@@ -79,6 +93,8 @@ class Publisher:
         options: dict[str, Any] | None = None,
         listen: str | None = None,
         token: str | None = None,
+        hosts: Iterable[str | WeightSyncClient] = (),
+        host_token: str | None = None,
         min_workers: int = 1,
         on_lost_worker: LostPolicy = "abort",
         nonfinite: NonfinitePolicy = "allow",
@@ -86,7 +102,11 @@ class Publisher:
     ) -> None:
         _check_choice("on_lost_worker", on_lost_worker, ("abort", "drop"))
         _check_choice("nonfinite", nonfinite, ("allow", "warn", "reject"))
-        self.token = resolve_token(token, os.environ) or new_token()
+        known_token = resolve_token(token, os.environ)
+        self.token = known_token or new_token()
+        # A token that was made up here is no host's: it must not be tried on them.
+        self._hosts = Hosts(host_token or known_token, deadline_s)
+        self._hosts.add(hosts)
         self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
         self._pid = os.getpid()
         self._closed = False
@@ -102,9 +122,22 @@ class Publisher:
         self._roster = Roster(on_join=self._on_join, on_receipt=self._on_receipt)
         self._changed = self._roster.changed
         self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
-        self._listener = Listener(
+        try:
+            self._listener = self._listen(listen)
+        except BaseException:
+            self._catchup.close()
+            raise
+        close_at_exit(self)
+        try:
+            self.invite()
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, address: str | None) -> Listener:
+        return Listener(
             CODEC,
-            address=listen,
+            address=address,
             # Whoever writes such an address asks for it; the default is reached by this user only.
             allow_remote=True,
             token=self.token,
@@ -112,9 +145,8 @@ class Publisher:
             on_message=self._roster.on_message,
             on_close=self._roster.on_close,
             on_refused=self._on_refused,
-            deadline_s=deadline_s,
+            deadline_s=self._rules.deadline_s,
         )
-        close_at_exit(self)
 
     @property
     def address(self) -> str:
@@ -157,18 +189,46 @@ class Publisher:
             if not self._changed.wait_for(lambda: len(self._roster.instances()) >= n, timeout_s):
                 raise too_few(len(self._roster.instances()), n) from self._refusal
 
-    @overload
-    def publish(self, version: str, *, wait: Literal[True] = True) -> Report: ...
+    @property
+    def hosts(self) -> dict[str, str | None]:
+        """Worker by host that was asked to join; None where the host does not name it."""
+        return dict(self._hosts.workers)
+
+    def invite(self, *hosts: str | WeightSyncClient) -> None:
+        """Ask worker hosts to join: these, and again all that were asked before.
+
+        Those that have joined do not mind. A host that was restarted has forgotten its publisher
+        and is found again by this. One that fails stays on the list, to be asked the next time.
+
+        Args:
+            *hosts: As in the constructor.
+
+        Raises:
+            ValueError: A host is on the list already, or its URL cannot be read.
+            NoWorkersError: A host says that it has joined, and its worker does not come.
+            WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
+        """
+        self._check_usable()
+        self._hosts.add(hosts)
+        self._hosts.invite(self.address, self.token)
+        self._await_invited()
 
     @overload
-    def publish(self, version: str, *, wait: Literal[False]) -> Round: ...
+    def publish(
+        self, version: str, *, wait: Literal[True] = True, dry_run: bool = False
+    ) -> Report: ...
 
-    def publish(self, version: str, *, wait: bool = True) -> Report | Round:
+    @overload
+    def publish(self, version: str, *, wait: Literal[False], dry_run: bool = False) -> Round: ...
+
+    def publish(self, version: str, *, wait: bool = True, dry_run: bool = False) -> Report | Round:
         """Send the weights as they are now to every joined worker.
 
         Args:
             version: Label, for people; what was sent is identified by its fingerprint.
             wait: Whether to wait for the end.
+            dry_run: Whether to end when every worker has received and verified everything,
+                without a commit: all stay on what they have.
 
         Returns:
             The `Report`; with ``wait=False`` the `Round`, whose ``packed()`` returns when the
@@ -182,9 +242,47 @@ class Publisher:
         self._check_usable()
         _check_version(version)
         _settle_device()
-        round_ = self._begin(version)
-        round_.start()
-        return round_.result() if wait else round_
+        return self._run(self._begin(version, None, dry_run=dry_run), wait=wait)
+
+    def kept(self) -> Sequence[KeptVersion]:
+        """Return the versions that `rollback` can go back to, oldest first.
+
+        Raises:
+            VersionNotKeptError: The engine keeps none.
+        """
+        self._check_usable()
+        return self._sender.kept()
+
+    @overload
+    def rollback(
+        self, version: str, *, wait: Literal[True] = True, dry_run: bool = False
+    ) -> Report: ...
+
+    @overload
+    def rollback(self, version: str, *, wait: Literal[False], dry_run: bool = False) -> Round: ...
+
+    def rollback(self, version: str, *, wait: bool = True, dry_run: bool = False) -> Report | Round:
+        """Bring every joined worker back to a version that the engine keeps, in a round like any.
+
+        What is sent must have the digests that were proven when the version was committed.
+
+        Args:
+            version: Its label; where it was used more than once, the last one is meant.
+            wait: As in `publish`.
+            dry_run: As in `publish`.
+
+        Raises:
+            VersionNotKeptError: The engine keeps none, or no such version.
+            WTransferError: The round was aborted; every worker is on its old version.
+        """
+        found = [each for each in self.kept() if each.version == version]
+        if not found:
+            there = ", ".join(repr(each.version) for each in self.kept()) or "none"
+            raise VersionNotKeptError(
+                f"there is no version {version!r} to go back to; kept are: {there}", version=version
+            )
+        source = self._sender.kept_source(found[-1])
+        return self._run(self._begin(version, source, dry_run=dry_run), wait=wait)
 
     def close(self) -> None:
         """End what is under way and let the workers go; they keep what they have."""
@@ -196,6 +294,7 @@ class Publisher:
         if active is not None:
             active.abort("the publisher was closed")
         self._catchup.close()
+        self._hosts.dismiss(self.address)
         self._listener.close()
         if active is not None:
             _wait_quietly(active)
@@ -207,9 +306,26 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _await_invited(self) -> None:
+        def absent() -> set[str]:
+            named = set(filter(None, self.hosts.values())) - {w.worker for w in self.workers()}
+            whole = self._roster.instances().values()
+            return named | (self._hosts.engines - {ranks[0].hello.host for ranks in whole})
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
+                raise NoWorkersError(
+                    f"{', '.join(sorted(absent()))} did not join within "
+                    f"{self._rules.deadline_s:g} s, though asked to; look at the workers' logs"
+                ) from self._refusal
+
     # -- rounds
 
-    def _begin(self, version: str) -> Round:
+    def _run(self, round_: Round, *, wait: bool) -> Report | Round:
+        round_.start()
+        return round_.result() if wait else round_
+
+    def _begin(self, version: str, instead: WeightSource | None, *, dry_run: bool) -> Round:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         with self._changed:
@@ -233,7 +349,7 @@ class Publisher:
             if len(instances) < self._rules.min_workers:
                 raise too_few(len(instances), self._rules.min_workers) from self._refusal
             self._renew_sender(frozenset(w for ranks in instances.values() for w in ranks))
-            return self._new_round(version, instances, None)
+            return self._new_round(version, instances, instead=instead, dry_run=dry_run)
 
     def _taking_part(self) -> dict[str, list[Worker]]:
         """Return the instances of a new round: without those set aside, if enough remain."""
@@ -258,7 +374,13 @@ class Publisher:
         self._active = None
 
     def _new_round(
-        self, version: str, instances: dict[str, list[Worker]], sealed: Sealed | None
+        self,
+        version: str,
+        instances: dict[str, list[Worker]],
+        *,
+        sealed: Sealed | None = None,
+        instead: WeightSource | None = None,
+        dry_run: bool = False,
     ) -> Round:
         round_ = Round(
             version,
@@ -268,6 +390,9 @@ class Publisher:
             rules=self._rules if sealed is None else Rules(deadline_s=self._rules.deadline_s),
             origin=self._origin,
             sealed=sealed,
+            instead=instead,
+            dry_run=dry_run,
+            apply=self._hosts.apply,
             on_done=self._on_done,
         )
         self._active, self._active_since = round_, time.monotonic()
@@ -288,7 +413,7 @@ class Publisher:
             if round_.is_resend and not round_.failed:
                 for worker in round_.members:
                     worker.set_aside = worker.state == "pending"
-            if round_.failed:
+            if round_.failed or round_.dry_run:
                 self._unsettled.pop(round_.round_id, None)
             elif not round_.is_resend:
                 self._current, self._current_sender = round_.sealed, self._sender
@@ -344,7 +469,7 @@ class Publisher:
             if self._active is not None or self._current is None:
                 return None
             current = self._current
-            round_ = self._new_round(current.version, {name: ranks}, current)
+            round_ = self._new_round(current.version, {name: ranks}, sealed=current)
         round_.start()
         try:
             return round_.result()

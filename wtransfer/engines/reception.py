@@ -17,7 +17,7 @@ from wtransfer.engines.messages import (
     Refuse,
     Verdict,
 )
-from wtransfer.engines.schema import canonical_names, check_fit, check_whole
+from wtransfer.engines.schema import Fitting, check_whole
 from wtransfer.engines.staging import Staging
 from wtransfer.errors import RoundAbortedError, WTransferError
 from wtransfer.host import hooks
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_INTERVAL_S = 0.5
+PROGRESS_INTERVAL_S = 0.1
 """Least time between two progress messages."""
 
 
@@ -50,7 +50,7 @@ class Reception:
         plan: What the trainer announces.
         engine: Receives it.
         schema: Returns the target's, or None where any complete update is taken.
-        cast: Whether a floating dtype may take another.
+        fitting: Judges the plan; the same for every round of a publisher.
         worker: Name of the worker, for observers.
         notes: What the trainer should know of this worker.
         send: Sends a message to the trainer; never raises.
@@ -63,7 +63,7 @@ class Reception:
         engine: HostedEngine,
         *,
         schema: Callable[[], Mapping[str, TensorSpec] | None],
-        cast: bool,
+        fitting: Fitting,
         worker: str,
         notes: list[str],
         send: Callable[[msgspec.Struct], None],
@@ -75,8 +75,8 @@ class Reception:
         self.verified = False
         self._engine = engine
         self._schema = schema
-        self._canonical: dict[str, str] = {}
-        self._cast = cast
+        self._fitting = fitting
+        self._tied: Mapping[str, str] = {}
         self._worker = worker
         self._notes = list(notes)
         self._send = send
@@ -178,8 +178,7 @@ class Reception:
         return True
 
     def _accept(self, claim: Callable[[], None]) -> None:
-        manifest = self.plan.manifest
-        manifest.check()
+        manifest = self._fitting.check(self.plan.manifest)
         claim()
         if self._over:
             # Ended by the channel's thread a moment ago, when there was no claim to free.
@@ -188,8 +187,9 @@ class Reception:
         self._engine.ensure()
         schema = self._schema()
         if schema is not None:
-            self._canonical = canonical_names(schema)
-            if check_fit(manifest, schema, cast=self._cast):
+            fit = self._fitting.judge(manifest, schema)
+            self._tied = fit.tied
+            if fit.casts:
                 self._notes.append("casts floating dtypes at commit")
         else:
             check_whole(manifest)
@@ -201,7 +201,7 @@ class Reception:
 
     def _make_room(self) -> None:
         manifest = self.plan.manifest
-        if self._engine.copies:
+        if self._engine.copies or self._engine.allocates:
             require_memory(manifest.nbytes, f"staging update {self.plan.version!r}")
             self._notes.append(f"stages {manifest.nbytes} bytes of its own")
         staging = Staging(manifest, copies=self._engine.copies, on_progress=self._progress)
@@ -225,7 +225,7 @@ class Reception:
         begun = time.monotonic()
         self._engine.optional("finish_weight_update")
         staging = self._staged()
-        digests = staging.verify(seal.digests, self._canonical)
+        digests = staging.verify(seal.digests, self._tied)
         self.fingerprint = fingerprint(self.plan.manifest, digests)
         self.seconds["verify"] = time.monotonic() - begun
         with self._lock:

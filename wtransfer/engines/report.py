@@ -40,11 +40,12 @@ class WorkerReport:
     rank: int
     """Rank within the instance."""
     outcome: str
-    """``committed``; ``pending`` (verified, this or an earlier update, and not applied yet);
-    ``restored``, ``reverted`` or ``discarded`` (on its old version, whole); ``empty`` (must not
-    serve); ``lost`` (gone after the commit was sent, so nobody knows); ``dropped`` (left out of the
-    round, because it or a rank of its instance was lost before the commit); ``behind`` (joined,
-    but no part of the round: it will be brought up to date)."""
+    """``committed``; ``verified`` (a dry run: dropped after its proof); ``pending`` (verified, this
+    or an earlier update, and not applied yet); ``restored``, ``reverted`` or ``discarded`` (on its
+    old version, whole); ``empty`` (must not serve); ``lost`` (gone after the commit was sent, so
+    nobody knows); ``dropped`` (left out of the round, because it or a rank of its instance was lost
+    before the commit); ``behind`` (joined, but no part of the round: it will be brought up to
+    date)."""
     version: str | None
     """Label of what it holds now."""
     fingerprint: str
@@ -81,25 +82,34 @@ class Report:
     """Seconds until the trainer could train on."""
     nonfinite: dict[str, int] = field(default_factory=dict)
     """Tensors with NaN or infinity -> how many of their elements."""
+    dry_run: bool = False
+    """Whether it was to end before the commit."""
 
     @property
     def outcome(self) -> str:
-        """``committed`` if every worker holds the update, else ``mixed``."""
+        """``committed`` if every worker holds the update, else ``mixed``; ``verified``: a dry run.
+
+        What has not been verified by every worker has no report: it raises.
+        """
+        if self.dry_run:
+            return "verified"
         return "committed" if self.ok else "mixed"
 
     @property
     def ok(self) -> bool:
         """Whether every worker of the round has proven that it holds the update.
 
-        Workers that were dropped from the round, and joiners that it came too early for, are named
-        in the report and do not count.
+        After a dry run: that it has received it. Workers that were dropped from the round, and
+        joiners that it came too early for, are named in the report and do not count.
         """
+        takes_part = [w for w in self.workers if w.outcome not in ("dropped", "behind")]
+        if self.dry_run:
+            return all(each.digests_equal for each in takes_part)
         return all(
             each.outcome == "committed"
             and each.digests_equal
             and each.fingerprint == self.fingerprint
-            for each in self.workers
-            if each.outcome not in ("dropped", "behind")
+            for each in takes_part
         )
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.messages import Abort, Data, Init, Plan, Seal
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from wtransfer.engines.interface import WeightSource
     from wtransfer.engines.origin import Origin
     from wtransfer.engines.roster import Roster, Worker
     from wtransfer.engines.rules import Rules
@@ -91,6 +92,9 @@ class Round:
         rules: How to judge.
         origin: Which engine workers must have.
         sealed: An update that was committed before and is sent again; None: the source's.
+        instead: What is sent, where that is not the user's source.
+        dry_run: Whether to end when every worker has verified, without a commit.
+        apply: Lets the hosts of these workers apply what was committed, where that takes a call.
         on_done: Called when the round is over, on its thread.
     """
 
@@ -104,6 +108,9 @@ class Round:
         rules: Rules,
         origin: Origin,
         sealed: Sealed | None = None,
+        instead: WeightSource | None = None,
+        dry_run: bool = False,
+        apply: Callable[[str, set[str]], None],
         on_done: Callable[[Round], None],
     ) -> None:
         self._pid = os.getpid()
@@ -112,6 +119,10 @@ class Round:
         self.phase = "init"
         self.sealed = sealed
         self.is_resend = sealed is not None
+        self.dry_run = dry_run
+        self._instead = instead
+        self._apply = apply
+        self._apply_error: WTransferError | None = None
         self.members = frozenset(worker for ranks in instances.values() for worker in ranks)
         self._sender = sender
         self._roster = roster
@@ -184,6 +195,11 @@ class Round:
         assert self._report is not None
         return self._report
 
+    def progress(self) -> dict[str, int]:
+        """Return the bytes that each worker of the round has staged so far, by its name."""
+        with self._roster.changed:
+            return {each.worker.name: each.nbytes for each in self._seating.exchanges()}
+
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, this does nothing."""
         self._check_process()
@@ -209,6 +225,11 @@ class Round:
             raise ForkedError(
                 "this Round belongs to the parent process; fork()ed children have none"
             )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the update; 0 until it is planned."""
+        return self._manifest.nbytes
 
     @property
     def done(self) -> bool:
@@ -282,11 +303,12 @@ class Round:
             self._plan()
             self._transfer()
             self._seal()
-            self._begin_commit()
+            if not self.dry_run:
+                self._begin_commit()
         except BaseException as error:
             self._fail(error)
         else:
-            self._commit()
+            self._commit() if not self.dry_run else self._drop_verified()
 
     def _prepare(self) -> None:
         if not self._sender.started:
@@ -312,7 +334,7 @@ class Round:
         begun = time.monotonic()
         self.phase = "plan"
         if self.sealed is None:
-            reading = self._sender.plan(self)
+            reading = self._sender.plan(self, self._instead)
             self._supervise(reading, "the source's metadata")
             self._manifest = reading.result
         self._broadcast(Plan(self.round_id, self.version, self._manifest))
@@ -339,10 +361,12 @@ class Round:
         self.phase = "seal"
         if self.sealed is None:
             self._judge_nonfinite()
-            digests = self._sender.source.digests()
+        digests = self.sealed.digests if self.sealed else self._sender.source.digests()
+        self._broadcast(Seal(self.round_id, digests))
+        if self.sealed is None:
+            # Beside the workers, which work out the same.
             identity = fingerprint(self._manifest, digests)
             self.sealed = Sealed(self.version, self._manifest, digests, identity)
-        self._broadcast(Seal(self.round_id, self.sealed.digests))
         self._watch.until(lambda exchange: exchange.verdict is not None, "a verdict")
         self._check_verdicts(self.sealed.digests)
         self._clock.lap("seal", begun)
@@ -380,11 +404,39 @@ class Round:
         deadline_s = self._rules.deadline_s
         with self._roster.changed:
             self._seating.commit()
+        self._apply_by_hosts()
+        with self._roster.changed:
             if not self._roster.changed.wait_for(self._seating.settle, deadline_s):
                 self._seating.give_up(f"not every rank has committed within {deadline_s:g} s")
                 self._roster.changed.wait_for(self._seating.settle, REVERT_GRACE_S)
             self._seating.note_pending()
         self._clock.lap("commit", begun)
+
+    def _apply_by_hosts(self) -> None:
+        """Let serving engines apply, on a thread of their own: their answer needs our release."""
+        hosts = {w.hello.host for w in self.members if w.hello.host is not None}
+
+        def call() -> None:
+            try:
+                self._apply(self.version, hosts)
+            except WTransferError as error:
+                # Receipts decide. This says why one does not come, in the host's own words.
+                logger.warning("round %s: %s", self.round_id, error)
+                self._apply_error = error
+
+        if hosts:
+            threading.Thread(target=call, name="wtransfer-apply", daemon=True).start()
+
+    def _drop_verified(self) -> None:
+        """End a dry run: everything has been proven, nothing is kept."""
+        with self._roster.changed:
+            # As after a failure: an engine's client is of no use any more.
+            ended = RoundAbortedError("a dry run ends without a commit", **self._facts())
+            self._watch.ended = ended
+        self._broadcast(Abort(self.round_id, str(ended)))
+        self._roster.close(self.round_id)
+        # What has begun, for observers, must end: here as on every worker.
+        hooks.notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
 
     def on_receipt(self) -> bool:
         """Release or revert what can be settled; return whether everything is.
@@ -424,13 +476,13 @@ class Round:
 
     def _finish(self) -> None:
         if not self.is_resend:
-            self._sender.finished(committed=not self.failed)
+            self._sender.finished(committed=not self.failed and not self.dry_run)
         if not self.failed:
             self._report = self._make_report()
             self._tell_committed(self._report)
 
     def _tell_committed(self, report: Report) -> None:
-        if report.ok:
+        if report.ok and not self.dry_run:
             facts = {**self._identity(), "fingerprint": report.fingerprint}
             hooks.notify("wtransfer_weights_committed", worker=None, **facts)
 
@@ -444,19 +496,27 @@ class Round:
         assert self.sealed is not None
         self._clock.seconds["total"] = self._clock.total()
         others = [w for w in self._roster.workers() if w not in self.members]
+        reports = self._seating.reports(self.sealed.digests, dry_run=self.dry_run)
         return Report(
             version=self.version,
             fingerprint=self.sealed.fingerprint,
             round_id=self.round_id,
             nbytes=self._manifest.nbytes,
             workers=(
-                *self._seating.reports(self.sealed.digests),
+                *map(self._explained, reports),
                 *(_bystander(worker, self.sealed) for worker in others),
             ),
             seconds=self._clock.seconds,
             packed_s=self._packed_s or 0.0,
             nonfinite=dict(self._sender.source.nonfinite),
+            dry_run=self.dry_run,
         )
+
+    def _explained(self, report: WorkerReport) -> WorkerReport:
+        """Add what its host said to a worker that has not applied what it was ordered to."""
+        if report.outcome != "pending" or report.error is not None or self._apply_error is None:
+            return report
+        return replace(report, error=self._apply_error)
 
 
 def send_init(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import ManifestError, SchemaError
@@ -57,6 +58,60 @@ def check_fit(manifest: Manifest, schema: Mapping[str, TensorSpec], *, cast: boo
     if wrong:
         raise _schema_error(wrong)
     return casts
+
+
+class Fitting:
+    """Judges the plans of one publisher, whose pieces are mostly those of the plan before.
+
+    Args:
+        cast: Whether one floating dtype may take another at apply.
+    """
+
+    def __init__(self, *, cast: bool = False) -> None:
+        self._cast = cast
+        self._checked = Manifest(())
+        self._fit: Fit | None = None
+
+    def check(self, manifest: Manifest) -> Manifest:
+        """Raise unless a manifest is valid in itself; return it, or one that was and is equal.
+
+        Raises:
+            ManifestError: The first fault found, with the piece named.
+        """
+        if manifest != self._checked:
+            manifest.check()
+            self._checked = manifest
+        return self._checked
+
+    def judge(self, manifest: Manifest, schema: Mapping[str, TensorSpec]) -> Fit:
+        """Return how an update fits a target, from what was found before if both are equal to then.
+
+        Raises:
+            SchemaError: As `check_fit`.
+            ManifestError: As `check_fit`.
+        """
+        fit = self._fit
+        if fit is None or fit.manifest is not manifest or fit.schema != schema:
+            casts = check_fit(manifest, schema, cast=self._cast)
+            tied = any(spec.aliases for spec in schema.values())
+            names = canonical_names(schema) if tied else {}
+            # A copy: what a target hands out may be its own, and change.
+            fit = self._fit = Fit(manifest, dict(schema), names, casts)
+        return fit
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An update that fits a target."""
+
+    manifest: Manifest
+    """The update."""
+    schema: Mapping[str, TensorSpec]
+    """The target, as it was."""
+    tied: Mapping[str, str]
+    """Name or alias -> name of the storage; empty if no storage has two names."""
+    casts: bool
+    """Whether a floating dtype will be cast."""
 
 
 def check_whole(manifest: Manifest) -> None:

@@ -113,10 +113,10 @@ class Seating:
             if exchange.receipt is None and not exchange.lost:
                 exchange.worker.state = "pending"
 
-    def reports(self, digests: list[str]) -> list[WorkerReport]:
+    def reports(self, digests: list[str], *, dry_run: bool) -> list[WorkerReport]:
         """Return what the round came to for every rank, also for those that were dropped."""
         return [
-            _report(exchange, digests, dropped=seat.dropped)
+            _report(exchange, digests, _final_outcome(seat, exchange, dry_run=dry_run))
             for seat in self._seats
             for exchange in seat.exchanges
         ]
@@ -135,7 +135,13 @@ def _outcome(exchange: Exchange) -> str:
     return "lost" if exchange.lost else "pending"
 
 
-def _report(exchange: Exchange, digests: list[str], *, dropped: bool) -> WorkerReport:
+def _final_outcome(seat: Seat, exchange: Exchange, *, dry_run: bool) -> str:
+    if seat.dropped:
+        return "dropped"
+    return "verified" if dry_run else _outcome(exchange)
+
+
+def _report(exchange: Exchange, digests: list[str], outcome: str) -> WorkerReport:
     worker, verdict, receipt = exchange.worker, exchange.verdict, exchange.receipt
     error = exchange.error
     if receipt is not None and receipt.error is not None:
@@ -144,7 +150,7 @@ def _report(exchange: Exchange, digests: list[str], *, dropped: bool) -> WorkerR
         worker=worker.name,
         instance=worker.hello.instance,
         rank=worker.hello.rank,
-        outcome="dropped" if dropped else _outcome(exchange),
+        outcome=outcome,
         version=worker.version,
         fingerprint=worker.fingerprint,
         digests_equal=verdict is not None and verdict.digests == digests,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import traceback
@@ -10,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.engines.hosted import UNBLOCK_GRACE_S, engine_error, guarded
-from wtransfer.errors import NotInitializedError, WTransferError
+from wtransfer.errors import NotInitializedError, VersionNotKeptError, WTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from wtransfer.engines.interface import WeightSource
+    from wtransfer.engines.interface import KeptVersion, WeightSource
     from wtransfer.engines.round import Round
 
 logger = logging.getLogger(__name__)
@@ -140,14 +141,35 @@ class Sender:
         """Whether the engine can bring one worker up to date."""
         return self.started and hasattr(self._engine, "resend")
 
+    def kept(self) -> Sequence[KeptVersion]:
+        """Return the versions that the engine keeps."""
+        found: Sequence[KeptVersion] = self._of_keeper("kept")()
+        return found
+
+    def kept_source(self, kept: KeptVersion) -> WeightSource:
+        """Return a source of the weights of a kept version."""
+        found: WeightSource = self._of_keeper("kept_source")(kept)
+        return found
+
+    def _of_keeper(self, method: str) -> Callable[..., Any]:
+        found = getattr(self._cls, method, None)
+        if found is None:
+            raise VersionNotKeptError(
+                f"engine {self.name!r} keeps no earlier versions; publish with one that does "
+                "('file'), or publish the old weights again",
+                plugin=self.plugin,
+            )
+        return functools.partial(found, self._info)
+
     def start(self, round_: Round) -> Running:
         """Make the engine, which initialises the workers of `round_`."""
         self._client.attach(round_)
         return self._running("trainer_init", self._start, round_)
 
-    def plan(self, round_: Round) -> Running:
-        """Read what the source has; the result is the manifest."""
-        return self._running("metadata", self.source.plan, round_)
+    def plan(self, round_: Round, instead: WeightSource | None) -> Running:
+        """Read what the source has, or `instead` has; the result is the manifest."""
+        read = functools.partial(self.source.plan, round_.version, instead)
+        return self._running("metadata", read, round_)
 
     def send(self, round_: Round) -> Running:
         """Let the engine send to every worker of `round_`."""

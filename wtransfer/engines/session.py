@@ -21,9 +21,11 @@ import secrets
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from wtransfer.engines.endings import close_at_exit
+from wtransfer.engines.follower import Follower, folder_of, is_folder
 from wtransfer.engines.hosted import HostedEngine, forget_frames
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.ledger import Held, Ledger, Pending
@@ -41,10 +43,12 @@ from wtransfer.errors import (
 from wtransfer.host import hooks
 from wtransfer.transport.addresses import parse_address
 from wtransfer.transport.auth import resolve_token
+from wtransfer.transport.digests import digest
 from wtransfer.transport.tensors import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
 
     import torch
     from torch import nn
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import WeightTarget
     from wtransfer.manifest import Manifest
+    from wtransfer.transport.addresses import Address
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +123,7 @@ class WorkerSession:
         self.num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._pid = os.getpid()
-        self._links: list[Link] = []
+        self._links: list[Link | Follower] = []
         # Held by whoever changes the model or decides not to: one thing at a time.
         self._model = threading.Lock()
         self._model_thread: int | None = None
@@ -128,27 +133,61 @@ class WorkerSession:
 
     # -- for the thread that owns the model
 
-    def join(self, address: str) -> None:
-        """Dial a publisher, now and again whenever the connection is lost, until closed.
+    def join(self, address: str, *, token: str | None = None, host: str | None = None) -> None:
+        """Dial a publisher, now and again whenever the connection is lost, until closed or left.
+
+        ``file:/path`` is the folder that engine ``file`` publishes to: whatever version is current
+        there, now and later, is taken from it, also when no publisher lives.
 
         Returns at once: a publisher that is not there yet is found when it comes.
 
+        Args:
+            address: The publisher's, or that of a folder.
+            token: Its secret, where that is another than the session's. A folder has none: who may
+                read it, may follow it.
+            host: What the publisher calls the host that it has asked to let this worker join.
+
         Raises:
             AuthenticationError: No token was given and none is in the environment.
-            ValueError: Not an address, or one that was joined before.
+            ValueError: Not an address, one that was joined before, or a folder's for a rank of
+                several.
         """
         self._check_usable()
         # Before anything is made: a second connection would be thrown out as the same worker.
-        place = parse_address(address)
-        if any(parse_address(link.address) == place for link in self._links):
+        if self.link_to(address) is not None:
             raise ValueError(f"this WorkerSession has joined {address} already; join it once")
-        token = resolve_token(self._token, os.environ)
+        if is_folder(address):
+            self._follow(address)
+            return
+        token = resolve_token(self._token if token is None else token, os.environ)
         if token is None:
             raise AuthenticationError(
                 f"no token for {address}: pass token=, or set WTRANSFER_TOKEN to the publisher's"
             )
         engine = HostedEngine(self._rank, self.num_ranks, self._engines)
-        self._links.append(Link(self, address, token, engine))
+        self._links = [*self._links, Link(self, address, token, engine, host)]
+
+    def _follow(self, address: str) -> None:
+        if self.num_ranks > 1:
+            raise ValueError(
+                f"a rank of {self.num_ranks} cannot follow {address}: nobody there would see to it "
+                "that all ranks commit or none; join a publisher (it may send a kept version)"
+            )
+        self._links = [*self._links, Follower(self, address)]
+
+    def leave(self, address: str) -> None:
+        """Leave a publisher that was joined; the model keeps the weights that it has.
+
+        Raises:
+            ValueError: Not an address, or one that was not joined.
+        """
+        self._check_usable()
+        link = self.link_to(address)
+        if link is None:
+            raise ValueError(f"this WorkerSession has not joined {address}")
+        # Anew, not in place: other threads may be going through the list.
+        self._links = [each for each in self._links if each is not link]
+        link.close()
 
     def commit_pending(self, timeout_s: float = 0.0) -> bool:
         """Apply a verified update, if there is one. Call it between two steps of the model.
@@ -220,9 +259,42 @@ class WorkerSession:
         return any(link.connected for link in self._links)
 
     @property
+    def links(self) -> tuple[Link | Follower, ...]:
+        """The link to every publisher that was joined and not left."""
+        return tuple(self._links)
+
+    def link_to(self, address: str) -> Link | Follower | None:
+        """Return the link to a publisher that was joined and not left; None if there is none.
+
+        Raises:
+            AddressError: Not an address.
+        """
+        place = _place(address)
+        return next((each for each in self._links if _place(each.address) == place), None)
+
+    @property
+    def has_publisher(self) -> bool:
+        """Whether a publisher is reached right now, not only a folder of versions."""
+        return any(isinstance(link, Link) and link.connected for link in self._links)
+
+    @property
     def refusal(self) -> Exception | None:
         """Why a publisher last refused this worker (token, protocol); None if none has."""
         return next((link.refusal for link in self._links if link.refusal), None)
+
+    def digests(self) -> dict[str, str]:
+        """Return the xxh3-128 of every tensor that the model has now, computed afresh.
+
+        Waits while an update is being applied, so the digests are those of one version.
+
+        Raises:
+            ClosedError: The session was closed.
+        """
+        self._check_usable()
+        self._check_not_within()
+        with self._changing_model():
+            tensors = self._target.capture()
+            return {name: digest(tensor) for name, tensor in (tensors or {}).items()}
 
     @property
     def num_dropped(self) -> int:
@@ -244,8 +316,8 @@ class WorkerSession:
 
     # -- for links; none of these waits
 
-    def hello(self) -> Hello:
-        """Return what this worker is and holds."""
+    def hello(self, host: str | None = None) -> Hello:
+        """Return what this worker is and holds, for who has invited it by way of `host`."""
         ledger = self.ledger
         with ledger.changed:
             return Hello(
@@ -256,6 +328,7 @@ class WorkerSession:
                 version=ledger.held.version,
                 fingerprint=ledger.held.fingerprint,
                 state=ledger.state,
+                host=host,
             )
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
@@ -337,8 +410,7 @@ class WorkerSession:
         """Return what the model has, with tensors if there is a way back to it."""
         held = self.ledger.held
         if self._keep_previous and held.tensors is None and not self.ledger.empty:
-            captured = self._target.capture()
-            return Held(held.version, held.fingerprint, held.manifest, captured)
+            return replace(held, tensors=self._target.capture())
         return held
 
     def _restore(
@@ -436,6 +508,10 @@ class WorkerSession:
             raise ForkedError(
                 "this WorkerSession belongs to the parent process; after fork() make a new one"
             )
+
+
+def _place(address: str) -> Address | Path:
+    return folder_of(address) if is_folder(address) else parse_address(address)
 
 
 def _schema_of(manifest: Manifest) -> Mapping[str, TensorSpec]:

@@ -19,6 +19,7 @@ from wtransfer.engines.interface import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from wtransfer.engines.update_lists import check_lengths
 from wtransfer.errors import ManifestError, NotInitializedError
 from wtransfer.manifest import DTYPES
 from wtransfer.transport.handover import Borrower
@@ -26,13 +27,13 @@ from wtransfer.transport.memory import populate
 from wtransfer.transport.tensors import tensor_from
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Iterator
 
     import torch
 
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.interface import LoadWeights
+    from wtransfer.transport.tensors import ByteArray
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest wait for the trainer's process when a segment is borrowed."""
@@ -58,8 +59,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     """Names of the tensors."""
     dtype_names: list[str] = field(default_factory=list)
     """Wire dtypes."""
-    shapes: list[list[int]] = field(default_factory=list)
-    """Shapes."""
+    shapes: list[list[int] | int] = field(default_factory=list)
+    """Shapes; a bare number stands for one dimension, so that many small tensors need no lists."""
     offsets: list[int] = field(default_factory=list)
     """First byte of each tensor in the segment."""
     start: int = 0
@@ -68,17 +69,10 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     """Bytes of the bucket."""
 
     def __post_init__(self) -> None:
-        lengths = {
-            name: len(getattr(self, name)) for name in ("names", "dtype_names", "shapes", "offsets")
-        }
-        odd = [name for name, length in lengths.items() if length != lengths["names"]]
-        if odd:
-            raise ValueError(
-                f"`{odd[0]}` has {lengths[odd[0]]} entries, `names` has {lengths['names']}"
-            )
-        unknown = next((name for name in self.dtype_names if name not in DTYPES), None)
-        if unknown is not None:
-            raise ManifestError(f"{unknown!r:.80} is no wire dtype")
+        check_lengths(self, ("dtype_names", "shapes", "offsets"))
+        unknown = set(self.dtype_names) - DTYPES.keys()
+        if unknown:
+            raise ManifestError(f"{unknown.pop()!r:.80} is no wire dtype")
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -97,7 +91,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
         self._borrower: Borrower | None = None
-        self._mapped: tuple[int, mmap.mmap] | None = None
+        self._mapped: tuple[int, ByteArray] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Connect to the trainer's lender.
@@ -133,7 +127,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._borrower.close()
             self._borrower = None
 
-    def _mapping(self, segment: int) -> mmap.mmap:
+    def _mapping(self, segment: int) -> ByteArray:
         if self._borrower is None:
             raise NotInitializedError("not initialized: call init_transfer_engine first")
         if self._mapped is None or self._mapped[0] != segment:
@@ -141,7 +135,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return self._mapped[1]
 
 
-def _views(mapping: mmap.mmap, info: ShmUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+def _views(mapping: ByteArray, info: ShmUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
     rows = zip(info.names, info.offsets, info.dtype_names, info.shapes, strict=True)
     for name, offset, dtype, shape in rows:
-        yield name, tensor_from(mapping, offset, dtype, shape)
+        dims = (shape,) if isinstance(shape, int) else shape
+        yield name, tensor_from(mapping, offset, dtype, dims)

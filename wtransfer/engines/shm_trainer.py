@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from wtransfer.engines.announcing import Announcer
+from wtransfer.engines.digesting import Places, same_metadata
 from wtransfer.engines.interface import (
     ParamMeta,
     RoundSource,
@@ -20,10 +20,14 @@ from wtransfer.transport.memory import Segment
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes: a cache line, and any dtype's need."""
+MAX_BUCKET_TENSORS = 2048
+"""Most tensors announced at a time: small ones cost workers by their number."""
+NUM_UNDER_WAY = 2
+"""Announcements that workers may have in their hands."""
 RELEASE_GRACE_S = 0.5
 """How long to wait for readers of the older segment before taking a fresh one, in seconds."""
 
@@ -53,36 +57,54 @@ class Slot:
     announced: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Bucket:
-    """Tensors that have been copied and not been announced yet."""
+class Layout:
+    """Where each tensor of an update lies in a segment, in the words of an announcement.
 
-    def __init__(self, segment_id: int, start: int) -> None:
-        self.start = start
-        self.end = start
-        self._info: dict[str, Any] = {
-            "segment": segment_id,
-            "names": [],
-            "dtype_names": [],
-            "shapes": [],
-            "offsets": [],
-        }
+    Args:
+        metadata: The update.
+    """
 
-    def add(self, meta: ParamMeta, offset: int, nbytes: int) -> None:
-        """Add a tensor that lies at `offset`."""
-        self._info["names"].append(meta.name)
-        self._info["dtype_names"].append(dtype_name(meta.dtype))
-        self._info["shapes"].append(list(meta.shape))
-        self._info["offsets"].append(offset)
-        self.end = offset + nbytes
+    def __init__(self, metadata: Sequence[ParamMeta]) -> None:
+        self.metadata = tuple(metadata)
+        self.spans: dict[str, slice] = {}
+        self.ends: list[int] = []
+        self._names = [meta.name for meta in metadata]
+        self._dtype_names = [dtype_name(meta.dtype) for meta in metadata]
+        self._shapes = [m.shape[0] if len(m.shape) == 1 else list(m.shape) for m in metadata]
+        self._offsets: list[int] = []
+        self._place()
+
+    def _place(self) -> None:
+        end = 0
+        for meta in self.metadata:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + meta.nbytes
+            self.spans[meta.name] = slice(start, end)
+            self._offsets.append(start)
+            self.ends.append(end)
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first to the last tensor."""
-        return self.end - self.start
+        """Bytes of the whole."""
+        return self.ends[-1] if self.ends else 0
 
-    def update_info(self) -> dict[str, Any]:
-        """Return what workers need to find the tensors."""
-        return {**self._info, "start": self.start, "nbytes": self.nbytes}
+    def start(self, number: int) -> int:
+        """Return the first byte of a tensor, or the end of the last one."""
+        return self._offsets[number] if number < len(self._offsets) else self.nbytes
+
+    def announcement(self, segment_id: int, first: int, stop: int) -> dict[str, Any]:
+        """Return what workers need to find the tensors from number `first` up to `stop`."""
+        start = self.start(first)
+        end = self.ends[stop - 1] if stop > first else start
+        return {
+            "segment": segment_id,
+            "names": self._names[first:stop],
+            "dtype_names": self._dtype_names[first:stop],
+            "shapes": self._shapes[first:stop],
+            "offsets": self._offsets[first:stop],
+            "start": start,
+            "nbytes": end - start,
+        }
 
 
 class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
@@ -112,6 +134,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         self._committed: Slot | None = None
         self._next: Slot | None = None
         self._num_contents = 0
+        self._layout = Layout(())
 
     def worker_init_info(self) -> dict[str, Any]:
         """Return where segments are handed over."""
@@ -122,13 +145,11 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         source = self.source
         if source is None:
             raise NotInitializedError("not initialized: the engine has no source to send")
-        offsets, nbytes = _layout(source.metadata)
-        slot = self._take_slot(nbytes)
-        # One announcement under way while the next bucket is copied: worker and trainer overlap.
-        with ThreadPoolExecutor(1, "wtransfer-announce") as announcer:
-            futures = self._copy(source, slot, offsets, announcer)
-            for future in futures:
-                future.result()
+        layout = self._layout_of(source.metadata)
+        slot = self._take_slot(layout.nbytes, source.note_progress)
+        # More than one under way, since a worker that has to wait for the next is idle.
+        with Announcer(self.client.update_weights, NUM_UNDER_WAY) as announcer:
+            self._copy(source, slot, layout, announcer)
 
     def resend(self, client: WeightSyncClient) -> None:
         """Announce the committed segment again."""
@@ -150,40 +171,33 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
                 slot.segment.close()
         self._committed = self._next = None
 
-    def _copy(
-        self,
-        source: RoundSource,
-        slot: Slot,
-        offsets: dict[str, int],
-        announcer: ThreadPoolExecutor,
-    ) -> list[Future[None]]:
-        memory = slot.segment.buffer.data
-        futures: list[Future[None]] = []
-        bucket = Bucket(slot.segment_id, 0)
-
-        def allocate(meta: ParamMeta) -> memoryview:
-            offset = offsets[meta.name]
-            return memory[offset : offset + _nbytes(meta)]
+    def _copy(self, source: RoundSource, slot: Slot, layout: Layout, announcer: Announcer) -> None:
+        places = Places(slot.segment.buffer, layout.spans)
+        first = stop = 0
 
         def announce() -> None:
-            info = bucket.update_info()
+            info = layout.announcement(slot.segment_id, first, stop)
             slot.announced.append(info)
-            futures.append(announcer.submit(self.client.update_weights, info))
+            announcer.announce(info)
 
-        for meta, copied in source.iter_into(allocate):
-            bucket.add(meta, offsets[meta.name], copied.nbytes)
-            if bucket.nbytes >= self.init_info.bucket_nbytes:
+        for _ in source.iter_into(places):
+            stop += 1
+            nbytes = layout.ends[stop - 1] - layout.start(first)
+            if nbytes >= self.init_info.bucket_nbytes or stop - first >= MAX_BUCKET_TENSORS:
                 announce()
-                bucket = Bucket(slot.segment_id, bucket.end)
-                _raise_early(futures)
+                first = stop
         announce()
-        return futures
 
-    def _take_slot(self, nbytes: int) -> Slot:
+    def _layout_of(self, metadata: Sequence[ParamMeta]) -> Layout:
+        if not same_metadata(metadata, self._layout.metadata):
+            self._layout = Layout(metadata)
+        return self._layout
+
+    def _take_slot(self, nbytes: int, on_step: Callable[[], None]) -> Slot:
         before, self._next = self._next, None
         segment = self._reclaim(before, nbytes) if before is not None else None
         # A number for every content: whoever asks for an older one asks in vain.
-        slot = Slot(self._num_contents, segment or Segment(nbytes))
+        slot = Slot(self._num_contents, segment or Segment(nbytes, on_step))
         self._num_contents += 1
         self._lender.offer(slot.segment_id, slot.segment)
         self._next = slot
@@ -199,24 +213,3 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         # Readers that still hold it keep the memory alive; it goes with the last of them.
         slot.segment.close()
         return None
-
-
-def _nbytes(meta: ParamMeta) -> int:
-    return math.prod(meta.shape) * meta.dtype.itemsize
-
-
-def _layout(metadata: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
-    """Return name -> offset, and the size of the whole."""
-    offsets: dict[str, int] = {}
-    end = 0
-    for meta in metadata:
-        offsets[meta.name] = end
-        end += -(-_nbytes(meta) // ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-def _raise_early(futures: list[Future[None]]) -> None:
-    """Stop copying when an announcement has failed already."""
-    for future in futures:
-        if future.done():
-            future.result()

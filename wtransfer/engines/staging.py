@@ -70,30 +70,42 @@ class Staging:
         for name, tensor in weights:
             if self._stopped is not None:
                 raise RoundAbortedError(f"the round was ended: {self._stopped}")
-            self._stage(self._expect(name, tensor), tensor)
+            piece = self._pieces.get(name)
+            if (
+                piece is None
+                or name in self.tensors
+                or dtype_name(tensor.dtype) != piece.dtype
+                or tensor.shape != piece.shape
+            ):
+                raise self._unexpected(name, tensor, piece)
+            self._stage(piece, tensor)
             staged.add(name)
         self._on_progress(self.nbytes)
         return staged
 
-    def _expect(self, name: str, tensor: torch.Tensor) -> Piece:
-        piece = self._pieces.get(name)
+    def _unexpected(
+        self, name: str, tensor: torch.Tensor, piece: Piece | None
+    ) -> ManifestError | SchemaError:
         if piece is None:
-            raise ManifestError(
+            return ManifestError(
                 f"the engine delivered {name!r}, which the plan does not have", piece=str(name)
             )
         if name in self.tensors:
-            raise ManifestError(f"the engine delivered {name!r} twice", piece=name)
-        if dtype_name(tensor.dtype) != piece.dtype or tuple(tensor.shape) != piece.shape:
-            raise SchemaError(
-                f"the engine delivered {name!r} as {dtype_name(tensor.dtype)} "
-                f"{list(tensor.shape)}, the plan says {piece.dtype} {list(piece.shape)}",
-                piece=name,
-            )
-        return piece
+            return ManifestError(f"the engine delivered {name!r} twice", piece=name)
+        return SchemaError(
+            f"the engine delivered {name!r} as {dtype_name(tensor.dtype)} "
+            f"{list(tensor.shape)}, the plan says {piece.dtype} {list(piece.shape)}",
+            piece=name,
+        )
 
     def _stage(self, piece: Piece, tensor: torch.Tensor) -> None:
         try:
-            kept, digested = self._keep(tensor.detach())
+            # An object of our own: the engine may point its own elsewhere when this returns.
+            kept = tensor.detach()
+            if self._copies:
+                kept, digested = self._copy(kept)
+            else:
+                digested = digest(kept, self.manifest.algorithm)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise out_of_memory(piece.nbytes, error) from error
         except (RuntimeError, OSError) as error:
@@ -102,12 +114,10 @@ class Staging:
             raise out_of_memory(piece.nbytes, error) from error
         self.tensors[piece.name] = kept
         self._digests[piece.name] = digested
-        self.nbytes += piece.nbytes
+        self.nbytes += kept.nbytes
 
-    def _keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+    def _copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
         algorithm = self.manifest.algorithm
-        if not self._copies:
-            return tensor, digest(tensor, algorithm)
         if tensor.device.type != "cpu":
             kept = tensor.clone()
             return kept, digest(kept, algorithm)
@@ -119,7 +129,8 @@ class Staging:
 
         Args:
             digests: The trainer's, in plan order.
-            canonical: Name or alias -> name of the storage; names of one storage must agree.
+            canonical: Name or alias -> name of the storage; names of one storage must agree. Empty
+                where no storage has two names.
 
         Returns:
             This worker's digests, in plan order.
@@ -159,7 +170,7 @@ class Staging:
 
     def _check_tied(self, canonical: Mapping[str, str]) -> None:
         first: dict[str, str] = {}
-        for name in self._pieces:
+        for name in self._pieces if canonical else ():
             other = first.setdefault(canonical.get(name, name), name)
             if self._digests[other] != self._digests[name]:
                 raise SchemaError(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.interface import LoadWeights, ParamMeta, RoundSource
+    from wtransfer.manifest import Manifest
 
     Pair = tuple[str, torch.Tensor]
 
@@ -242,8 +243,22 @@ class _FaultySource:
         self._faults = faults
 
     @property
+    def version(self) -> str:
+        return self._source.version
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._source.manifest
+
+    @property
     def metadata(self) -> Sequence[ParamMeta]:
         return self._source.metadata
+
+    def note_progress(self) -> None:
+        self._source.note_progress()
+
+    def digests(self) -> list[str]:
+        return self._source.digests()
 
     def iter_full(self) -> Iterator[Pair]:
         for number, pair in enumerate(self._source.iter_full()):

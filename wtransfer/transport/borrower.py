@@ -29,8 +29,9 @@ from wtransfer.transport.lender import MAX_DATAGRAM, PROTOCOL, Reply, Request, p
 from wtransfer.transport.memory import map_private, os_errors
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Iterator
+
+    from wtransfer.transport.tensors import ByteArray
 
 _QUEUE_RETRY_S = 0.005
 _SHORTEST_WAIT_S = 0.001
@@ -44,16 +45,15 @@ _encode = msgspec.msgpack.Encoder().encode
 class Mapping:
     """A borrowed segment.
 
-    The lease ends when `mapping` is unmapped: when this object, and every tensor and array made
-    from the mapping, are gone. Never call ``mapping.close()``.
+    The lease ends when this object, and every tensor and array made from the mapping, are gone.
     """
 
     segment_id: int
     """Number under which it was lent."""
     nbytes: int
     """Size in bytes."""
-    mapping: mmap.mmap
-    """Private, writable mapping; mapped afresh by each `Borrower.borrow`, not populated."""
+    mapping: ByteArray
+    """Private, writable memory; mapped afresh by each `Borrower.borrow`, not populated."""
 
 
 class Borrower:
@@ -83,7 +83,7 @@ class Borrower:
             ProtocolError: The lender speaks another protocol.
             StallError: No answer within the time allowed.
             TruncatedError: The segment is smaller than announced.
-            DescriptorLimitError: No descriptor is left; each mapping takes two.
+            DescriptorLimitError: No descriptor is left; each mapping takes one.
             StagingMemoryError: No address space is left.
             ClosedError: The borrower was closed.
 

@@ -32,6 +32,9 @@ _BY_NAME: dict[str, torch.dtype] = {
 }
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.items()}
 
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of which torch's own answers hold; a subclass may change any of them."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a wire name.
@@ -65,6 +68,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage ends before its last element: reading it would read on.
+
+    Cost: about 0.5 us.
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta or hasattr(tensor, "full_tensor"):
+        return False
+    if tensor.numel() == 0:
+        return False
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.storage_offset() + reach + 1
+    return end * tensor.itemsize > tensor.untyped_storage().nbytes()
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor detached, contiguous and without pending operations, on its device.
 
@@ -73,6 +90,22 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     Cost: nothing for a contiguous tensor, else one copy of it.
     """
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def lies_flat(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie one after the other in host memory, from ``data_ptr()`` on.
+
+    Cost: about 0.4 us.
+    """
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0
+    )
 
 
 def byte_view(tensor: torch.Tensor) -> ByteArray:
@@ -105,7 +138,7 @@ def tensor_from(
     """Return a tensor that lies in a buffer, without a copy.
 
     The tensor keeps the buffer *object* alive but not exported: ``mmap.close()`` would pull the
-    memory from under it. Let go of a mapping instead; it goes when its last tensor goes.
+    memory from under it. Let go of such a mapping instead; it goes when its last tensor goes.
 
     Args:
         buffer: Writable and contiguous.
@@ -117,17 +150,18 @@ def tensor_from(
         ManifestError: Unknown dtype or a negative dimension.
         TruncatedError: The tensor does not lie within the buffer.
 
-    Cost: about 3 us.
+    Cost: about 1 us, and 1.5 us more where it has another number of dimensions than one.
     """
     dtype = torch_dtype(dtype_name)
-    numel = math.prod(shape)
     # -1 is "all the rest" to frombuffer and to view; here it is only ever a mistake.
-    if any(size < 0 for size in shape):
+    if shape and min(shape) < 0:
         raise ManifestError(f"shape {tuple(shape)} has a negative dimension")
+    numel = math.prod(shape)
     if numel == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     try:
-        return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset).view(tuple(shape))
+        flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+        return flat if len(shape) == 1 else flat.view(tuple(shape))
     except (ValueError, OverflowError, TypeError) as error:
         raise TruncatedError(
             f"a {dtype_name} tensor of shape {tuple(shape)} at byte {offset} does not lie within "

@@ -1,0 +1,1 @@
+"""wtransfer inside vLLM."""

@@ -1,0 +1,208 @@
+"""vLLM's engine core, watched: it forgets stale KV, and tells the truth about labels.
+
+The engine core is the process that schedules. While a call to its workers runs it schedules
+nothing, so what is done right after a commit is done before any further step. It is also the only
+place where an update may be refused aloud: an exception in one of several workers would leave the
+others' answers lying, to be taken for those of the next call.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any
+
+from wtransfer_vllm.caches import forget_kv
+from wtransfer_vllm.invitation import addressed, is_foreign, read_invitation
+from wtransfer_vllm.names import is_ours
+from wtransfer_vllm.outcome import lose_weights, outcome_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from wtransfer_vllm.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+EMPTY_LABEL = "empty"
+"""What ``weight_info`` shows while the model consists of nothing that could be named."""
+INIT = "init_weight_transfer_engine"
+START = "start_weight_update"
+DRAFT = "start_draft_weight_update"
+UPDATE = "update_weights"
+FINISH = "finish_weight_update"
+SHUTDOWN = "shutdown_weight_transfer_engine"
+REPLACING = frozenset({"reload_weights", "reset_weights"})
+"""Workers' methods that put other weights into the model behind our back."""
+
+
+def watch(engine_core: type[Any], generation: Generation) -> None:
+    """Stand between an engine core and its workers; a second call does nothing.
+
+    Args:
+        engine_core: vLLM's ``EngineCore``.
+        generation: Its weight transfer's.
+    """
+    if hasattr(engine_core.collective_rpc, "wtransfer_call"):
+        return
+    call_workers = engine_core.collective_rpc
+    fall_asleep = getattr(engine_core, "sleep", None)
+
+    @functools.wraps(call_workers)
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        call = functools.partial(call_workers, self)
+        if not _is_watched(self):
+            return call(method, timeout, args, kwargs)
+        return Watch.of(self, call, generation).pass_on(method, timeout, args, kwargs)
+
+    @functools.wraps(fall_asleep or call_workers)
+    def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        assert fall_asleep is not None
+        if level > 1 and _is_watched(self):
+            call = functools.partial(call_workers, self)
+            Watch.of(self, call, generation).lose_weights("asleep at level 2")
+        return fall_asleep(self, level, *args, **kwargs)
+
+    collective_rpc.wtransfer_call = call_workers  # type: ignore[attr-defined]  # the mark
+    engine_core.collective_rpc = collective_rpc
+    if fall_asleep is not None:
+        engine_core.sleep = sleep
+
+
+def _is_watched(core: Any) -> bool:
+    config = getattr(core.vllm_config, "weight_transfer_config", None)
+    return config is not None and is_ours(config.backend)
+
+
+class Watch:
+    """What one engine core's calls to its workers are led through.
+
+    Args:
+        core: The engine core.
+        call: Calls a method in every worker, unwatched.
+        generation: Names the method in which a commit happens.
+    """
+
+    def __init__(self, core: Any, call: Callable[..., Any], generation: Generation) -> None:
+        self._core = core
+        self._call = call
+        self._commits_in = generation.commits_in
+        self._started = False
+        self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
+
+    @classmethod
+    def of(cls, core: Any, call: Callable[..., Any], generation: Generation) -> Watch:
+        """Return an engine core's own, made at the first call."""
+        watch: Watch | None = vars(core).get("_wtransfer_watch")
+        if watch is None:
+            watch = core._wtransfer_watch = cls(core, call, generation)  # noqa: SLF001  # our mark
+        return watch
+
+    def pass_on(
+        self,
+        method: Any,
+        timeout: float | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Call the workers, and do before and after what belongs to it.
+
+        Raises:
+            ValueError: What was to be passed on is nothing of ours; no worker was called.
+            RuntimeError: It is not its time, the model's memory is not there, or a commit did not
+                come about.
+        """
+        if method == INIT:
+            args, kwargs = (), {"init_info": self._addressed(args, kwargs or {})}
+        elif method == UPDATE:
+            _refuse_foreign(*args, **(kwargs or {}))
+        self._check_time(method)
+        result = self._call(method, timeout, args, kwargs)
+        self._note(method)
+        return result
+
+    def _check_time(self, method: Any) -> None:
+        """Raise here, once, what otherwise every worker would raise."""
+        if method == DRAFT:
+            raise RuntimeError("wtransfer does not update draft models")
+        if method in (START, self._commits_in) or (method == SHUTDOWN and self._started):
+            self._check_awake()
+        if method in (START, SHUTDOWN) and self._started:
+            # Whoever began the update before is gone, or it would have ended it.
+            self._started = False
+            self._call(FINISH)
+            self._settle()
+        if method == FINISH and not self._started:
+            raise RuntimeError(f"{FINISH} without {START} before it")
+
+    def _note(self, method: Any) -> None:
+        if method in (START, FINISH):
+            self._started = method == START
+        if method in (INIT, self._commits_in):
+            error = self._settle()
+            if error is not None:
+                what = "the worker cannot join" if method == INIT else "nothing was committed"
+                raise RuntimeError(f"{what}: {error}")
+        elif method in REPLACING:
+            self.lose_weights(f"{method} was called")
+
+    def lose_weights(self, why: str) -> None:
+        """Enter everywhere that the model has no version any more."""
+        self._call(lose_weights, None, (why,))
+        forget_kv(self._core)
+        self._label(EMPTY_LABEL)
+
+    def _addressed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        init_info = args[0] if args else kwargs.get("init_info")
+        read_invitation(init_info)
+        assert isinstance(init_info, dict)
+        return addressed(init_info, self._instance, may_commit=not self._asleep)
+
+    @property
+    def _asleep(self) -> bool:
+        return "weights" in getattr(self._core.model_executor, "sleeping_tags", ())
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError(
+                "vLLM is asleep and the weights have no memory; wake it first "
+                '(wake_up(tags=["weights"])), then commit'
+            )
+
+    def _settle(self) -> str | None:
+        """Act on what the workers did in the call before; return what went wrong."""
+        outcomes = self._call(outcome_of)
+        if any(outcome["touched"] for outcome in outcomes):
+            forget_kv(self._core)
+            self._label(_common_label(outcomes))
+        return next((outcome["error"] for outcome in outcomes if outcome["error"]), None)
+
+    def _label(self, label: str | None) -> None:
+        if label is not None and hasattr(self._core, "set_weight_version"):
+            self._core.set_weight_version(label)
+
+
+def _common_label(outcomes: list[dict[str, Any]]) -> str | None:
+    """Return what all ranks hold; None where that has no label."""
+    if any(outcome["state"] == "empty" for outcome in outcomes):
+        return EMPTY_LABEL
+    labels = {outcome["version"] for outcome in outcomes}
+    return labels.pop() if len(labels) == 1 else EMPTY_LABEL
+
+
+def _refuse_foreign(update_info: Any = None) -> None:
+    if is_foreign(update_info):
+        raise ValueError(
+            "update_weights brings weights of another trainer: this backend takes rounds of "
+            "wtransfer.Publisher, whose tensors do not come this way. Nothing was changed; end the "
+            "update with finish_weight_update"
+        )

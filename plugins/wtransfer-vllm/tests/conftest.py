@@ -1,0 +1,63 @@
+"""Live tests need vLLM: `make_env.py` makes the environment. Without it they skip, loudly."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "live")]
+
+IS_INSTALLED = importlib.util.find_spec("wtransfer_vllm") is not None
+# Without the plug-in there is nothing to test; `test_installed.py` says so.
+collect_ignore_glob = [] if IS_INSTALLED else ["test_[!i]*.py", "test_invitation.py"]
+
+
+def pytest_collection_modifyitems(items):
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if missing and "live" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed: tests/make_env.py ENV"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "live: needs vLLM")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folder with models A and B, of two seeds."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models.make(folder / "A", 1)
+    tiny_models.make(folder / "B", 2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def weights():
+    """Model's name -> its weights."""
+    import tiny_models
+
+    return {"A": tiny_models.weights(1), "B": tiny_models.weights(2)}
+
+
+@pytest.fixture(scope="session")
+def fresh(models, tmp_path_factory):
+    """Model's name -> the tokens of a fresh vLLM without us, prompt by prompt."""
+    from engines import PROMPTS, Engine
+
+    folder = tmp_path_factory.mktemp("fresh")
+    tokens = {}
+    for name in ("A", "B"):
+        engine = Engine(folder, model=str(models / name))
+        tokens[name] = engine.tokens(PROMPTS)
+        engine.close()
+    assert tokens["A"] != tokens["B"]
+    (folder / "tokens.json").write_text(json.dumps(tokens))
+    return tokens

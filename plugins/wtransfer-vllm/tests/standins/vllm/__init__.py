@@ -1,0 +1,1 @@
+"""Stands in for vLLM: the signatures that matter, as published."""

@@ -1,0 +1,270 @@
+"""The watch over an engine core, where a live one cannot be brought into the case."""
+
+import types
+
+import pytest
+
+from wtransfer_vllm import names
+from wtransfer_vllm.engine_core import watch
+from wtransfer_vllm.generation import CURRENT, SEED
+from wtransfer_vllm.outcome import Outcome
+
+bag = types.SimpleNamespace
+
+
+class Worker:
+    """A worker with an engine whose outcomes the test sets."""
+
+    def __init__(self):
+        self.called = []
+        member = bag(outcome=Outcome(), lose_weights=self._lose)
+        self.weight_transfer_engine = bag(member=member)
+
+    def _lose(self, why):
+        self.weight_transfer_engine.member.outcome = Outcome(touched=True, state="empty")
+
+    def will(self, **outcome):
+        self.weight_transfer_engine.member.outcome = Outcome(**outcome)
+
+
+class Executor:
+    def __init__(self, workers):
+        self.workers = workers
+        self.sleeping_tags = set()
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if callable(method):
+            return [method(worker, *args) for worker in self.workers]
+        for worker in self.workers:
+            worker.called.append((method, kwargs))
+        return [None] * len(self.workers)
+
+
+class Core:
+    """vLLM's engine core, as far as it matters here."""
+
+    def __init__(self, backend="shm", num_workers=2):
+        self.model_executor = Executor([Worker() for _ in range(num_workers)])
+        self.vllm_config = bag(
+            weight_transfer_config=bag(backend=backend),
+            model_config=bag(is_multimodal_model=True),
+        )
+        self.scheduler = bag(kv_cache_manager=bag(enable_caching=True))
+        self.resets = []
+        self.label = "default"
+        self.prefix_reset = lambda: True
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        return self.model_executor.collective_rpc(method, timeout, args, kwargs)
+
+    def sleep(self, level=1, mode="abort"):
+        self.resets.append(f"sleep {level} {mode}")
+
+    def reset_prefix_cache(self, running, connector):
+        self.resets.append(("prefix", running, connector))
+        return self.prefix_reset()
+
+    def reset_encoder_cache(self):
+        self.resets.append("encoder")
+
+    def set_weight_version(self, label):
+        self.label = label
+
+
+def finish(core):
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("finish_weight_update")
+
+
+def names_of(worker):
+    return [name for name, _ in worker.called]
+
+
+@pytest.fixture
+def make():
+    names.remember("shm", "shm")
+
+    def make_core(generation=CURRENT, **options):
+        core_class = type("Core", (Core,), {})
+        watch(core_class, generation)
+        watch(core_class, generation)
+        core = core_class(**options)
+        return core, core.model_executor.workers
+
+    return make_core
+
+
+def test_a_commit_of_all_ranks_resets_every_cache_and_sets_the_label(make):
+    core, workers = make()
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    finish(core)
+    assert core.resets == [("prefix", True, True), "encoder"]
+    assert core.label == "b"
+    for worker in workers:
+        assert names_of(worker) == ["start_weight_update", "finish_weight_update"]
+
+
+def test_ranks_that_hold_different_versions_have_no_label(make):
+    core, workers = make()
+    workers[0].will(applied=True, touched=True, state="serving", version="b")
+    workers[1].will(touched=True, state="empty", error="could not be restored")
+    with pytest.raises(RuntimeError, match="could not be restored"):
+        finish(core)
+    assert core.label == "empty"
+    assert core.resets == [("prefix", True, True), "encoder"]
+
+
+def test_nothing_committed_is_an_error_and_leaves_caches_and_label(make):
+    core, workers = make()
+    for worker in workers:
+        worker.will(error="no verified update was there to commit", version="a")
+    with pytest.raises(RuntimeError, match="nothing was committed: no verified update"):
+        finish(core)
+    assert (core.label, core.resets) == ("default", [])
+
+
+@pytest.mark.parametrize("refused", [False, RuntimeError("blocks are in use")], ids=str)
+def test_a_cache_that_cannot_be_reset_is_not_read_until_it_can(make, refused):
+    core, workers = make()
+
+    def refuse():
+        if refused is False:
+            return False
+        raise refused
+
+    core.prefix_reset = refuse
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    finish(core)
+    assert core.scheduler.kv_cache_manager.enable_caching is False
+    assert core.label == "b"
+    core.prefix_reset = lambda: True
+    finish(core)
+    assert core.scheduler.kv_cache_manager.enable_caching is True
+
+
+def test_a_cache_that_was_never_on_stays_off(make):
+    core, workers = make()
+    core.scheduler.kv_cache_manager.enable_caching = False
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    finish(core)
+    assert core.scheduler.kv_cache_manager.enable_caching is False
+
+
+def test_weights_without_memory_are_not_written_to(make):
+    core, workers = make()
+    core.model_executor.sleeping_tags = {"weights", "kv_cache"}
+    with pytest.raises(RuntimeError, match="asleep"):
+        core.collective_rpc("start_weight_update")
+    assert [names_of(worker) for worker in workers] == [[], []]
+    core.model_executor.sleeping_tags = {"kv_cache"}
+    core.collective_rpc("start_weight_update")
+    core.model_executor.sleeping_tags = {"weights"}
+    with pytest.raises(RuntimeError, match="asleep"):
+        core.collective_rpc("finish_weight_update")
+    assert [names_of(worker) for worker in workers] == [["start_weight_update"]] * 2
+
+
+def test_who_joins_in_sleep_commits_nothing_that_was_left(make):
+    core, workers = make()
+    core.model_executor.sleeping_tags = {"weights"}
+    invitation = {"wtransfer": {"address": "unix:@x"}}
+    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
+    assert workers[0].called[0][1]["init_info"]["wtransfer"]["may_commit"] is False
+
+
+def test_an_update_that_nobody_ended_is_ended_by_the_next_start(make):
+    core, workers = make()
+    core.collective_rpc("start_weight_update")
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    core.collective_rpc("start_weight_update")
+    for worker in workers:
+        assert names_of(worker) == [
+            "start_weight_update",
+            "finish_weight_update",
+            "start_weight_update",
+        ]
+    assert (core.label, core.resets) == ("b", [("prefix", True, True), "encoder"])
+
+
+def test_a_worker_is_not_left_with_a_started_update_when_it_is_shut_down(make):
+    core, workers = make()
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("shutdown_weight_transfer_engine")
+    assert names_of(workers[0]) == [
+        "start_weight_update",
+        "finish_weight_update",
+        "shutdown_weight_transfer_engine",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("finish_weight_update", "without start_weight_update"),
+        ("start_draft_weight_update", "does not update draft models"),
+    ],
+)
+def test_what_every_worker_would_raise_is_raised_before_any_is_called(make, method, words):
+    core, workers = make()
+    with pytest.raises(RuntimeError, match=words):
+        core.collective_rpc(method)
+    assert [names_of(worker) for worker in workers] == [[], []]
+
+
+def test_ranks_are_told_the_same_instance_and_replicas_another(make):
+    invitation = {"wtransfer": {"address": "unix:@x", "token": "t"}}
+    expected = {"address": "unix:@x", "token": "t", "may_commit": True}
+    named = []
+    for _ in range(2):
+        core, workers = make()
+        core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
+        told = [worker.called[0][1]["init_info"]["wtransfer"] for worker in workers]
+        assert told[0] == told[1]
+        named.append(told[0].pop("instance"))
+        assert told[0] == expected
+    assert len(set(named)) == 2
+
+
+def test_what_is_not_ours_reaches_no_worker(make):
+    core, workers = make()
+    with pytest.raises(ValueError, match="names no publisher"):
+        core.collective_rpc("init_weight_transfer_engine", None, ({"master_port": 1},))
+    with pytest.raises(ValueError, match="of another trainer"):
+        core.collective_rpc("update_weights", None, (), {"update_info": [{"names": []}]})
+    assert [names_of(worker) for worker in workers] == [[], []]
+    core.collective_rpc("update_weights", None, (), {"update_info": {}})
+    assert [worker.called for worker in workers] == [[("update_weights", {"update_info": {}})]] * 2
+
+
+def test_sleep_at_level_2_empties_the_label_and_level_1_keeps_it(make):
+    core, _ = make()
+    core.sleep(1, mode="wait")
+    assert (core.label, core.resets) == ("default", ["sleep 1 wait"])
+    core.sleep(level=2)
+    assert core.label == "empty"
+    assert core.resets[-1] == "sleep 2 abort"
+
+
+def test_in_the_seed_era_a_commit_is_an_update(make):
+    core, workers = make(SEED)
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    core.collective_rpc("update_weights", None, (), {"update_info": {"is_checkpoint_format": True}})
+    assert (core.label, core.resets) == ("b", [("prefix", True, True), "encoder"])
+
+
+def test_other_backends_are_not_watched(make):
+    core, workers = make(backend="nccl")
+    core.collective_rpc("update_weights", None, (), {"update_info": {"names": ["x"]}})
+    finish(core)
+    core.sleep(2)
+    assert names_of(workers[0]) == [
+        "update_weights",
+        "start_weight_update",
+        "finish_weight_update",
+    ]
+    assert core.resets == ["sleep 2 abort"]

@@ -1,0 +1,43 @@
+import pytest
+
+from wtransfer_vllm.invitation import Invitation, is_foreign, read_invitation
+
+
+def test_an_invitation_is_read():
+    info = {"wtransfer": {"address": "unix:@x", "token": "t", "instance": "i"}}
+    assert read_invitation(info) == Invitation("unix:@x", "t", instance="i")
+    assert "t'" not in repr(read_invitation(info))
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {},
+        None,
+        [],
+        {"wtransfer": "unix:@x"},
+        {"wtransfer": {"token": "t"}},
+        {"wtransfer": {"address": 3}},
+        {"wtransfer": {"address": "unix:@x", "token": 3}},
+        {"master_address": "127.0.0.1", "master_port": 1},
+    ],
+    ids=repr,
+)
+def test_anything_else_is_refused(info):
+    with pytest.raises(ValueError, match="wtransfer"):
+        read_invitation(info)
+
+
+@pytest.mark.parametrize(
+    ("update_info", "expected"),
+    [
+        (None, False),
+        ({}, False),
+        ({"is_checkpoint_format": True}, False),
+        ([{}, {}], False),
+        ({"names": []}, True),
+        ([{}, {"names": []}], True),
+    ],
+)
+def test_updates_that_carry_something_are_somebody_elses(update_info, expected):
+    assert is_foreign(update_info) is expected

@@ -1,0 +1,151 @@
+"""What vLLM's processes get: names, lazily, once, and never an exception."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+STANDINS = Path(__file__).parent / "standins"
+
+
+def assemble(root, generation):
+    """Return a folder with a stand-in for one generation of vLLM."""
+    folder = root / generation
+    shutil.copytree(STANDINS / "vllm", folder / "vllm")
+    base = folder / "vllm" / "distributed" / "weight_transfer" / "base.py"
+    shutil.copy(STANDINS / f"base_{generation}.py", base)
+    return str(folder)
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Return a function that runs code beside a generation of vLLM, and returns its last line."""
+
+    def run(generation, code, **env):
+        path = os.pathsep.join([assemble(tmp_path, generation), *filter(None, sys.path)])
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**os.environ, "PYTHONPATH": path, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]) | {"log": done.stderr}
+
+    return run
+
+
+NAMES = """
+    import json, logging, sys
+    logging.basicConfig(level="INFO")
+    from wtransfer_vllm.plugin import register
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+    register()
+    register()
+    backends = list(factory._registry)
+    heavy = [name for name in ("torch", "wtransfer.engines.shm", "pluggy") if name in sys.modules]
+    print(json.dumps({"backends": backends, "heavy": heavy}))
+"""
+
+
+@pytest.mark.parametrize("generation", ["current", "seed"])
+def test_every_engine_is_registered_once_without_importing_it(python, generation):
+    found = python(generation, NAMES)
+    assert {"nccl", "shm"} <= set(found["backends"])
+    assert found["heavy"] == []
+    assert found["log"].count("weight transfer backends") == 1
+
+
+def test_a_name_of_vllms_own_stays_vllms(python):
+    code = """
+        import json, sys, types
+        from wtransfer.host.registry import registry
+        registry("engines").register("ipc", "nowhere", "Engine")
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+        factory.register_engine("ipc", "vllms", "Own")
+        theirs = factory._registry["ipc"]
+        from wtransfer_vllm import names
+        from wtransfer_vllm.plugin import register
+        register()
+        print(json.dumps({
+            "kept": factory._registry["ipc"] is theirs,
+            "ours": sorted(each for each in factory._registry if each.startswith("wtransfer-")),
+            "means": names.engine_name("wtransfer-ipc"),
+            "is_ours": [names.is_ours("ipc"), names.is_ours("wtransfer-ipc")],
+        }))
+    """
+    found = python("current", code)
+    assert found["kept"] is True
+    assert "wtransfer-ipc" in found["ours"]
+    assert found["means"] == "ipc"
+    assert found["is_ours"] == [False, True]
+
+
+def test_a_shape_that_is_not_known_is_left_alone_and_said(python):
+    found = python("other", NAMES)
+    assert found["backends"] == ["nccl"]
+    assert "does not know" in found["log"]
+
+
+def test_a_setting_that_cannot_be_read_does_not_stop_vllm(python):
+    found = python("current", NAMES, WTRANSFER_PIN="no pin at all")
+    assert found["backends"] == ["nccl"]
+    assert "vLLM goes on without" in found["log"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["core first", "plug-in first"])
+def test_the_engine_core_is_watched_whenever_it_is_imported(python, before):
+    code = f"""
+        import json, sys
+        from wtransfer_vllm.plugin import register
+        if {before}:
+            import vllm.v1.engine.core
+        register()
+        early = "vllm.v1.engine.core" in sys.modules
+        import vllm.v1.engine.core as core
+        watched = hasattr(core.EngineCore.collective_rpc, "wtransfer_call")
+        finders = [each for each in sys.meta_path if type(each).__module__.startswith("wtransfer")]
+        print(json.dumps({{"early": early, "watched": watched, "finders": len(finders)}}))
+    """
+    found = python("current", code)
+    assert (found["early"], found["watched"], found["finders"]) == (before, True, 0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "arguments"),
+    [("seed", "place"), ("current", "whole, None, model")],
+)
+def test_the_engine_of_each_generation_is_made_and_refuses_an_unknown_publisher_quietly(
+    python, generation, arguments, tmp_path
+):
+    code = f"""
+        import json, types
+        from wtransfer_vllm.plugin import register
+        register()
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+        bag = types.SimpleNamespace
+        place = bag(rank=0, world_size=1, data_parallel_index=0)
+        config = bag(backend="shm")
+        model = bag(named_modules=lambda **_: [])
+        whole = bag(
+            parallel_config=place,
+            model_config=bag(model={str(tmp_path)!r}, hf_config=None),
+            load_config=bag(load_format="auto"),
+            instance_id="x",
+        )
+        engine = factory.create_engine(config, {arguments})
+        engine.init_transfer_engine(engine.parse_init_info({{"rank_offset": 1}}))
+        said = engine.member.outcome.error
+        engine.shutdown()
+        print(json.dumps({{"class": type(engine).__name__, "said": said}}))
+    """
+    found = python(generation, code)
+    assert found["class"] == {"seed": "SeedEngine", "current": "VllmEngine"}[generation]
+    assert found["said"].startswith("init_info names no publisher of wtransfer")

@@ -1,0 +1,100 @@
+"""Tiny random Llamas with a byte-level tokenizer, made without anything from elsewhere.
+
+python tiny_models.py FOLDER    makes FOLDER/A and FOLDER/B
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INNER, VOCAB, KEYS, LAYERS = 128, 256, 320, 64, 2
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+def weights(seed: int, *, tied: bool = False) -> dict[str, torch.Tensor]:
+    """Return a model's weights under the names of its checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 0.3) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    made = {
+        "model.embed_tokens.weight": random(VOCAB, HIDDEN, scale=1.0),
+        "lm_head.weight": random(VOCAB, HIDDEN),
+        "model.norm.weight": ones.clone(),
+    }
+    if tied:
+        made["lm_head.weight"] = made["model.embed_tokens.weight"].clone()
+    for index in range(LAYERS):
+        layer = f"model.layers.{index}."
+        made |= {
+            layer + "self_attn.q_proj.weight": random(HIDDEN, HIDDEN),
+            layer + "self_attn.k_proj.weight": random(KEYS, HIDDEN),
+            layer + "self_attn.v_proj.weight": random(KEYS, HIDDEN),
+            layer + "self_attn.o_proj.weight": random(HIDDEN, HIDDEN),
+            layer + "mlp.gate_proj.weight": random(INNER, HIDDEN),
+            layer + "mlp.up_proj.weight": random(INNER, HIDDEN),
+            layer + "mlp.down_proj.weight": random(HIDDEN, INNER),
+            layer + "input_layernorm.weight": ones.clone(),
+            layer + "post_attention_layernorm.weight": ones.clone(),
+        }
+    return made
+
+
+def make(folder: Path, seed: int, *, tied: bool = False, without: str | None = None) -> Path:
+    """Write a model that vLLM can load, perhaps without a tensor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied}))
+    tensors = weights(seed, tied=tied)
+    tensors.pop(without, None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {"<s>": 256, "</s>": 257}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    for name, seed in (("A", 1), ("B", 2)):
+        print(make(Path(sys.argv[1]) / name, seed))  # noqa: T201  # a script

@@ -1,0 +1,541 @@
+"""Checkpoints on disk: read lazily, sealed, damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from wtransfer.cli import main
+from wtransfer.engines.checkpoint import CheckpointSource
+from wtransfer.engines.digesting import DigestingSource
+from wtransfer.engines.interface import ParamMeta
+from wtransfer.engines.store.manifest_file import MANIFEST_NAME, ManifestFile
+from wtransfer.engines.store.sealing import check, seal
+from wtransfer.engines.store.shards import INDEX_NAME
+from wtransfer.errors import ManifestError, SourceError
+from wtransfer.manifest import Manifest, Piece
+from wtransfer.testing.contents import contents, random_tensor
+from wtransfer.transport.digests import digest
+from wtransfer.transport.tensors import dtype_name
+from wtransfer.transport.zygote import Zygote
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
+
+
+def whole(source):
+    return dict(source.iter_full())
+
+
+# -- read
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A checkpoint in two files with an index."""
+    save_file({"a": TENSORS["a"]}, tmp_path / "one.safetensors")
+    save_file({"b": TENSORS["b"], "c": TENSORS["c"]}, tmp_path / "two.safetensors")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
+    return tmp_path
+
+
+def write_index(folder, weight_map):
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_checkpoint_in_shards_is_read_by_its_index(shards):
+    source = CheckpointSource(shards)
+    assert {meta.name: meta.shape for meta in source.metadata} == {
+        "a": (2, 3),
+        "b": (),
+        "c": (0, 2),
+    }
+    assert contents(whole(source)) == contents(TENSORS)
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_checkpoint_in_one_file_needs_no_index(tmp_path, as_folder):
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    source = CheckpointSource(tmp_path if as_folder else file)
+    assert contents(whole(source)) == contents(TENSORS)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.float64],
+    ids=str,
+)
+def test_every_dtype_of_the_format_is_known(tmp_path, dtype):
+    tensors = {"w": random_tensor(dtype, (3, 4), seed=1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = CheckpointSource(tmp_path)
+    assert source.metadata == [ParamMeta("w", dtype, (3, 4))]
+    assert contents(whole(source)) == contents(tensors)
+
+
+def test_a_missing_shard_is_named(shards):
+    (shards / "two.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"two\.safetensors") as caught:
+        CheckpointSource(shards)
+    assert caught.value.piece == "b"
+
+
+# FAULTS 5
+def test_a_shard_cut_anywhere_is_refused(shards):
+    file = shards / "one.safetensors"
+    data = file.read_bytes()
+    for length in range(len(data)):
+        file.write_bytes(data[:length])
+        with pytest.raises(SourceError, match=r"one\.safetensors"):
+            CheckpointSource(shards)
+
+
+@pytest.mark.parametrize("shard", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors"])
+def test_an_index_cannot_point_out_of_its_folder(shards, shard):
+    write_index(shards, {"a": shard})
+    with pytest.raises(SourceError, match="not in its folder"):
+        CheckpointSource(shards)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\xff"])
+def test_an_index_that_is_none_is_refused(shards, text):
+    (shards / INDEX_NAME).write_bytes(text.encode("latin-1"))
+    with pytest.raises(SourceError, match="is no index"):
+        CheckpointSource(shards)
+
+
+def test_a_name_that_the_shard_lacks_is_refused(shards):
+    write_index(shards, {"a": "one.safetensors", "z": "two.safetensors"})
+    with pytest.raises(SourceError, match="no tensor 'z'") as caught:
+        CheckpointSource(shards)
+    assert caught.value.piece == "z"
+
+
+@pytest.mark.parametrize("names", [[], ["x.safetensors", "y.safetensors"]])
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, names):
+    for name in names:
+        save_file(TENSORS, tmp_path / name)
+    with pytest.raises(SourceError, match=f"found {len(names)} .safetensors files and no index"):
+        CheckpointSource(tmp_path)
+
+
+def test_the_tensor_is_named_where_a_file_is_cut_off(shards):
+    file = shards / "two.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SourceError, match="cut off: tensor 'b' ends at byte") as caught:
+        CheckpointSource(shards)
+    assert caught.value.piece == "b"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
+        b'{"a": {"dtype": "load", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a":' * 100_000,
+    ],
+)
+def test_a_header_that_is_none_is_refused(tmp_path, header):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    with pytest.raises(SourceError, match=r"model\.safetensors"):
+        CheckpointSource(tmp_path)
+
+
+# FAULTS 7
+def test_a_header_that_claims_the_whole_address_space_is_refused_at_once(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + bytes(64))
+    begun = time.monotonic()
+    with pytest.raises(SourceError, match="cut off within its header"):
+        CheckpointSource(tmp_path)
+    assert time.monotonic() - begun < 0.05
+
+
+# FAULTS 36
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "one.safetensors", INDEX_NAME, MANIFEST_NAME]
+)
+def test_a_pipe_is_never_waited_for(shards, name):
+    if name == "model.safetensors":
+        (shards / INDEX_NAME).unlink()
+    (shards / name).unlink(missing_ok=True)
+    os.mkfifo(shards / name)
+    begun = time.monotonic()
+    with pytest.raises((SourceError, ManifestError)):
+        CheckpointSource(shards)
+    assert time.monotonic() - begun < 0.05
+
+
+def test_links_of_a_download_cache_are_followed(shards, tmp_path):
+    seal(shards)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for file in [each for each in shards.iterdir() if each.is_file()]:
+        file.rename(blobs / file.name)
+        file.symlink_to(blobs / file.name)
+    assert contents(TENSORS) == contents(whole(CheckpointSource(shards)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "got"),
+    [
+        (torch.bfloat16, torch.float16, r"F16 \[2, 3\]"),
+        (torch.float32, torch.int32, r"I32 \[2, 3\]"),
+        (torch.complex64, torch.float64, r"F64 \[2, 3\]"),
+    ],
+    ids=str,
+)
+def test_a_file_that_was_replaced_by_other_dtypes_is_refused(tmp_path, old, new, got):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2, 3, dtype=old)}, file)
+    source = CheckpointSource(file)
+    save_file({"a": torch.ones(2, 3, dtype=new)}, file)
+    with pytest.raises(SourceError, match=f"'a' was .* and is {got} now") as caught:
+        whole(source)
+    assert caught.value.piece == "a"
+
+
+def test_a_tensor_that_a_replaced_file_lacks_is_named(shards):
+    source = CheckpointSource(shards)
+    save_file({"x": TENSORS["a"]}, shards / "one.safetensors")
+    with pytest.raises(SourceError, match=r"'a' was .* and is gone now") as caught:
+        whole(source)
+    assert caught.value.piece == "a"
+
+
+@pytest.mark.parametrize("moment", ["before it is opened again", "between two tensors"])
+def test_a_file_that_is_cut_while_it_is_read_names_the_tensor(tmp_path, moment):
+    file = tmp_path / "model.safetensors"
+    big = {name: torch.ones(1 << 20) for name in ("a", "b")}
+    save_file(big, file)
+    tensors = CheckpointSource(file).iter_full()
+    if moment == "between two tensors":
+        next(tensors)
+    os.truncate(file, file.stat().st_size - 4)
+    with pytest.raises(SourceError, match="cut off: tensor 'b' ends") as caught:
+        list(tensors)
+    assert caught.value.piece == "b"
+
+
+def test_what_was_read_stays_when_the_file_is_overwritten_or_cut(shards):
+    found = whole(CheckpointSource(shards))
+    for file in shards.glob("*.safetensors"):
+        file.write_bytes(b"\xff" * file.stat().st_size)
+        os.truncate(file, 0)
+    assert contents(TENSORS) == contents(found)
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_an_error(shards):
+    source = CheckpointSource(shards)
+    (shards / "two.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"two\.safetensors.*No such file"):
+        whole(source)
+
+
+def raw_file(file, rows, nbytes):
+    text = json.dumps(rows).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
+
+
+@pytest.mark.parametrize(
+    ("begins", "nbytes", "text"),
+    [
+        ((0, 2), 6, "'b' .* begins at byte"),
+        ((0, 8), 12, "'b' .* begins at byte"),
+        ((4, 8), 12, "'a' .* begins at byte"),
+        ((0, 4), 9, "1 bytes that belong to no tensor"),
+    ],
+    ids=["overlap", "gap", "late", "more"],
+)
+def test_a_file_that_does_not_consist_of_its_tensors_is_refused(tmp_path, begins, nbytes, text):
+    rows = {
+        name: {"dtype": "F32", "shape": [1], "data_offsets": [begin, begin + 4]}
+        for name, begin in zip("ab", begins, strict=True)
+    }
+    raw_file(tmp_path / "model.safetensors", rows, nbytes)
+    with pytest.raises(SourceError, match=text):
+        CheckpointSource(tmp_path)
+
+
+NUM_BIG, BIG_NBYTES = 80, 2 << 20
+ALLOWANCE = 50 << 20
+
+
+def read_within(folder):
+    """Runs in a child: digest a checkpoint with an address space that is much smaller."""
+    import resource
+
+    source = DigestingSource(CheckpointSource(folder))
+    next(CheckpointSource(folder).iter_full())
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (used + ALLOWANCE, used + ALLOWANCE))
+    source.plan()
+    memory = bytearray(BIG_NBYTES)
+    for _ in source.iter_into(lambda _: memoryview(memory)):
+        pass
+    Path(folder, "digests").write_text(json.dumps(source.digests()))
+
+
+def test_a_checkpoint_much_larger_than_what_memory_allows_is_read(tmp_path):
+    generator = torch.Generator().manual_seed(4)
+    tensor = torch.randint(0, 256, (BIG_NBYTES,), dtype=torch.uint8, generator=generator)
+    expected, weight_map = [], {}
+    for number in range(NUM_BIG):
+        tensor[0] = number
+        expected.append(digest(tensor))
+        weight_map[f"t{number:02d}"] = f"{number:02d}.safetensors"
+        save_file({f"t{number:02d}": tensor}, tmp_path / f"{number:02d}.safetensors")
+    write_index(tmp_path, weight_map)
+    assert NUM_BIG * BIG_NBYTES > 3 * ALLOWANCE
+    with Zygote(preload=["torch", "test_checkpoint"], paths=[Path(__file__).parent]) as zygote:
+        child = zygote.spawn("test_checkpoint:read_within", str(tmp_path))
+        assert child.wait(30.0) == 0
+    assert expected == json.loads((tmp_path / "digests").read_text())
+
+
+# -- sealed
+
+
+@pytest.fixture
+def sealed(shards):
+    seal(shards, "step-7")
+    return shards
+
+
+def test_a_sealed_checkpoint_knows_its_digests(sealed):
+    source = CheckpointSource(sealed)
+    assert {m.name: m.digest for m in source.metadata} == {
+        name: digest(tensor) for name, tensor in TENSORS.items()
+    }
+    assert source.manifest.version == "step-7"
+    assert all(meta.digest is None for meta in CheckpointSource(sealed, sealed=False).metadata)
+
+
+def rewrite(file, change):
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def lose(folder):
+    rewrite(folder / "one.safetensors", lambda t: t.update(x=t.pop("a")))
+    write_index(folder, {"b": "two.safetensors", "c": "two.safetensors"})
+
+
+def add(folder):
+    rewrite(folder / "one.safetensors", lambda t: t.update(x=t["a"].clone()))
+    write_index(
+        folder,
+        {"a": "one.safetensors", "x": "one.safetensors", "b": "two.safetensors"}
+        | {"c": "two.safetensors"},
+    )
+
+
+def retype(folder):
+    rewrite(folder / "one.safetensors", lambda t: t.update(a=t["a"].view(torch.int32)))
+
+
+def reshape(folder):
+    rewrite(folder / "one.safetensors", lambda t: t.update(a=t["a"].reshape(3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("change", "piece", "text"),
+    [
+        (lose, "a", "'a' is missing"),
+        (add, "x", "'x' is not in the manifest"),
+        (retype, "a", r"'a' is int32 \[2, 3\], sealed was float32 \[2, 3\]"),
+        (reshape, "a", r"'a' is float32 \[3, 2\], sealed was float32 \[2, 3\]"),
+    ],
+    ids=["lost", "added", "of another dtype", "of another shape"],
+)
+def test_tensors_that_are_not_those_that_were_sealed_are_named(sealed, change, piece, text):
+    change(sealed)
+    with pytest.raises(SourceError, match=text) as caught:
+        CheckpointSource(sealed)
+    assert caught.value.piece == piece
+    assert [piece] == list(check(sealed)[1])
+
+
+def flip(folder):
+    file = folder / "one.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_flipped_byte_ends_the_round_with_the_tensor_named(sealed):
+    flip(sealed)
+    source = DigestingSource(CheckpointSource(sealed))
+    source.plan()
+    with pytest.raises(SourceError, match="other bytes than when its digest was written") as caught:
+        list(source.iter_full())
+    assert caught.value.piece == "a"
+
+
+@pytest.fixture
+def single(tmp_path):
+    """The one file of a sealed checkpoint, which lies beside a file of something else."""
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    seal(tmp_path, "step-7")
+    save_file({"x": TENSORS["a"]}, tmp_path / "adapter.safetensors")
+    return file
+
+
+def test_a_single_file_is_held_against_the_manifest_beside_it(single):
+    assert CheckpointSource(single).manifest.version == "step-7"
+    rewrite(single, lambda t: t.update(a=t["a"] + 1))
+    source = DigestingSource(CheckpointSource(single))
+    source.plan()
+    with pytest.raises(SourceError, match="other bytes than when its digest was written") as caught:
+        list(source.iter_full())
+    assert caught.value.piece == "a"
+    rewrite(single, lambda t: t.update(a=t["a"].reshape(3, 2)))
+    with pytest.raises(SourceError, match=r"not what its wtransfer\.json says: 'a'"):
+        CheckpointSource(single)
+
+
+def test_a_single_file_that_the_manifest_is_not_about_is_not_held_against_it(single):
+    source = CheckpointSource(single.with_name("adapter.safetensors"))
+    assert (source.manifest, [meta.digest for meta in source.metadata]) == (None, [None])
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_digests_that_a_round_cannot_hold_to_are_refused(tmp_path, as_folder):
+    file = tmp_path / "model.safetensors"
+    save_file(TENSORS, file)
+    names = sorted(TENSORS)
+    pieces = [Piece(n, dtype_name(TENSORS[n].dtype), tuple(TENSORS[n].shape)) for n in names]
+    manifest = Manifest(tuple(pieces), algorithm="wsum64")
+    digests = [digest(TENSORS[name], "wsum64") for name in names]
+    (tmp_path / MANIFEST_NAME).write_bytes(ManifestFile.of(None, manifest, digests).encode())
+    with pytest.raises(ManifestError, match=r"'wsum64'.*only hold tensors against 'xxh3-128'"):
+        CheckpointSource(tmp_path if as_folder else file)
+
+
+def test_pairs_of_numbers_that_were_sealed_as_complex_come_out_as_complex(tmp_path):
+    tensor = random_tensor(torch.complex128, (2, 3), seed=1)
+    save_file({"a": torch.view_as_real(tensor)}, tmp_path / "model.safetensors")
+    manifest = Manifest((Piece("a", "complex128", (2, 3)),))
+    written = ManifestFile.of(None, manifest, [digest(tensor)])
+    (tmp_path / MANIFEST_NAME).write_bytes(written.encode())
+    assert contents(whole(CheckpointSource(tmp_path))) == contents({"a": tensor})
+
+
+def spoil(folder, **changes):
+    file = folder / MANIFEST_NAME
+    document = json.loads(file.read_text())
+    document.update(changes)
+    file.write_text(json.dumps(document))
+
+
+PIECE = {"name": "a", "dtype": "float32", "shape": [2, 3], "digest": "0" * 32}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "wtransfer/2"},
+        {"format": None},
+        {"fingerprint": "0" * 32},
+        {"fingerprint": "x"},
+        {"algorithm": "md5"},
+        {"pieces": {}},
+        {"pieces": [PIECE, PIECE]},
+        {"pieces": [PIECE | {"dtype": "__class__"}]},
+        {"pieces": [PIECE | {"shape": [2**62, 2**62]}]},
+        {"pieces": [PIECE | {"shape": [-1]}]},
+        {"pieces": [PIECE | {"shape": [1] * 17}]},
+        {"pieces": [PIECE | {"digest": "0" * 31}]},
+        {"pieces": [PIECE | {"name": "n" * 513}]},
+        {"pieces": [PIECE | {"name": "\0"}]},
+        {"pieces": [{"name": "a"}]},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_lies_is_refused(sealed, changes):
+    spoil(sealed, **changes)
+    with pytest.raises(ManifestError, match=r"wtransfer\.json"):
+        CheckpointSource(sealed)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"\xff\xfe", b'{"x":' * 100_000, b"[" * 100_000]
+)
+def test_a_manifest_that_is_none_is_refused(sealed, text):
+    (sealed / MANIFEST_NAME).write_bytes(text)
+    with pytest.raises(ManifestError, match=r"wtransfer\.json"):
+        CheckpointSource(sealed)
+
+
+def test_a_huge_manifest_is_refused_before_it_is_read(sealed):
+    os.truncate(sealed / MANIFEST_NAME, 1 << 40)
+    begun = time.monotonic()
+    with pytest.raises(ManifestError, match="larger than"):
+        CheckpointSource(sealed)
+    assert time.monotonic() - begun < 0.05
+
+
+# -- the command
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["seal", *map(str, arguments)])
+
+
+def test_seal_writes_what_check_then_finds_whole(shards):
+    done = run(shards, "--label", "step-7", "--json")
+    document = json.loads(done.stdout)
+    assert (
+        done.exit_code,
+        document["ok"],
+        document["label"],
+        document["num_tensors"],
+    ) == (0, True, "step-7", 3)
+    assert CheckpointSource(shards).manifest.fingerprint == document["fingerprint"]
+    assert run(shards, "--check").exit_code == 0
+    # A temporary file would be a leftover.
+    assert {"one.safetensors", "two.safetensors", INDEX_NAME, MANIFEST_NAME} == {
+        each.name for each in shards.iterdir()
+    }
+
+
+def test_check_names_every_tensor_that_differs(sealed):
+    flip(sealed)
+    rewrite(sealed / "two.safetensors", lambda t: t.update(b=t["b"] + 1))
+    done = run(sealed, "--check", "--json")
+    document = json.loads(done.stdout)
+    assert (1, False, {"a", "b"}) == (
+        done.exit_code,
+        document["ok"],
+        set(document["differences"]),
+    )
+    assert "'a' has other bytes" in run(sealed, "--check").stdout
+
+
+@pytest.mark.parametrize("arguments", [["--check"], ["--check", "--json"]])
+def test_check_without_a_seal_fails(shards, arguments):
+    done = run(shards, *arguments)
+    assert (done.exit_code, "wtransfer seal" in done.output) == (1, True)
+
+
+def test_a_cut_checkpoint_is_not_sealed(shards):
+    file = shards / "two.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    done = run(shards)
+    assert (done.exit_code, "'b'" in done.stderr) == (1, True)
+    assert not (shards / MANIFEST_NAME).exists()

@@ -1,0 +1,398 @@
+"""Workers that come when the publisher has gone, and take the current version from its folder."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+
+from wtransfer.engines import follower
+from wtransfer.engines.session import WorkerSession
+from wtransfer.engines.store import stored
+from wtransfer.engines.store.versions import CURRENT_NAME, VersionStore
+from wtransfer.engines.target import StateDictTarget
+from wtransfer.errors import (
+    AddressError,
+    CommitError,
+    DigestMismatchError,
+    ManifestError,
+    SchemaError,
+    SourceError,
+    StagingMemoryError,
+    WTransferError,
+)
+from wtransfer.testing.contents import contents
+from wtransfer.testing.fleet import Fleet
+
+PATIENCE_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch):
+    monkeypatch.setattr("wtransfer.engines.follower.POLL_S", 0.02)
+    monkeypatch.setattr("wtransfer.engines.follower.RETRY_S", 0.1)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return VersionStore(tmp_path / "store")
+
+
+@pytest.fixture
+def publish(store, weights):
+    """Publishes what the weights are now, with a publisher that is gone afterwards."""
+
+    def publish(*labels, keep=3, **options):
+        options = {"path": str(store.root), "keep": keep, **options}
+        with Fleet(weights, engine="file", options=options) as made:
+            made.join()
+            for label in labels:
+                weights["layer.0"] += 1
+                assert made.publish(label).ok
+        return contents(weights)
+
+    return publish
+
+
+@pytest.fixture
+def follow(store, weights):
+    """Makes sessions that follow the store and are closed at the end."""
+    sessions = []
+
+    def follow(model=None, **options):
+        model = model or {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        session = WorkerSession(model, join=f"file:{store.root}", name="follower", **options)
+        sessions.append(session)
+        return model, session
+
+    yield follow
+    while sessions:
+        sessions.pop().close()
+
+
+def eventually(condition, within_s=PATIENCE_S):
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_worker_takes_the_current_version_long_after_the_publisher_has_gone(
+    store, publish, follow
+):
+    sent = publish("v1", "v2")
+    model, session = follow()
+    assert session.commit_pending(PATIENCE_S)
+    assert ("v2", store.versions()[-1].fingerprint) == (session.version, session.fingerprint)
+    assert (session.state, session.refusal, session.connected) == ("serving", None, True)
+    assert sent == contents(model)
+
+
+def test_it_needs_no_token_and_no_folder_yet(publish, follow):
+    model, session = follow()
+    assert (session.connected, session.state) == (False, "fresh")
+    assert not session.commit_pending(0.1)
+    sent = publish("v1")
+    assert session.commit_pending(PATIENCE_S)
+    assert sent == contents(model)
+
+
+def test_it_goes_on_with_every_further_version_and_only_then(publish, follow):
+    publish("v1")
+    model, session = follow()
+    assert session.commit_pending(PATIENCE_S)
+    assert not session.commit_pending(0.2)
+    sent = publish("v2")
+    assert session.commit_pending(PATIENCE_S)
+    assert (session.version, contents(model)) == ("v2", sent)
+    # The set before is nobody's any more.
+    assert session.ledger.released
+
+
+def test_a_version_of_the_same_weights_is_not_taken_again(store, publish, follow, weights):
+    publish("v1")
+    _, session = follow()
+    assert session.commit_pending(PATIENCE_S)
+    weights["layer.0"] -= 1
+    publish("the same")
+    assert not session.commit_pending(0.3)
+    assert session.fingerprint == store.versions()[-1].fingerprint
+
+
+def test_a_worker_may_leave_and_keeps_what_it_has(store, publish, follow):
+    sent = publish("v1")
+    model, session = follow()
+    assert session.commit_pending(PATIENCE_S)
+    session.leave(f"file:{store.root}/")
+    publish("v2")
+    assert not session.commit_pending(0.2)
+    assert (session.version, contents(model)) == ("v1", sent)
+    session.join(f"file:{store.root}")
+    assert session.commit_pending(PATIENCE_S)
+    assert session.version == "v2"
+
+
+def test_a_folder_is_joined_once(store, follow):
+    _, session = follow()
+    with pytest.raises(ValueError, match="has joined"):
+        session.join(f"file:{store.root}/.")
+
+
+@pytest.mark.parametrize("address", ["file:", "file:relative/path", "file:/a\0b"])
+def test_what_is_no_folder_is_refused(follow, address):
+    _, session = follow()
+    with pytest.raises(AddressError, match="expected 'file:/absolute/path'"):
+        session.join(address)
+
+
+def test_a_rank_of_several_cannot_follow(follow):
+    with pytest.raises(ValueError, match="all ranks commit or none"):
+        follow(rank=0, num_ranks=2)
+
+
+# -- damage
+
+
+def flip(folder):
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    # The last tensor's last byte.
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lose_a_file(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def lose_the_manifest(folder):
+    (folder / "wtransfer.json").unlink()
+
+
+def lie(folder):
+    file = folder / "wtransfer.json"
+    file.write_text(file.read_text().replace('"digest":"', '"digest":"0', 1))
+
+
+def link(folder):
+    (folder / "model.safetensors").rename(folder / "elsewhere")
+    (folder / "model.safetensors").symlink_to("elsewhere")
+
+
+DAMAGE = [
+    (flip, DigestMismatchError, "'layer.3'"),
+    (truncate, SourceError, "'layer.3'"),
+    (lose_a_file, SourceError, "'layer.0'"),
+    (lose_the_manifest, ManifestError, "manifest is missing"),
+    (lie, ManifestError, "wtransfer.json"),
+    (link, WTransferError, "symbolic link"),
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGE, ids=lambda each: each[0].__name__)
+def test_a_damaged_version_is_refused_and_named_and_the_next_good_one_is_taken(
+    store, publish, follow, caplog, damaged
+):
+    damage, error, text = damaged
+    first = publish("v1")
+    model, session = follow()
+    assert session.commit_pending(PATIENCE_S)
+    with caplog.at_level(logging.WARNING, "wtransfer.engines.follower"):
+        spoilt(store, publish, damage)
+        eventually(lambda: session.refusal is not None)
+        assert not session.commit_pending(0.4)
+    assert text in str(session.refusal)
+    assert isinstance(session.refusal, error)
+    assert (session.version, session.state, contents(model)) == ("v1", "serving", first)
+    # Tried again in between, and said once.
+    assert sum("refuses" in record.message for record in caplog.records) == 1
+    good = publish("v3")
+    assert session.commit_pending(PATIENCE_S)
+    assert (session.version, session.refusal, contents(model)) == ("v3", None, good)
+
+
+def spoilt(store, publish, damage):
+    """Publish a version and damage it before any follower sees it."""
+    kept = (store.root / CURRENT_NAME).read_bytes()
+    elsewhere = store.root.with_name("elsewhere")
+    shutil.copytree(store.root, elsewhere)
+    store.root, root = elsewhere, store.root
+    publish("v2")
+    damage(store.folder_of(store.versions()[-1]))
+    assert kept == (root / CURRENT_NAME).read_bytes()
+    for each in elsewhere.iterdir():
+        if each.is_dir() and not (root / each.name).exists():
+            shutil.copytree(each, root / each.name, symlinks=True)
+    (elsewhere / CURRENT_NAME).replace(root / CURRENT_NAME)
+    store.root = root
+
+
+def test_a_repaired_version_is_taken_without_a_new_one(store, publish, follow):
+    sent = publish("v1")
+    folder = store.folder_of(store.versions()[-1])
+    whole = (folder / "model.safetensors").read_bytes()
+    flip(folder)
+    model, session = follow()
+    eventually(lambda: session.refusal is not None)
+    (folder / "model.safetensors").write_bytes(whole)
+    assert session.commit_pending(PATIENCE_S)
+    assert (session.refusal, contents(model)) == (None, sent)
+
+
+def test_a_listing_that_cannot_be_read_is_a_refusal(store, publish, follow):
+    publish("v1")
+    _, session = follow()
+    assert session.commit_pending(PATIENCE_S)
+    (store.root / CURRENT_NAME).write_text("{")
+    eventually(lambda: isinstance(session.refusal, ManifestError))
+    assert (session.version, session.state) == ("v1", "serving")
+
+
+def test_what_does_not_fit_the_model_is_refused_by_name(publish, follow):
+    publish("v1")
+    model = {f"layer.{i}": torch.zeros(3, 4) for i in range(3)} | {"other": torch.zeros(2)}
+    _, session = follow(model)
+    eventually(lambda: session.refusal is not None)
+    assert isinstance(session.refusal, SchemaError)
+    assert "layer.3" in str(session.refusal)
+    assert session.version is None
+
+
+def test_without_memory_for_it_nothing_is_begun(publish, follow, monkeypatch):
+    publish("v1")
+    monkeypatch.setattr("wtransfer.transport.memory.available_memory", lambda: 10)
+    _, session = follow()
+    eventually(lambda: session.refusal is not None)
+    assert isinstance(session.refusal, StagingMemoryError)
+
+
+def test_a_model_that_refuses_is_asked_again_and_less_often(publish, follow, weights):
+    class Moody(StateDictTarget):
+        fails = 2
+
+        def apply(self, tensors):
+            if self.fails:
+                self.fails -= 1
+                raise ValueError("not in the mood")
+            super().apply(tensors)
+
+    publish("v1")
+    model = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    _, session = follow(Moody(model))
+    # The second failure is that of going back: nothing is whole then.
+    with pytest.raises(CommitError, match="not in the mood"):
+        session.commit_pending(PATIENCE_S)
+    assert session.state == "empty"
+    assert session.commit_pending(PATIENCE_S)
+    assert (session.version, contents(model)) == ("v1", contents(weights))
+
+
+def test_a_version_that_its_host_declines_is_not_offered_again(publish, follow):
+    publish("v1")
+    _, session = follow()
+    eventually(lambda: session.state == "pending")
+    assert session.discard_pending()
+    assert not session.commit_pending(0.3)
+    publish("v2")
+    assert session.commit_pending(PATIENCE_S)
+    assert session.version == "v2"
+
+
+# -- beside a live publisher
+
+
+def test_a_worker_may_follow_both_the_folder_and_its_publisher(fleet, store, weights):
+    made = fleet(weights, engine="file", options={"path": str(store.root)})
+    member = made.join()
+    member.session.join(f"file:{store.root}")
+    for number in range(5):
+        weights["layer.1"] += 1
+        assert made.publish(f"v{number}").ok
+        assert (member.session.version, member.contents) == (f"v{number}", contents(weights))
+    assert not member.session.commit_pending(0.2)
+
+
+def test_what_a_publisher_sent_by_another_way_stays(fleet, store, publish, weights):
+    publish("v1")
+    made = fleet(weights, engine="shm")
+    member = made.join()
+    member.session.join(f"file:{store.root}")
+    assert member.session.commit_pending(PATIENCE_S)
+    weights["layer.1"] += 1
+    assert made.publish("v2").ok
+    assert not member.session.commit_pending(0.2)
+    assert member.session.version == "v2"
+
+
+def test_a_folder_changes_nothing_while_a_publisher_is_reached(fleet, store, publish, weights):
+    made = fleet(weights, engine="shm")
+    member = made.join()
+    member.session.join(f"file:{store.root}")
+    assert made.publish("sent").ok
+    listed = publish("listed")
+    assert not member.session.commit_pending(0.3)
+    assert member.session.version == "sent"
+    made.publisher.close()
+    assert member.session.commit_pending(PATIENCE_S)
+    assert (member.session.version, member.contents) == ("listed", listed)
+
+
+def test_a_version_that_comes_while_another_waits_is_taken_after_it(publish, follow):
+    publish("v1")
+    _, session = follow()
+    eventually(lambda: session.state == "pending")
+    publish("v2")
+    time.sleep(0.1)
+    for version in ("v1", "v2"):
+        assert session.commit_pending(PATIENCE_S)
+        assert session.version == version
+
+
+@pytest.mark.parametrize("when", ["in its midst", "at its end"])
+def test_a_round_that_begins_while_a_folder_is_read_wins(
+    made_over_shm, store, weights, paused_reading, when
+):
+    made, (reading, go_on) = made_over_shm, paused_reading
+    member = made.join()
+    member.session.join(f"file:{store.root}")
+    assert reading.wait(PATIENCE_S)
+    weights["layer.1"] += 1
+    round_ = made.publisher.publish("new", wait=False)
+    if when == "at its end":
+        assert made.finish(round_).ok
+    else:
+        eventually(lambda: round_.phase not in ("init", "plan"))
+    go_on.set()
+    assert made.finish(round_).ok
+    assert not member.session.commit_pending(0.2)
+    assert member.session.version == "new"
+
+
+@pytest.fixture
+def made_over_shm(fleet, publish, weights):
+    publish("old")
+    return fleet(weights, engine="shm")
+
+
+@pytest.fixture
+def paused_reading(made_over_shm, monkeypatch):
+    """Followers stop after their first bucket: an event that says so, and one that ends it."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments):
+        for bucket in stored.buckets(*arguments):
+            reading.set()
+            assert go_on.wait(PATIENCE_S)
+            yield bucket
+
+    monkeypatch.setattr(follower, "buckets", slowly)
+    return reading, go_on

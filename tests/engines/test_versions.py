@@ -1,0 +1,347 @@
+"""A folder of versions: what is listed is whole, what is not goes, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from wtransfer.engines.checkpoint import CheckpointSource
+from wtransfer.engines.publisher import Publisher
+from wtransfer.engines.store.keeper import Keeper
+from wtransfer.engines.store.versions import CURRENT_NAME, VersionStore
+from wtransfer.errors import (
+    DigestMismatchError,
+    ManifestError,
+    RoundAbortedError,
+    SourceError,
+    StorageInUseError,
+    VersionNotKeptError,
+)
+from wtransfer.testing.contents import contents
+from wtransfer.transport.folder_lock import LOCK_NAME
+
+
+@pytest.fixture
+def store(tmp_path):
+    return VersionStore(tmp_path / "store")
+
+
+@pytest.fixture
+def publishing(fleet, store, weights):
+    """Maker of fleets with one worker that publish to the store."""
+
+    def make(**options):
+        made = fleet(weights, engine="file", options={"path": str(store.root), **options})
+        made.join()
+        return made
+
+    return make
+
+
+def publish(made, label, *, change=True):
+    made.source["layer.0"] += 1 if change else 0
+    report = made.publish(label)
+    assert report.ok
+    return contents(made.source), report.fingerprint
+
+
+def go_back(made, label):
+    return made.finish(made.publisher.rollback(label, wait=False))
+
+
+def labels(store):
+    return [each.version for each in store.versions()]
+
+
+def folders(store):
+    return sorted(each.name for each in store.root.iterdir() if each.is_dir())
+
+
+def settled(store, number):
+    """Return the folders once there are so many: old ones go on a thread of its own."""
+    end = time.monotonic() + 5.0
+    while len(found := folders(store)) != number and time.monotonic() < end:
+        time.sleep(0.005)
+    return found
+
+
+# -- kept
+
+
+def test_so_many_versions_are_kept_and_the_current_one_is_the_last(publishing, store):
+    made = publishing(keep=2)
+    for number in range(4):
+        publish(made, f"v{number}")
+    assert labels(store) == ["v2", "v3"]
+    assert [each.folder for each in store.versions()] == settled(store, 2)
+    assert [each.version for each in made.publisher.kept()] == ["v2", "v3"]
+
+
+def test_a_version_is_a_checkpoint_that_others_can_read(publishing, store):
+    made = publishing()
+    sent, fingerprint = publish(made, "v1")
+    folder = store.folder_of(store.versions()[-1])
+    assert contents(load_file(folder / "model.safetensors")) == sent
+    assert json.loads((folder / "wtransfer.json").read_text())["fingerprint"] == fingerprint
+
+
+def test_many_files_are_a_checkpoint_with_an_index(publishing, store):
+    made = publishing(shard_nbytes=50)
+    sent, _ = publish(made, "v1")
+    folder = store.folder_of(store.versions()[-1])
+    assert contents(dict(CheckpointSource(folder).iter_full())) == sent
+    assert [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)] == sorted(
+        each.name for each in folder.glob("*.safetensors")
+    )
+
+
+def test_the_same_weights_are_kept_once(publishing, store):
+    made = publishing()
+    sent, _ = publish(made, "a")
+    publish(made, "b", change=False)
+    assert labels(store) == ["a", "b"]
+    assert len(settled(store, 1)) == 1
+    publish(made, "c")
+    assert go_back(made, "a").ok
+    assert made.members[0].contents == sent
+    assert labels(store) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "..",
+        "/etc/passwd",
+        "../../up",
+        "a\0b",
+        "n" * 256,
+        "重み",
+        "\n",
+        LOCK_NAME,
+        CURRENT_NAME,
+        " ",
+    ],
+    ids=repr,
+)
+def test_any_label_is_harmless_and_found_again(publishing, store, label):
+    made = publishing()
+    sent, _ = publish(made, label)
+    publish(made, "other")
+    assert go_back(made, label).ok
+    assert (made.members[0].session.version, made.members[0].contents) == (label, sent)
+    assert {CURRENT_NAME, LOCK_NAME, *folders(store)} == {e.name for e in store.root.iterdir()}
+    assert [e.name for e in store.root.parent.iterdir()] == [store.root.name]
+
+
+# -- gone back to
+
+
+def test_a_rollback_is_bit_identical_and_a_version_like_any(publishing, store):
+    made = publishing()
+    first, fingerprint = publish(made, "v1")
+    publish(made, "v2")
+    report = go_back(made, "v1")
+    assert report.ok
+    assert (report.fingerprint, made.members[0].contents) == (fingerprint, first)
+    assert labels(store) == ["v2", "v1"]
+    assert len(settled(store, 2)) == 2
+    late = made.join()
+    assert late.session.commit_pending(5.0)
+    assert late.contents == first
+
+
+def test_the_first_act_of_a_publisher_may_be_to_go_back(publishing, store):
+    made = publishing()
+    first, _ = publish(made, "v1")
+    publish(made, "v2")
+    made.close()
+    made = publishing()
+    assert go_back(made, "v1").ok
+    assert made.members[0].contents == first
+
+
+def test_a_label_that_was_used_twice_means_the_later_one(publishing):
+    made = publishing()
+    publish(made, "v")
+    second, _ = publish(made, "v")
+    publish(made, "w")
+    assert go_back(made, "v").ok
+    assert made.members[0].contents == second
+
+
+def test_what_is_not_kept_is_named_with_what_is(publishing):
+    made = publishing(keep=1)
+    publish(made, "v1")
+    publish(made, "v2")
+    with pytest.raises(VersionNotKeptError, match="no version 'v1' to go back to; kept are: 'v2'"):
+        made.publisher.rollback("v1")
+
+
+def test_a_new_folder_keeps_nothing(store, weights):
+    options = {"path": str(store.root)}
+    with Publisher(weights, engine="file", options=options) as publisher:
+        assert list(publisher.kept()) == []
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_version_is_not_gone_back_to(publishing, store):
+    made = publishing()
+    publish(made, "v1")
+    second, _ = publish(made, "v2")
+    flip(store.folder_of(store.versions()[0]) / "model.safetensors")
+    with pytest.raises((SourceError, DigestMismatchError), match=r"'layer\.3'"):
+        go_back(made, "v1")
+    assert (made.members[0].session.version, made.members[0].contents) == ("v2", second)
+    assert labels(store) == ["v1", "v2"]
+    assert go_back(made, "v2").ok
+
+
+def test_the_weights_of_another_version_are_not_gone_back_to(publishing, store):
+    made = publishing()
+    publish(made, "v1")
+    publish(made, "v2")
+    first, second = (store.folder_of(each) for each in store.versions())
+    first.rename(store.root / "aside")
+    first.symlink_to(second)
+    with pytest.raises(ManifestError, match="should hold the weights with the fingerprint"):
+        made.publisher.rollback("v1")
+
+
+# -- not committed
+
+
+@pytest.mark.parametrize("how", ["aborted", "dry run"])
+def test_what_was_not_committed_is_removed_and_never_listed(publishing, store, how):
+    made = publishing()
+    publish(made, "v1")
+    made.source["layer.0"] += 1
+    if how == "aborted":
+        round_ = made.publisher.publish("v2", wait=False)
+        round_.abort("the test says so")
+        with pytest.raises(RoundAbortedError):
+            made.finish(round_)
+    else:
+        assert made.finish(made.publisher.publish("v2", wait=False, dry_run=True)).ok
+    assert labels(store) == ["v1"]
+    assert len(settled(store, 1)) == 1
+    made.source["layer.0"] += 1
+    assert publish(made, "v3")
+    assert labels(store) == ["v1", "v3"]
+
+
+# -- one publisher at a time
+
+
+def test_a_second_publisher_is_refused_and_told_of_the_first(publishing, store, monkeypatch):
+    monkeypatch.setattr("wtransfer.transport.folder_lock.FolderLock.__init__.__defaults__", (0.1,))
+    first = publishing()
+    publish(first, "v1")
+    second = publishing()
+    with pytest.raises(StorageInUseError, match=f"in use by process {os.getpid()} on "):
+        second.publish("v2")
+    assert labels(store) == ["v1"]
+    first.close()
+    assert publish(second, "v2")
+    assert labels(store) == ["v1", "v2"]
+
+
+# -- leftovers
+
+
+def test_leftovers_of_the_dead_are_swept_and_nothing_else(publishing, store):
+    made = publishing()
+    publish(made, "v1")
+    made.close()
+    root = store.root
+    for name in (".incoming-0123456789abcdef", "00000099-0123456789ab", "mine", "1-0"):
+        (root / name).mkdir()
+        (root / name / "file").write_text("x")
+    for name in (f".{CURRENT_NAME}.0123456789abcdef.tmp", ".other.0123456789abcdef.tmp", "notes"):
+        (root / name).write_text("x")
+    (root / ".incoming-fedcba9876543210").symlink_to(root / "mine")
+    Keeper(root, 3).close()
+    assert {e.name for e in root.iterdir()} == {
+        CURRENT_NAME,
+        store.versions()[0].folder,
+        "mine",
+        "1-0",
+        ".other.0123456789abcdef.tmp",
+        "notes",
+    }
+    assert (root / "mine" / "file").read_text() == "x"
+
+
+VERSION = {
+    "version": "v",
+    "fingerprint": "0" * 32,
+    "nbytes": 0,
+    "committed_at": 0,
+    "folder": "00000001-000000000000",
+}
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": "wtransfer-versions/2", "versions": []}',
+        *(
+            json.dumps({"format": "wtransfer-versions/1", "versions": [VERSION | change]})
+            for change in (
+                {"folder": "../up"},
+                {"folder": "00000001-000000000000\n"},
+                {"folder": "/etc"},
+                {"fingerprint": "local:1"},
+                {"nbytes": -1},
+                {"version": None},
+            )
+        ),
+        "[" * 100_000,
+        " " * (5 << 20),
+    ],
+    ids=lambda text: text[:80].strip(),
+)
+def test_a_listing_that_cannot_be_trusted_stops_everything_and_nothing_is_removed(
+    publishing, store, listing
+):
+    made = publishing()
+    publish(made, "v1")
+    made.close()
+    (store.root / CURRENT_NAME).write_text(listing)
+    before = folders(store)
+    with pytest.raises(ManifestError, match=r"current\.json' cannot be read"):
+        Keeper(store.root, 3)
+    with pytest.raises(ManifestError, match=r"current\.json' cannot be read"):
+        store.versions()
+    assert folders(store) == before
+    # Nobody has the folder afterwards.
+    assert not (store.root / LOCK_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "path"),
+        ({"path": ""}, "path is empty"),
+        ({"path": "x", "keep": 0}, "keep is 0"),
+        ({"path": "x", "keep": 1001}, "keep is 1001"),
+        ({"path": "x", "bucket_nbytes": "-1"}, "bucket_nbytes is -1"),
+        ({"path": "x", "shard_nbytes": "much"}, "much"),
+        ({"path": "x", "color": "red"}, "color"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        Publisher({"w": torch.zeros(1)}, engine="file", options=options)

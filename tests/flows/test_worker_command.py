@@ -1,0 +1,151 @@
+"""``wtransfer worker`` as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from wtransfer.engines.clients import HttpClient
+from wtransfer.engines.publisher import Publisher
+from wtransfer.errors import NoWorkersError
+from wtransfer.transport.digests import digest
+
+PARTS = runpy.run_path(str(Path(__file__).with_name("http_worker.py")))
+WorkerProcess, WEIGHTS = PARTS["WorkerProcess"], PARTS["WEIGHTS"]
+
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    processes = []
+
+    def make(*arguments, **options):
+        processes.append(WorkerProcess(nursery, tmp_path, *arguments, **options))
+        return processes[-1]
+
+    yield make
+    for each in processes:
+        each.end()
+
+
+def test_it_serves_what_stands_in_the_checkpoint(start):
+    worker = start("--name", "w7").until_ready()
+    info = HttpClient(worker.url, worker.token).weight_info(digests=True)
+    assert (info["worker"], info["state"]) == ("w7", "fresh")
+    assert info["digests"] == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+    assert worker.token not in worker.output
+
+
+def test_its_weights_are_its_own_whatever_happens_to_the_files(start, tmp_path):
+    worker = start().until_ready()
+    client = HttpClient(worker.url, worker.token)
+    expected = {name: digest(tensor) for name, tensor in WEIGHTS.items()}
+    file = tmp_path / "checkpoint" / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * file.stat().st_size)
+    assert client.weight_info(digests=True)["digests"] == expected
+    # Pages of a mapping that lie behind the end are a signal for whoever reads them.
+    os.truncate(file, 0)
+    assert client.weight_info(digests=True)["digests"] == expected
+    assert worker.child.poll() is None
+
+
+@pytest.mark.parametrize("commit", ["adopt", "copy"])
+def test_it_takes_what_is_published_and_says_so(start, commit):
+    worker = start("--commit", commit).until_ready()
+    changed = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
+    with Publisher(changed, hosts=[worker.url], host_token=worker.token) as publisher:
+        report = publisher.publish("step-1")
+    worker.until_it_says(f"now 'step-1': {report.fingerprint} (verified by digests)")
+    digests = HttpClient(worker.url, worker.token).weight_info(digests=True)["digests"]
+    assert digests == {name: digest(tensor) for name, tensor in changed.items()}
+
+
+def test_it_joins_a_publisher_by_itself(start):
+    with Publisher(WEIGHTS, token="shared") as publisher:
+        start("--join", publisher.address, token="shared")
+        publisher.wait_for_workers(1, timeout_s=20)
+        assert publisher.publish("step-1").ok
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly_within_a_second(start, number):
+    worker = start().until_ready()
+    with Publisher(WEIGHTS, hosts=[worker.url], host_token=worker.token) as publisher:
+        publisher.publish("step-1")
+        begin = time.monotonic()
+        os.kill(worker.child.pid, number)
+        assert worker.child.wait(10.0) == 0, worker.output
+        # Half of it is the interpreter's exit, with torch in it.
+        assert time.monotonic() - begin < 2
+        with pytest.raises(NoWorkersError):
+            publisher.publish("step-2")
+
+
+def test_without_a_token_it_makes_one_and_shows_it_once(start, nursery, tmp_path):
+    start().end()  # for the checkpoint that it makes
+    log = tmp_path / "tokenless.log"
+    child = nursery.spawn(
+        "wtransfer.cli:main",
+        ["worker", "--checkpoint", str(tmp_path / "checkpoint")],
+        stdout=log,
+        stderr=log,
+    )
+    end = time.monotonic() + 20
+    while not log.exists() or "ready: " not in log.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    output = log.read_text()
+    (token,) = re.findall(r"^token: (\S+) ", output, re.MULTILINE)
+    (url,) = re.findall(r"^ready: (\S+) ", output, re.MULTILINE)
+    assert HttpClient(url, token).weight_info()["state"] == "fresh"
+    assert output.count(token) == 1
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait(10.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--accept-unsealed", "ncll"], 1, r"Error: .*: ncll\. Available engines: "),
+        (["--listen", "somewhere"], 1, "Error: 'somewhere' is no address"),
+        (["--join", "somewhere"], 1, "Error: 'somewhere' is no address"),
+        (["--join", "unix:@a", "--join", "unix:@a"], 2, "has joined unix:@a already"),
+        (["--token-file", "/nowhere"], 1, "token file '/nowhere'"),
+        (["--checkpoint", "/nowhere"], 2, "does not exist"),
+        (["--checkpoint", "/proc"], 1, "is no checkpoint"),
+        (["--commit", "perhaps"], 2, "is not one of"),
+    ],
+)
+def test_what_cannot_be_meant_ends_it_with_a_sentence(start, arguments, code, text):
+    worker = start(*arguments)
+    assert worker.child.wait(20.0) == code
+    assert re.search(text, worker.output), worker.output
+    assert "Traceback" not in worker.output
+
+
+def test_a_checkpoint_that_is_damaged_ends_it_with_its_name(start, tmp_path):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "model.safetensors").write_bytes(b"\x08" + bytes(20))
+    worker = start("--checkpoint", str(tmp_path / "bad"))
+    assert worker.child.wait(20.0) == 1
+    assert "model.safetensors" in worker.output
+
+
+def test_help_imports_neither_torch_nor_a_server():
+    code = (
+        "import sys\nfrom wtransfer.cli import main\n"
+        "try:\n    main(['worker', '--help'])\n"
+        "finally:\n    print({'torch', 'uvicorn'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("set()\n")

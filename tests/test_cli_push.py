@@ -1,0 +1,460 @@
+"""``wtransfer push``, as a user runs it, into workers behind HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+pytest.importorskip("uvicorn")
+
+from wtransfer.cli import main
+from wtransfer.engines.commands.engine_options import typed_options
+from wtransfer.engines.session import WorkerSession
+from wtransfer.testing.contents import contents
+from wtransfer.testing.leftovers import Leftovers
+from wtransfer.transport.zygote import Zygote
+
+ENGINES = Path(__file__).parent / "engines"
+HttpWorker = runpy.run_path(str(ENGINES / "http_worker.py"))["HttpWorker"]
+TOKEN = secrets.token_hex(16)
+WEIGHTS = {f"layer.{i}": torch.arange(12.0).view(3, 4) + 100 * i for i in range(4)}
+
+
+@pytest.fixture(autouse=True)
+def token_around(monkeypatch):
+    monkeypatch.setenv("WTRANSFER_TOKEN", TOKEN)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing():
+    leftovers = Leftovers()
+    yield
+    assert leftovers.found(within_s=5.0) == []
+
+
+@pytest.fixture
+def start_worker(leaves_nothing):
+    workers = []
+
+    def start(tensors=None, **options):
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
+        options = {"token": TOKEN, "name": f"w{len(workers)}", **options}
+        workers.append(HttpWorker(tensors or zeros, **options))
+        return workers[-1]
+
+    yield start
+    for each in workers:
+        each.close()
+
+
+@pytest.fixture
+def workers(start_worker):
+    return [start_worker(), start_worker()]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Maker of checkpoint folders."""
+
+    def make(name="step-7", **changes):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({**WEIGHTS, **changes}, folder / "model.safetensors")
+        return str(folder)
+
+    return make
+
+
+def push(*arguments, to=()):
+    targets = [part for each in to for part in ("--to", getattr(each, "address", each))]
+    return CliRunner().invoke(main, ["push", *arguments, *targets], catch_exceptions=False)
+
+
+def documents(*arguments, to=()):
+    done = push(*arguments, "--json", to=to)
+    return done.exit_code, json.loads(done.stdout)
+
+
+# -- a push
+
+
+def test_every_worker_has_the_checkpoint_and_the_table_says_so(workers, write):
+    done = push(write(), to=workers)
+    assert (done.exit_code, [contents(w.tensors) for w in workers]) == (0, [contents(WEIGHTS)] * 2)
+    first = workers[0].session
+    assert {each.session.version for each in workers} == {"step-7"}
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("step-7  committed  0.0 MB in ")
+    assert lines[1] == f"fingerprint  {first.fingerprint}"
+    assert lines[2].split()[:3] == ["seconds", "here", "plan"]
+    head = "worker host outcome holds digests MB accept transfer verify wait commit"
+    assert lines[4].split() == head.split()
+    # Whoever dials in first stands first.
+    rows = sorted(line.split()[:5] for line in lines[5:])
+    assert rows == [
+        ["w" + str(i), w.address, "committed", "step-7", "equal"] for i, w in enumerate(workers)
+    ]
+    # How far it is, which a small push has hardly time to say.
+    assert done.stderr.startswith("init\n")
+
+
+def test_one_document_has_everything(workers, write):
+    code, document = documents(write(), "--label", "mine", to=workers)
+    assert code == 0
+    assert {key: document[key] for key in ("ok", "outcome", "label", "engine", "error")} == {
+        "ok": True,
+        "outcome": "committed",
+        "label": "mine",
+        "engine": "shm",
+        "error": None,
+    }
+    assert document["fingerprint"] == workers[0].session.fingerprint
+    assert set(document["seconds"]) == {"plan", "transfer", "seal", "commit", "total"}
+    assert document["hosts"] == {each.address: each.session.name for each in workers}
+    row = min(document["workers"], key=lambda each: each["worker"])
+    assert {key: row[key] for key in ("worker", "host", "outcome", "version", "nbytes")} == {
+        "worker": "w0",
+        "host": workers[0].address,
+        "outcome": "committed",
+        "version": "mine",
+        "nbytes": 192,
+    }
+    assert row["digests_equal"]
+    assert set(row["seconds"]) == {"accept", "transfer", "verify", "wait", "commit"}
+
+
+def test_a_file_is_labelled_by_its_folder(workers, write):
+    code, document = documents(f"{write('epoch-3')}/model.safetensors", to=workers)
+    assert (code, document["label"]) == (0, "epoch-3")
+
+
+def test_a_label_cannot_steer_the_terminal(workers, write):
+    label = "one\nw9  committed\x1b[2J"
+    done = push(write(), "--label", label, to=workers)
+    shown = "one\\nw9  committed\\x1b[2J"
+    lines = done.stdout.splitlines()
+    assert (done.exit_code, len(lines)) == (0, 7)
+    assert [shown in lines[i] for i in (0, 5, 6)] == [True] * 3
+    assert done.stdout.replace("\n", "").isprintable()
+    _, document = documents(write("next"), "--label", label, to=workers)
+    assert [document["label"], *(w["version"] for w in document["workers"])] == [label] * 3
+
+
+def test_options_reach_the_engine_in_their_types(workers, write):
+    code, _ = documents(write(), "-o", "bucket_nbytes=64", to=workers)
+    assert code == 0
+
+
+def test_a_dry_run_proves_and_changes_nothing(workers, write):
+    before = [contents(each.tensors) for each in workers]
+    done = push(write(), "--dry-run", to=workers)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("step-7  verified")
+    assert [contents(each.tensors) for each in workers] == before
+    assert [each.session.version for each in workers] == [None, None]
+
+
+def test_the_token_may_come_from_a_file(start_worker, write, tmp_path, monkeypatch):
+    monkeypatch.delenv("WTRANSFER_TOKEN")
+    file = tmp_path / "token"
+    file.write_text("from-a-file\n")
+    file.chmod(0o600)
+    worker = start_worker(token="from-a-file")
+    assert push(write(), "--token-file", str(file), to=[worker]).exit_code == 0
+    # Shared, so it was not sent.
+    assert "token" not in worker.invitations[0]["wtransfer"]
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"layer.2": torch.zeros(4, 3)}, "layer.2"),
+        ({"layer.1": torch.zeros(3, 4, dtype=torch.float16)}, "layer.1"),
+        ({"layer.9": torch.zeros(1)}, "layer.9"),
+    ],
+    ids=["shape", "dtype", "unknown"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(workers, write, changes, name):
+    before = [contents(each.tensors) for each in workers]
+    code, document = documents(write("odd", **changes), to=workers)
+    assert (code, document["outcome"], document["error"]["type"]) == (1, "failed", "SchemaError")
+    assert name in document["error"]["message"]
+    assert "[worker w" in document["error"]["message"]
+    assert [contents(each.tensors) for each in workers] == before
+    assert push(write("good"), to=workers).exit_code == 0
+
+
+def test_a_folder_without_weights_is_named(workers, tmp_path):
+    done = push(str(tmp_path), to=workers)
+    assert done.exit_code == 1
+    assert "push failed" in done.stderr
+    assert "is no checkpoint" in done.stderr
+
+
+def test_a_worker_that_is_not_there_is_named_and_nobody_changes(workers, write):
+    code, document = documents(write(), to=[*workers, "unix:@wt-test-nobody"])
+    assert (code, document["error"]["type"]) == (1, "PeerLostError")
+    assert "cannot reach unix:@wt-test-nobody" in document["error"]["message"]
+    assert [each.session.version for each in workers] == [None, None]
+
+
+def test_every_worker_that_refuses_is_named(start_worker, write):
+    strangers = [start_worker(token=f"other-{i}") for i in range(2)]
+    code, document = documents(write(), to=strangers)
+    assert code == 1
+    assert {
+        host: each["type"] for host, each in document["error"]["hosts"].items()
+    } == dict.fromkeys((each.address for each in strangers), "AuthenticationError")
+    assert TOKEN not in json.dumps(document)
+
+
+def test_a_worker_that_does_not_commit_makes_it_fail(start_worker, write):
+    fine, idle = start_worker(), start_worker(steps=False)
+    code, document = documents(write(), "--deadline", "0.5", to=[fine, idle])
+    assert (code, document["ok"], document["outcome"]) == (1, False, "mixed")
+    assert {each["worker"]: each["outcome"] for each in document["workers"]} == {
+        "w0": "committed",
+        "w1": "pending",
+    }
+    assert document["problems"] == {
+        "w1": "pending: it has verified the update, and applies it when its model gets to it"
+    }
+
+
+class Stubborn:
+    """A target that cannot be written."""
+
+    reason = "out of order"
+
+    def schema(self):
+        return None
+
+    def apply(self, tensors):
+        if any(bool(tensor.any()) for tensor in tensors.values()):
+            raise OSError(self.reason)
+
+    def capture(self):
+        return {}
+
+
+def test_a_worker_that_cannot_apply_is_told_of_with_its_reason(start_worker, write):
+    fine, broken = start_worker(), start_worker(Stubborn())
+    done = push(write(), to=[fine, broken])
+    assert done.exit_code == 1
+    assert done.stdout.startswith("step-7  mixed")
+    (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("w1  ")]
+    assert complaint.startswith("w1  restored: it is on its old version, whole: see its log")
+    assert "out of order" in complaint
+
+
+def test_an_error_cannot_steer_the_terminal(start_worker, write):
+    class Loud(Stubborn):
+        reason = "out of\x1b[2J order"
+
+    done = push(write(), to=[start_worker(Loud())])
+    assert done.exit_code == 1
+    assert "out of\\x1b[2J order" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_numbers_that_are_none_can_be_rejected(workers, write):
+    spoiled = WEIGHTS["layer.3"].clone()
+    spoiled[0, 0] = float("nan")
+    folder = write("bad", **{"layer.3": spoiled})
+    code, document = documents(folder, "--nonfinite", "reject", to=workers)
+    assert (code, document["error"]["type"]) == (1, "NonfiniteError")
+
+
+def test_a_rollback_needs_an_engine_that_keeps_versions(workers):
+    code, document = documents("--rollback", "v1", to=workers)
+    assert (code, document["error"]["type"]) == (1, "VersionNotKeptError")
+    assert "engine 'shm' keeps no earlier versions" in document["error"]["message"]
+
+
+# -- what cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "give either a checkpoint DIR or --rollback LABEL"),
+        (["d", "--rollback", "x"], "give either a checkpoint DIR or --rollback LABEL"),
+        (["--rollback", "x", "--label", "y"], "omit --label"),
+        (["--rollback", ""], "--rollback is empty: give the label of a version"),
+        (["d", "--label", ""], "--label is empty: give the label of a version"),
+        (["/"], "add --label"),
+        (["d", "--engine", "file"], "engine 'file' needs -o path=...; it has: path (str), keep"),
+        (["--rollback", "x", "--engine", "file"], "engine 'file' needs -o path=..."),
+        (["d", "-o", "rank=1"], "has no such option; it has: bucket_nbytes (int)"),
+        (["d", "-o", "backend=file"], "has no such option; it has: bucket_nbytes (int)"),
+        (["d", "--stay", "--dry-run"], "omit one of them"),
+        (["d", "--to", "unix:@a"], "named twice"),
+        (["d", "--to", "gopher:a"], "'gopher:a' is no worker's URL"),
+        (["d", "--engine", "pigeon"], "Available engines: ["),
+        (["d", "-o", "bucket_nbytes"], "wants options as key=value; it has: bucket_nbytes"),
+        (["d", "-o", "colour=red"], "has no such option; it has: bucket_nbytes (int)"),
+        (
+            ["d", "-o", "bucket_nbytes=red"],
+            "Expected `int`, got `str`; it has: bucket_nbytes (int)",
+        ),
+        (["d", "-o", "bucket_nbytes=0"], "bucket_nbytes is 0, expected > 0"),
+        (["d", "--listen", "somewhere"], "'somewhere' is no address"),
+        (["d", "--to", "http://192.0.2.1:80"], "reaches workers on this host only"),
+        (["d", "--token-file", "/nowhere"], "token file '/nowhere'"),
+        (["d", "--deadline", "0"], "is not in the range x>0"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_before_anything_is_sent(arguments, text, write):
+    folder = write()
+    given = [folder if each == "d" else each for each in arguments]
+    done = push(*given, to=["unix:@a"])
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert done.stdout == ""
+
+
+def test_staying_needs_a_token_that_others_can_know(write, monkeypatch):
+    monkeypatch.delenv("WTRANSFER_TOKEN")
+    done = push(write(), "--stay", to=["unix:@a"])
+    assert done.exit_code == 2
+    assert "give --token-file, or set WTRANSFER_TOKEN" in done.stderr
+
+
+def test_options_are_read_in_every_plain_type():
+    from dataclasses import dataclass
+
+    @dataclass
+    class Info:
+        path: str
+        keep: int = 3
+        fast: bool = False
+        share: float | None = None
+
+    pairs = ["path=/a=b", "keep=5", "fast=true", "share=0.5"]
+    assert typed_options("mine", Info, pairs) == {
+        "path": "/a=b",
+        "keep": 5,
+        "fast": True,
+        "share": 0.5,
+    }
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys\n"
+        "from wtransfer.cli import main\n"
+        "main(['push', '--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'rich', 'httpx', 'pluggy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--rollback LABEL" in done.stdout
+
+
+# -- signals: real processes
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    preload = ["torch", "wtransfer.engines.commands.push", "wtransfer.engines.publisher", "httpx"]
+    with Zygote(preload=preload, paths=[ENGINES]) as zygote:
+        yield zygote
+
+
+@pytest.fixture
+def begin(nursery, tmp_path):
+    """Starter of ``wtransfer push`` in a process of its own."""
+    children = []
+
+    def start(*arguments, to):
+        log = tmp_path / f"push-{len(children)}.log"
+        log.touch()
+        targets = [part for each in to for part in ("--to", each.address)]
+        child = nursery.spawn(
+            "http_worker:push", [*arguments, *targets], TOKEN, stdout=log, stderr=log
+        )
+        children.append(child)
+        return child, log
+
+    yield start
+    for each in children:
+        each.kill()
+        each.wait(5.0)
+
+
+def until(condition, what=lambda: ""):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_push_with_every_worker_whole(begin, workers, write, number):
+    before = [contents(each.tensors) for each in workers]
+    # The second never gets to say whether the plan fits.
+    release = threading.Event()
+    hold = workers[1].session.schema
+    workers[1].session.schema = lambda: release.wait(10) and hold()
+    child, log = begin(write(), "--json", to=workers)
+    until(lambda: workers[1].session.connected, log.read_text)
+    until(lambda: workers[0].session.state == "fresh" and workers[0].invitations)
+    time.sleep(0.3)
+    begun = time.monotonic()
+    os.kill(child.pid, number)
+    assert child.wait(5.0) == 128 + number
+    assert time.monotonic() - begun < 2.0
+    release.set()
+    document = json.loads(log.read_text())
+    assert (document["ok"], document["outcome"]) == (False, "interrupted")
+    assert f"{number.name} ended the push" in document["error"]["message"]
+    workers[1].session.schema = hold
+    assert [contents(each.tensors) for each in workers] == before
+    assert push(write("good"), to=workers).exit_code == 0
+
+
+def test_one_that_stays_brings_late_workers_up_to_date_until_it_is_ended(begin, workers, write):
+    child, log = begin(write(), "--stay", to=workers[:1])
+    until(lambda: "late workers join" in log.read_text(), log.read_text)
+    address = log.read_text().split("--join ")[1].split()[0]
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
+    with WorkerSession(tensors, join=address) as late:
+        assert late.commit_pending(5)
+        assert late.version == "step-7"
+        assert contents(late._target.capture()) == contents(WEIGHTS)
+        del tensors
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait(5.0) == 0
+    until(lambda: not workers[0].session.connected)
+    assert workers[0].num_left == 1
+
+
+def test_a_worker_that_hangs_cannot_keep_a_push_from_ending(begin, write):
+    address = f"unix:@wt-test-{secrets.token_hex(4)}"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"\0{address[6:]}")
+        silent.listen()
+        child, log = begin(write(), to=[type("Silent", (), {"address": address})])
+        time.sleep(0.5)
+        begun = time.monotonic()
+        os.kill(child.pid, signal.SIGINT)
+        assert child.wait(5.0) == 130, log.read_text()
+        assert time.monotonic() - begun < 2.0
+    assert "SIGINT ended the push" in log.read_text()

@@ -1,0 +1,125 @@
+"""``wtransfer bench``: measure here what the design promises."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wtransfer.bench.nbytes import parse_many, parse_nbytes
+from wtransfer.bench.settings import COMMITS, Settings
+from wtransfer.errors import WTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from wtransfer.bench.machine import Machine
+    from wtransfer.bench.row import Failed, Row
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Return a click callback that reads a text; None stays None."""
+
+    def callback(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+def _workers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(each.isdecimal() and int(each) for each in parts):
+        raise ValueError(f"{text!r} are no numbers above 0; write 1,4")
+    return tuple(map(int, parts))
+
+
+def _commits(text: str) -> tuple[str, ...]:
+    chosen = tuple(text.split(","))
+    unknown = [each for each in chosen if each not in COMMITS]
+    if unknown:
+        raise ValueError(f"there is no commit {unknown[0]!r}; there are {', '.join(COMMITS)}")
+    return chosen
+
+
+@click.group()
+def bench() -> None:
+    """Measure here what is promised, each number beside its goal and its neighbours."""
+
+
+@bench.command()
+@click.option(
+    "--nbytes", callback=_parsed(parse_nbytes), metavar="SIZE", help="Of an update [2GiB]."
+)
+@click.option(
+    "--workers",
+    callback=_parsed(_workers),
+    metavar="N,M",
+    help="Numbers of workers; the first one for all rows but those that compare [1,4].",
+)
+@click.option(
+    "--rounds", "num_rounds", type=click.IntRange(min=1), help="Rounds that count, per row [7]."
+)
+@click.option(
+    "--small",
+    callback=_parsed(parse_many),
+    metavar="NxSIZE",
+    help="How many small tensors of what size [20000x4KiB].",
+)
+@click.option(
+    "--commit", "commits", callback=_parsed(_commits), metavar="MODES", help="[adopt,copy]"
+)
+@click.option("--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more.")
+@click.option("--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, nothing else.")
+def weights(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+    """Measure rounds of weights: speed, pauses, memory, and how soon a death is noticed.
+
+    Every number is a median of rounds that bring other values each time and whose receipts are
+    checked, with its least and greatest, beside a plain copy of the same bytes and beside other
+    ways to send them, all in this run. Only ratios can be compared between machines; a machine
+    that others use at the same time measures them as well.
+
+    The exit status is 1 if a row could not be measured; a goal that is not reached is told.
+    """
+    from wtransfer.bench.machine import Machine
+    from wtransfer.bench.run import measure, rows_named
+
+    settings = _settings(quick, asked)
+    machine = Machine.here()
+    try:
+        chosen = rows_named(only, settings)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--only") from error
+    try:
+        found = measure(chosen, settings, lambda text: click.echo(f"  {text} ...", err=True))
+    except WTransferError as error:
+        raise click.ClickException(str(error)) from error
+    _tell(found, settings, machine, as_json)
+
+
+def _settings(quick: bool, asked: dict[str, Any]) -> Settings:
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "small" in given:
+        given["num_small"], given["small_nbytes"] = given.pop("small")
+    return replace(Settings.quick() if quick else Settings(), **given)
+
+
+def _tell(
+    found: Sequence[Row | Failed], settings: Settings, machine: Machine, as_json: bool
+) -> None:
+    from wtransfer.bench.document import document
+    from wtransfer.bench.row import Row
+
+    if as_json:
+        click.echo(json.dumps(document(found, settings, machine), indent=2))
+    else:
+        from wtransfer.bench.table import show
+
+        show(found, machine)
+    sys.exit(0 if all(isinstance(each, Row) for each in found) else 1)

@@ -1,0 +1,13 @@
+"""The yardstick: plain copies in a process of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wtransfer.bench.jobs import tell
+from wtransfer.demo.memcpy import Memcpy
+
+
+def measure(nbytes: int, **_: Any) -> None:
+    """Tell the seconds of the fastest plain copy of so many bytes, on one thread."""
+    tell(seconds=Memcpy(nbytes).seconds())

@@ -1,0 +1,60 @@
+"""Rounds through shared memory, held against two plain copies of the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wtransfer.bench.rounds import Take
+from wtransfer.bench.row import Goal, Row
+from wtransfer.bench.sets import TensorSet
+
+if TYPE_CHECKING:
+    from wtransfer.bench.lab import Lab
+    from wtransfer.bench.settings import Settings
+
+_GOALS = {"adopt": Goal(">=", 0.9), "copy": Goal(">=", 0.7)}
+
+
+def large_take(settings: Settings, commit: str = "adopt", verified: bool = True) -> Take:
+    """Return the rounds that most rows are about: a large model, the usual number of workers."""
+    return Take(TensorSet("llama", settings.nbytes), commit, settings.base_workers, verified)
+
+
+@dataclass(frozen=True)
+class ShmRound:
+    """A whole round: from publish until every worker has verified and committed.
+
+    Args:
+        commit: How workers commit.
+        verified: Whether the digests are real.
+    """
+
+    commit: str
+    verified: bool = True
+
+    @property
+    def name(self) -> str:
+        """``adopt``, ``copy``, and the same with ``-unverified``."""
+        return self.commit if self.verified else f"{self.commit}-unverified"
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        how = f"commit by {'adopting' if self.commit == 'adopt' else 'copying'}"
+        proof = "verified" if self.verified else "digests replaced by constants"
+        return f"shm: (2 x memcpy) / (publish to committed), {how}, {proof}"
+
+    def run(self, lab: Lab) -> Row:
+        """Play the rounds; every value changes in each, every receipt is checked."""
+        rounds = lab.rounds(large_take(lab.settings, self.commit, self.verified))
+        goal = _GOALS[self.commit] if self.verified else None
+        return Row(
+            self.name,
+            self.what,
+            "",
+            rounds.share,
+            goal,
+            beside=rounds.beside(),
+            stages=rounds.stages(),
+        )

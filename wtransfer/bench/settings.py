@@ -1,0 +1,42 @@
+"""What a run of the bench is asked to measure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+"""Bytes."""
+MOST_WATCHED_NBYTES = 256 * MIB
+"""Where memory is counted; larger updates take as many copies, and the kernel long to count."""
+COMMITS = ("adopt", "copy")
+"""How a worker can commit."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes and numbers. The defaults are those of the design's goals."""
+
+    nbytes: int = 2048 * MIB
+    """Bytes of one update, at least; whole layers are added until it is reached."""
+    workers: tuple[int, ...] = (1, 4)
+    """Numbers of workers. Rounds are measured with the first; the greatest is held against it."""
+    num_rounds: int = 7
+    """Rounds that count; some more before them touch the memory and do not."""
+    num_small: int = 20_000
+    """How many small tensors."""
+    small_nbytes: int = 4096
+    """Bytes of each."""
+    commits: tuple[str, ...] = COMMITS
+    """How workers commit."""
+    num_kills: int = 11
+    """How many workers are killed."""
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """Return small sizes, with which every row is filled and no number means much."""
+        return cls(nbytes=64 * MIB, workers=(1, 2), num_rounds=3, num_small=1000, num_kills=3)
+
+    @property
+    def base_workers(self) -> int:
+        """Workers of the rows that are about one number of them."""
+        return self.workers[0]

@@ -1,0 +1,1 @@
+"""A worker behind HTTP, and how it is called: routes, limits, one request."""

@@ -1,0 +1,1 @@
+"""Weights in files: shards, manifests, and folders of versions."""

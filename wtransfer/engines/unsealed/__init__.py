@@ -1,0 +1,1 @@
+"""Updates that no publisher of ours has planned or digested."""

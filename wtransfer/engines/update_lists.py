@@ -1,0 +1,25 @@
+"""Update infos that consist of lists, one entry per tensor in each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def check_lengths(info: object, fields: Iterable[str]) -> None:
+    """Raise unless the lists have as many entries as `names`.
+
+    Args:
+        info: An update info with the field `names`.
+        fields: Its lists.
+
+    Raises:
+        ValueError: The first list that is odd is named.
+    """
+    wanted = len(info.names)  # type: ignore[attr-defined]  # by contract
+    for field in fields:
+        found = len(getattr(info, field))
+        if found != wanted:
+            raise ValueError(f"`{field}` has {found} entries, `names` has {wanted}")

@@ -1,0 +1,95 @@
+"""Many small tensors into one piece of memory, as cheap as their bytes.
+
+Models have thousands of tensors of a few KiB: norms, biases, scales. For these a call costs more
+than the copy, so what can be done for many at once is: the search for NaN and infinity.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from wtransfer.transport.digests import PIECE_NBYTES
+from wtransfer.transport.nonfinite import counter
+from wtransfer.transport.tensors import lies_flat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from wtransfer.transport.tensors import ByteArray
+
+RUN_NBYTES = PIECE_NBYTES
+"""Most bytes of a run: few enough to be in the L2 cache from their copies to their digests."""
+
+
+class Placed(NamedTuple):
+    """Where a tensor was copied to."""
+
+    start: int
+    """First byte."""
+    stop: int
+    """Behind its last byte."""
+    dtype: torch.dtype
+    """How to read it."""
+
+
+class Run:
+    """Tensors that are copied one by one, and digested and screened together afterwards.
+
+    What is hashed is the destination, as in `wtransfer.transport.digests.copy_digest`. A tensor is
+    copied at once, so whoever yielded it may use its memory for the next one.
+
+    Args:
+        memory: Where to; writable. Places rise from tensor to tensor.
+    """
+
+    def __init__(self, memory: ByteArray) -> None:
+        self._memory = memory
+        self._address = memory.ctypes.data
+        self._placed: list[Placed] = []
+        self._room = RUN_NBYTES
+
+    def add(self, tensor: torch.Tensor, place: slice) -> bool:
+        """Copy a tensor if it is small enough for what is left of the run, and lies flat.
+
+        Args:
+            tensor: Source.
+            place: Its bytes in the memory.
+
+        Returns:
+            Whether it was; if not, finish the run, and copy what is refused again another way.
+        """
+        start, nbytes = place.start, place.stop - place.start
+        if nbytes > self._room or not lies_flat(tensor) or tensor.nbytes != nbytes:
+            return False
+        assert 0 <= start <= self._memory.size - nbytes, "a place outside of its memory"
+        # Lets other threads run meanwhile, such as the one that announces the run before.
+        ctypes.memmove(self._address + start, tensor.data_ptr(), nbytes)
+        self._placed.append(Placed(start, start + nbytes, tensor.dtype))
+        self._room -= nbytes
+        return True
+
+    def finish(self) -> tuple[list[str], list[int]]:
+        """Return what was copied, in order, and begin a new run.
+
+        Returns:
+            ``xxh3-128`` digests, and numbers of elements that are not finite.
+        """
+        placed, self._placed, self._room = self._placed, [], RUN_NBYTES
+        view, hexdigest = self._memory.data, xxhash.xxh3_128_hexdigest
+        digests = [hexdigest(view[start:stop]) for start, stop, _ in placed]
+        return digests, list(self._nonfinite(placed))
+
+    def _nonfinite(self, run: list[Placed]) -> Iterator[int]:
+        for dtype, group in itertools.groupby(run, lambda placed: placed.dtype):
+            placed, count = list(group), counter(dtype)
+            # Between tensors lies what was there before; if it is not finite, each is looked at.
+            if count is None or not count(self._memory[placed[0].start : placed[-1].stop]):
+                yield from itertools.repeat(0, len(placed))
+            else:
+                yield from (count(self._memory[each.start : each.stop]) for each in placed)
