@@ -87,7 +87,7 @@ class DigestingSource:
         self.version = version
         self._source = instead or self._own
         with _blaming_source("metadata"):
-            metadata = tuple(self._source.metadata)
+            metadata = tuple(map(_in_our_form, self._source.metadata))
             if not same_metadata(metadata, self._metadata):
                 self._manifest = self._checked_manifest(metadata)
                 self._metadata = metadata
@@ -260,14 +260,22 @@ def _freed(name: str) -> SourceError:
 def same_metadata(some: Sequence[ParamMeta], others: Sequence[ParamMeta]) -> bool:
     """Whether two readings of a source's metadata are known to be equal.
 
-    That is where they hold the same objects, and none that could have changed in between: a source
-    may have metadata of a class of its own.
+    That is where they hold the same objects, and none that could have changed in between.
     """
     return (
         len(some) == len(others)
         and all(map(operator.is_, some, others))
         and all(type(meta) is ParamMeta and isinstance(meta.shape, tuple) for meta in some)
     )
+
+
+def _in_our_form(meta: ParamMeta) -> ParamMeta:
+    """Return metadata as engines may expect it: a source may have a class of its own for it."""
+    if type(meta) is ParamMeta:
+        return meta
+    optional = ("owners", "mesh", "placements", "digest")
+    known = {name: getattr(meta, name, None) for name in optional}
+    return ParamMeta(meta.name, meta.dtype, tuple(meta.shape), **known)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from wtransfer.engines.hosted import engine_error, forget_frames
 from wtransfer.engines.ledger import Held, Pending
-from wtransfer.engines.messages import Receipt
+from wtransfer.engines.messages import Lost, Receipt
 from wtransfer.engines.schema import canonical_names, check_fit, check_whole
 from wtransfer.engines.staging import Staging
 from wtransfer.engines.store.stored import buckets
@@ -113,8 +113,10 @@ class Follower:
         return self._connected
 
     def send(self, message: msgspec.Struct) -> None:
-        """Learn what became of an offered version."""
+        """Learn what became of an offered version, or that it is not held any more."""
         attempts = self._attempts
+        if isinstance(message, Lost) and attempts is not None and attempts.settled:
+            attempts.settled, attempts.offered = False, None
         if not isinstance(message, Receipt):
             return
         if message.outcome == "committed":
@@ -157,8 +159,11 @@ class Follower:
     def _try(self, attempts: Attempts) -> None:
         with Folder(self._root) as root:
             versions = read_listing(root)
-            if not versions or versions[-1].fingerprint == self._session.fingerprint:
-                attempts.settled = True
+            with self._ledger.changed:
+                # In one step: a loss in between would be settled with it.
+                current = not versions or versions[-1].fingerprint == self._session.fingerprint
+                attempts.settled = current
+            if current:
                 self.refusal = None
             elif self._session.version is None or not self._session.has_publisher:
                 self._take(root, versions[-1], attempts)

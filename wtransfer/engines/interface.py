@@ -206,6 +206,9 @@ class WeightTarget(Protocol):
 
     All methods run on the thread that owns the model, except `schema`, which may run on the
     session's thread at any time.
+
+    One more may be left out: ``forget()``, called when the model has lost its weights otherwise
+    than by a commit. A target that keeps what was applied last, for `capture`, drops it then.
     """
 
     def schema(self) -> Mapping[str, TensorSpec] | None:

@@ -54,6 +54,10 @@ class Held:
         """Return the same, no longer to be applied."""
         return replace(self, tensors=None)
 
+    def lost(self) -> Held:
+        """Return what is known of a model that had these weights and has them no more: its form."""
+        return replace(unknown_weights(), manifest=self.manifest)
+
 
 def unknown_weights() -> Held:
     """Return weights that no update has brought: what a fresh worker has."""
@@ -119,7 +123,11 @@ class Ledger:
 
     @property
     def state(self) -> str:
-        """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
+        """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``.
+
+        A host asks whether it may serve. So *empty* comes first, also while a set waits that would
+        end it.
+        """
         if self._empty:
             return "empty"
         if self.pending is not None:
@@ -127,6 +135,15 @@ class Ledger:
         if self._behind:
             return "behind"
         return "fresh" if self.held.version is None else "serving"
+
+    @property
+    def standing(self) -> str:
+        """The state as publishers are told it.
+
+        They ask whether they may send, and nothing can be staged while a set waits. So *pending*
+        comes first; that an empty worker holds nothing, they see by its fingerprint.
+        """
+        return "pending" if self.pending is not None else self.state
 
     @property
     def empty(self) -> bool:
@@ -247,7 +264,7 @@ class Ledger:
     def put_back(self, previous: Held, *, restored: bool) -> None:
         """Enter that the model has its previous set again, or, if that failed, nothing."""
         with self.changed:
-            self.held = previous if restored else unknown_weights()
+            self.held = previous if restored else previous.lost()
             if self.closed:
                 self.held = self.held.without_tensors()
             self.pending = self._applying = None
@@ -256,6 +273,15 @@ class Ledger:
             self._behind = True
             self._empty = not restored
             self.changed.notify_all()
+
+    def lose(self) -> None:
+        """Enter that the model consists of nothing that could be named, until the next commit.
+
+        What waits to be applied stays: it is whole, and does not rest on what was lost.
+        """
+        with self.changed:
+            self.held = self.held.lost()
+            self._empty = True
 
     def discard(self) -> Pending | None:
         """Drop a set that waits to be applied; return it. A way back cannot be dropped."""

@@ -10,6 +10,7 @@ T is the trainer's publisher, W a worker session. One round:
    with another `Receipt`.
 
 `Abort` ends a round before its commit, from the trainer's side; a `Fault` does so from a worker's.
+In a round or outside, W says `Lost` when its model does not hold any more what it had committed.
 """
 
 from __future__ import annotations
@@ -276,6 +277,20 @@ class Receipt(msgspec.Struct, frozen=True):
     """Why it was not committed."""
 
 
+class Lost(msgspec.Struct, frozen=True):
+    """W: my model has other weights than I last said, and they have no name. No commit did it."""
+
+    fingerprint: str
+    """Identity of what is held now."""
+    state: str
+    """State now: empty, or pending where a verified set waits to be applied."""
+    reason: str
+    """What became of them; clipped."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
+
+
 class Release(msgspec.Struct, frozen=True):
     """T: nobody will be asked to go back; the previous set may be dropped."""
 
@@ -327,6 +342,7 @@ CODEC = Codec(
         MessageType(31, Release),
         MessageType(32, Revert),
         MessageType(33, Abort),
+        MessageType(34, Lost),
     ]
 )
 """Every message of the channel with its limits."""

@@ -119,7 +119,11 @@ class Publisher:
         self._active_since = 0.0
         self._unsettled: dict[str, Round] = {}
         self._refusal: Exception | None = None
-        self._roster = Roster(on_join=self._on_join, on_receipt=self._on_receipt)
+        self._roster = Roster(
+            on_join=self._on_join,
+            on_receipt=self._on_receipt,
+            on_weights_lost=lambda: self._catchup.wake(),  # made below
+        )
         self._changed = self._roster.changed
         self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
         try:

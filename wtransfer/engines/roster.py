@@ -13,6 +13,7 @@ from wtransfer.engines.messages import (
     Accept,
     Fault,
     Hello,
+    Lost,
     Progress,
     Ready,
     Receipt,
@@ -130,11 +131,13 @@ class Roster:
         self,
         on_join: Callable[[Worker], None],
         on_receipt: Callable[[str], None],
+        on_weights_lost: Callable[[], None],
     ) -> None:
         self.changed = threading.Condition()
         self.num_dropped = 0
         self._on_join = on_join
         self._on_receipt = on_receipt
+        self._on_weights_lost = on_weights_lost
         self._workers: dict[Connection, Worker] = {}
         self._exchanges: dict[str, dict[Worker, Exchange]] = {}
 
@@ -183,6 +186,8 @@ class Roster:
             raise ProtocolError(f"{connection.peer} sends before its hello")
         if isinstance(message, (Ready, Refused)):
             self._engine_answer(worker, message)
+        elif isinstance(message, Lost):
+            self._note_lost_weights(worker, message)
         else:
             self._round_answer(worker, message)
 
@@ -234,6 +239,14 @@ class Roster:
             else:
                 worker.refusal = message.error.rebuild(worker=worker.name, phase="init")
             self.changed.notify_all()
+
+    def _note_lost_weights(self, worker: Worker, message: Lost) -> None:
+        logger.warning("%s has lost its weights: %s", worker.name, message.reason)
+        with self.changed:
+            worker.version, worker.fingerprint = None, message.fingerprint
+            worker.state = message.state
+            self.changed.notify_all()
+        self._on_weights_lost()
 
     def _round_answer(self, worker: Worker, message: Any) -> None:
         with self.changed:

@@ -138,7 +138,11 @@ def _outcome(exchange: Exchange) -> str:
 def _final_outcome(seat: Seat, exchange: Exchange, *, dry_run: bool) -> str:
     if seat.dropped:
         return "dropped"
-    return "verified" if dry_run else _outcome(exchange)
+    if dry_run:
+        return "verified"
+    outcome = _outcome(exchange)
+    # Committed, and lost since: it must not count as updated.
+    return "empty" if outcome == "committed" and exchange.worker.state == "empty" else outcome
 
 
 def _report(exchange: Exchange, digests: list[str], outcome: str) -> WorkerReport:

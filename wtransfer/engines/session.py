@@ -9,6 +9,8 @@ called between two steps by the thread that owns the model, changes the model.
       └────── T commit ──┴──> pending ───┤
                                          ├──> behind (restored: the old version, whole)
                                          └──> empty  (could not be restored: must not serve)
+
+From any of them `weights_lost` leads to *empty*, and the next commit out of it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from wtransfer.engines.hosted import HostedEngine, forget_frames
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.ledger import Held, Ledger, Pending
 from wtransfer.engines.link import Link
-from wtransfer.engines.messages import ErrorInfo, Hello, Receipt
+from wtransfer.engines.messages import ErrorInfo, Hello, Lost, Receipt
 from wtransfer.engines.target import CommitMode, NotedTensors, as_target
 from wtransfer.errors import (
     AuthenticationError,
@@ -236,6 +238,48 @@ class WorkerSession:
             self.receipt(pending, "discarded")
         return pending is not None
 
+    def weights_lost(self, reason: str) -> None:
+        """State that the model does not hold the last commit any more; what it holds has no name.
+
+        For hosts whose model loses its weights by other ways than a commit: it was put to sleep
+        without them, or reloaded from disk. Call it between two steps of the model. The session is
+        *empty* until the next commit. Every publisher is told, and brings the current version again
+        where its engine can.
+
+        A verified update that waits for `commit_pending` stays (`pending`): it is whole and its
+        publisher has ordered it, so applying it is the shortest way back to weights with a name.
+
+        Args:
+            reason: What became of the weights, for people.
+
+        Raises:
+            RoundBusyError: Called from within the target or an observer, while it applies.
+            ClosedError: The session was closed.
+        """
+        self._check_usable()
+        self._check_not_within()
+        logger.warning("%s is empty: %s", self.name, reason)
+        with self._changing_model():
+            self._enter_lost(reason)
+            forget = getattr(self._target, "forget", None)
+            if forget is not None:
+                forget()
+
+    def _enter_lost(self, reason: str) -> None:
+        ledger = self.ledger
+        # Told under the lock: publishers take the last message for what is held.
+        with ledger.changed:
+            ledger.lose()
+            lost = Lost(ledger.held.fingerprint, ledger.standing, reason)
+            for link in self._links:
+                pass
+
+    @property
+    def pending(self) -> bool:
+        """Whether a verified update waits for `commit_pending`, whatever `state` says."""
+        self._check_process()
+        return self.ledger.pending is not None
+
     @property
     def version(self) -> str | None:
         """Label of the weights that the model has; None before the first commit."""
@@ -327,7 +371,7 @@ class WorkerSession:
                 num_ranks=self.num_ranks,
                 version=ledger.held.version,
                 fingerprint=ledger.held.fingerprint,
-                state=ledger.state,
+                state=ledger.standing,
                 host=host,
             )
 
@@ -352,11 +396,12 @@ class WorkerSession:
                 outcome=outcome,
                 version=ledger.held.version,
                 fingerprint=ledger.held.fingerprint,
-                state=ledger.state,
+                state=ledger.standing,
                 seconds=pending.seconds,
                 error=None if error is None else ErrorInfo.of(error),
             )
-        pending.link.send(receipt)
+            # Under the lock: publishers take the last message for what is held.
+            pending.link.send(receipt)
 
     # -- applying
 

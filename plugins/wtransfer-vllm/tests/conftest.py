@@ -61,3 +61,16 @@ def fresh(models, tmp_path_factory):
     assert tokens["A"] != tokens["B"]
     (folder / "tokens.json").write_text(json.dumps(tokens))
     return tokens
+
+
+@pytest.fixture(scope="session")
+def fresh_ranks(models, tmp_path_factory):
+    """Model's name -> tokens of two fresh ranks: they add in another order than one does."""
+    from engines import PROMPTS, start_ranks
+
+    tokens = {}
+    for name in ("A", "B"):
+        engine = start_ranks(tmp_path_factory.mktemp("fresh"), models / name)
+        tokens[name] = engine.tokens(PROMPTS)
+        engine.close()
+    return tokens

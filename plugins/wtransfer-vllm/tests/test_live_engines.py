@@ -1,16 +1,42 @@
 """Engines other than shm on a live vLLM: ``file``, and one that has never heard of vLLM."""
 
+import functools
+import os
+import shutil
 import subprocess
 import sys
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from engines import PROMPTS, Engine, Trainer
+from engines import PROMPTS, Engine, Trainer, check_update, start_ranks
+from server import Server
+from stream import Stream
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 THIRD_PARTY = Path(__file__).parents[3] / "tests" / "installed" / "third_party_engine"
 LIVE = Path(__file__).parent / "live"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An engine, and what its trainers and workers are started with."""
+
+    name: str
+    options: dict = field(default_factory=dict)
+    env: dict = field(default_factory=dict)
+
+    def serve(self, folder, models):
+        return Engine(folder, env=self.env, model=str(models / "A"), **self.config)
+
+    @property
+    def config(self):
+        return {"weight_transfer_config": {"backend": self.name}}
+
+    def train(self, **settings):
+        return Trainer(self.name, env=self.env, options=self.options, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -19,32 +45,31 @@ def third_party(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     install = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(site)]
     copy = tmp_path_factory.mktemp("source") / "engine"
-    subprocess.run(["cp", "-r", str(THIRD_PARTY), str(copy)], check=True)
+    shutil.copytree(THIRD_PARTY, copy)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *install, str(copy)]
     subprocess.run(command, check=True, timeout=120)
-    return {"PYTHONPATH": f"{site}:{Path(__file__).parent / 'live'}"}
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(LIVE)])}
 
 
-def start(name, models, folder, env=None):
-    return Engine(
-        folder,
-        env=env,
-        model=str(models / "A"),
-        weight_transfer_config={"backend": name},
-    )
+@pytest.fixture(params=["file", "acme-file"])
+def backend(request, tmp_path):
+    if request.param == "file":
+        return Backend("file", {"path": str(tmp_path / "versions")})
+    return Backend(request.param, env=request.getfixturevalue("third_party"))
 
 
-def check_there_and_back(engine, trainer, models, fresh):
+def check_there_and_back(engine, trainer, models, fresh, num_ranks=1):
     engine.join(trainer.address, trainer.token)
     for name in ("B", "A"):
         checkpoint = models / name / "model.safetensors"
-        assert trainer.publish(engine, checkpoint, name) == ["committed"]
-        assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh[name], name)
+        update = functools.partial(trainer.publish, engine, checkpoint, name)
+        assert check_update(engine, update, fresh[name], name) == ["committed"] * num_ranks
 
 
-def test_versions_in_files_serve_a_live_engine(models, tmp_path, fresh):
-    engine = start("file", models, tmp_path)
-    trainer = Trainer("file", path=str(tmp_path / "versions"))
+@pytest.mark.parametrize("backend", ["file"], indirect=True)
+def test_versions_in_files_serve_a_live_engine(backend, models, tmp_path, fresh):
+    engine = backend.serve(tmp_path, models)
+    trainer = backend.train()
     try:
         check_there_and_back(engine, trainer, models, fresh)
     finally:
@@ -52,23 +77,63 @@ def test_versions_in_files_serve_a_live_engine(models, tmp_path, fresh):
         engine.close()
 
 
+@pytest.mark.parametrize("backend", ["acme-file"], indirect=True)
 def test_an_engine_that_has_never_heard_of_vllm_serves_it_and_is_watched(
-    models, third_party, tmp_path, fresh
+    backend, models, tmp_path, fresh
 ):
-    engine = start("acme-file", models, tmp_path, third_party)
-    trainer = Trainer("acme-file", env=third_party)
+    engine = backend.serve(tmp_path, models)
+    trainer = backend.train()
     try:
         check_there_and_back(engine, trainer, models, fresh)
         trainer.close()
         for spoil, words in (("Flipping", "other bytes"), ("Dropping", "self_attn.k_proj")):
-            trainer = Trainer("acme-file", env=third_party, spoil=spoil)
+            trainer = backend.train(spoil=spoil)
             engine.join(trainer.address, trainer.token)
             error = trainer.fail(models / "B" / "model.safetensors", spoil)
             assert words in error
             assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["A"], "A")
             trainer.close()
-        trainer = Trainer("acme-file", env=third_party)
+        trainer = backend.train()
         check_there_and_back(engine, trainer, models, fresh)
     finally:
         trainer.close()
         engine.close()
+
+
+def test_three_processes_are_served_by_any_engine(backend, models, tmp_path, fresh):
+    engine = Engine(
+        tmp_path, processes=3, env=backend.env, model=str(models / "A"), **backend.config
+    )
+    trainer = backend.train()
+    try:
+        check_there_and_back(engine, trainer, models, fresh)
+    finally:
+        trainer.close()
+        engine.close()
+
+
+def test_two_ranks_are_served_by_any_engine(backend, models, tmp_path, fresh_ranks):
+    engine = start_ranks(tmp_path, models / "A", env=backend.env, **backend.config)
+    trainer = backend.train()
+    try:
+        check_there_and_back(engine, trainer, models, fresh_ranks, num_ranks=2)
+    finally:
+        trainer.close()
+        engine.close()
+
+
+def test_a_server_is_served_by_any_engine(backend, models, tmp_path, fresh):
+    server = Server(tmp_path, models / "A", backend.name, backend.env)
+    trainer = backend.train(hosts=[server.url])
+    try:
+        for name in ("B", "A"):
+            stream = Stream(server.url, PROMPTS[0], 200)
+            outcomes = trainer.publish_to_hosts(models / name / "model.safetensors", name)
+            published = time.monotonic()
+            assert outcomes == ["committed"]
+            assert (server.tokens(PROMPTS), server.label()) == (fresh[name], name)
+            assert stream.end()[-1] > published
+            assert stream.ended_by == "length"
+    finally:
+        trainer.close()
+        server.close()

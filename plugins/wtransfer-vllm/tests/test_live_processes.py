@@ -1,13 +1,20 @@
 """A live vLLM in its three processes, and with two tensor-parallel ranks."""
 
+import functools
+
 import pytest
 import wtransfer
-from engines import PROMPTS, Engine, HostError, await_commit, publish
+from engines import (
+    PROMPTS,
+    Engine,
+    HostError,
+    await_commit,
+    check_update,
+    publish,
+    start_ranks,
+)
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
-
-TP_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-"""Without it vLLM wants a NUMA node for each rank."""
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +29,6 @@ def engine(models, tmp_path_factory):
     engine.close()
 
 
-def start_ranks(folder, model, **options):
-    return Engine(
-        folder, processes=4, env=TP_ENV, model=str(model), tensor_parallel_size=2, **options
-    )
-
-
 @pytest.fixture(scope="module")
 def ranks(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
@@ -36,36 +37,17 @@ def ranks(models, tmp_path_factory):
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def fresh_ranks(models, tmp_path_factory):
-    """Model's name -> tokens of two fresh ranks: they add in another order than one does."""
-    tokens = {}
-    for name in ("A", "B"):
-        engine = start_ranks(tmp_path_factory.mktemp("fresh"), models / name)
-        tokens[name] = engine.tokens(PROMPTS)
-        engine.close()
-    return tokens
-
-
 def test_three_processes_serve_the_new_weights_and_the_old_again(engine, weights, fresh):
-    held = dict(weights["B"])
+    held = dict(weights["A"])
     assert engine.tokens(PROMPTS) == fresh["A"]
     with wtransfer.Publisher(held, deadline_s=10) as publisher:
         engine.invite(publisher)
         publisher.wait_for_workers(1, timeout_s=20)
-        engine.do("begin", "running", PROMPTS[0], 60)
-        engine.do("step", 10)
-        report = publish(publisher, engine, "b")
-        assert [worker.outcome for worker in report.workers] == ["committed"]
-        engine.do("begin", "after", PROMPTS[0], 16)
-        tokens = engine.do("step", 90)["tokens"]
-        assert tokens["after"] == fresh["B"][0]
-        assert len(tokens["running"]) == 60
-        assert engine.tokens(PROMPTS) == fresh["B"]
-        assert engine.do("label") == "b"
-        held.update(weights["A"])
-        publish(publisher, engine, "a")
-        assert engine.tokens(PROMPTS) == fresh["A"]
+        for name in ("B", "A"):
+            held.update(weights[name])
+            update = functools.partial(publish, publisher, engine, name)
+            report = check_update(engine, update, fresh[name], name)
+            assert [worker.outcome for worker in report.workers] == ["committed"]
 
 
 def test_a_failed_commit_in_another_process_is_told_and_undone(engine, weights, fresh):
@@ -84,13 +66,16 @@ def test_a_failed_commit_in_another_process_is_told_and_undone(engine, weights, 
 
 
 def test_two_ranks_commit_as_one(fresh_ranks, ranks, weights):
-    with wtransfer.Publisher(weights["B"], deadline_s=10) as publisher:
+    held = dict(weights["A"])
+    with wtransfer.Publisher(held, deadline_s=10) as publisher:
         ranks.invite(publisher)
         publisher.wait_for_workers(1, timeout_s=20)
-        report = publish(publisher, ranks, "b")
-        assert [worker.outcome for worker in report.workers] == ["committed", "committed"]
-        assert len({worker.instance for worker in report.workers}) == 1
-        assert (ranks.tokens(PROMPTS), ranks.do("label")) == (fresh_ranks["B"], "b")
+        for name in ("B", "A"):
+            held.update(weights[name])
+            update = functools.partial(publish, publisher, ranks, name)
+            report = check_update(ranks, update, fresh_ranks[name], name)
+            assert [worker.outcome for worker in report.workers] == ["committed", "committed"]
+            assert len({worker.instance for worker in report.workers}) == 1
 
 
 def test_a_rank_that_cannot_load_takes_the_other_one_back_with_it(fresh_ranks, ranks, weights):

@@ -16,6 +16,8 @@ HOST = Path(__file__).with_name("host.py")
 TRAINER = Path(__file__).with_name("trainer.py")
 START_S = 120.0
 ANSWER_S = 60.0
+RANKS_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""Without it vLLM wants a NUMA node for each rank."""
 
 PROMPTS = [
     "hello world, this is a test " * 9,
@@ -95,11 +97,17 @@ class Engine:
 
 
 class Trainer:
-    """A publisher in a process of its own."""
+    """A publisher in a process of its own.
 
-    def __init__(self, name, *, env=None, spoil="", **options):
+    Args:
+        name: Its engine's.
+        env: Further environment.
+        **settings: As the `main` of ``trainer.py`` takes them.
+    """
+
+    def __init__(self, name, *, env=None, **settings):
         self.process = subprocess.Popen(
-            [sys.executable, str(TRAINER), name, json.dumps(options), spoil],
+            [sys.executable, str(TRAINER), json.dumps({"engine": name} | settings)],
             env={**os.environ, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -108,27 +116,82 @@ class Trainer:
         where = self.hear()
         self.address, self.token = where["address"], where["token"]
 
+    def tell(self, checkpoint, version, halfway=""):
+        """Let it begin to publish."""
+        order = json.dumps([str(checkpoint), version, halfway])
+        print(order, file=self.process.stdin, flush=True)
+
     def hear(self):
-        return json.loads(self.process.stdout.readline())
+        """Return what it says next."""
+        said = self.process.stdout.readline()
+        assert said, f"the trainer's process ended with {self.process.wait(20)}"
+        return json.loads(said)
 
     def fail(self, checkpoint, version):
         """Publish what ends before the commit; return the error."""
-        print(json.dumps([str(checkpoint), version]), file=self.process.stdin, flush=True)
+        self.tell(checkpoint, version)
         assert self.hear() == {"phase": "over"}
         return self.hear()["error"]
 
     def publish(self, engine, checkpoint, version):
-        """Publish to one engine; return the outcomes."""
-        print(json.dumps([str(checkpoint), version]), file=self.process.stdin, flush=True)
+        """Publish to one engine, whose host calls are made here; return the outcomes."""
+        self.tell(checkpoint, version)
         assert self.hear() == {"phase": "commit"}
         engine.do("start")
         engine.do("finish", version)
         return self.hear()["outcomes"]
 
+    def publish_to_hosts(self, checkpoint, version):
+        """Publish to the hosts it was started with; return the outcomes."""
+        self.tell(checkpoint, version)
+        return self.hear()["outcomes"]
+
+    def is_stopped(self):
+        """Whether a signal has stopped it."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+
     def close(self):
+        """Let it close its publisher and end."""
         self.process.stdin.close()
-        self.process.wait(20)
-        self.process.stdout.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        finally:
+            self.process.wait(20)
+            self.process.stdout.close()
+
+
+def start_ranks(folder, model, *, env=None, **options):
+    """Start an engine of two tensor-parallel ranks."""
+    env = RANKS_ENV | (env or {})
+    return Engine(folder, processes=4, env=env, model=str(model), tensor_parallel_size=2, **options)
+
+
+def check_update(engine, publish, tokens, label):
+    """Publish beside a running request, and check what is served from then on.
+
+    Args:
+        engine: The engine.
+        publish: Publishes to it.
+        tokens: Those of a fresh engine with the weights that are published, prompt by prompt.
+        label: The update's.
+
+    Returns:
+        What `publish` returned.
+    """
+    engine.do("begin", "running", PROMPTS[0], 60)
+    engine.do("step", 10)
+    published = publish()
+    # Beside the first request, which runs on: it must see nothing of its old KV.
+    engine.do("begin", "after", PROMPTS[0], 16)
+    served = engine.do("step", 200)["tokens"]
+    assert served["after"] == tokens[0]
+    assert len(served["running"]) == 60
+    assert (engine.tokens(PROMPTS), engine.do("label")) == (tokens, label)
+    return published
 
 
 def publish(publisher, engine, version):
