@@ -216,6 +216,10 @@ class PeerLostError(PeerError):
     """The peer's process or connection ended."""
 
 
+class GroupError(PeerError):
+    """A process group could not be formed, or broke: a rank is gone, late, or not alone."""
+
+
 class AuthenticationError(PeerError):
     """The peer could not prove that it knows the token, or belongs to another user."""
 

@@ -15,6 +15,7 @@ class Announcer:
     """Announces buckets on threads of its own, so that worker and trainer overlap.
 
     A context manager: leaving it waits for every announcement, and raises what one has failed with.
+    Leaving it on an error waits for none, for workers may be waiting for what will not come now.
 
     Args:
         tell: Announces one bucket; returns when every worker has received it.
@@ -31,6 +32,11 @@ class Announcer:
         self._under_way.append(self._pool.submit(self._tell, info))
         self.check()
 
+    def wait(self) -> None:
+        """Wait for every announcement, and raise what one has failed with."""
+        for each in self._under_way:
+            each.result()
+
     def check(self) -> None:
         """Raise what an announcement has failed with, if one has."""
         done = [each for each in self._under_way if each.done()]
@@ -42,6 +48,6 @@ class Announcer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(wait=kind is None, cancel_futures=kind is not None)
         if kind is None:
             self.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.engines.staging import is_out_of_memory
@@ -17,7 +17,7 @@ from wtransfer.transport.packing import Run
 from wtransfer.transport.tensors import PLAIN_TYPES, dtype_name, lacks_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
     import torch
@@ -28,19 +28,25 @@ if TYPE_CHECKING:
     Memory: TypeAlias = memoryview | np.ndarray
     Allocate: TypeAlias = Callable[[ParamMeta], Memory]
 
+    class Spans(Protocol):
+        """Places by name."""
+
+        def __getitem__(self, name: str, /) -> slice: ...
+
 
 class Places:
     """One piece of memory for all tensors, as something to hand to `DigestingSource.iter_into`.
 
-    Since nothing in it is used twice, a tensor may lie there for a while before it is yielded, so
-    that many small ones can be digested together.
+    A tensor may lie there for a while before it is yielded, so that many small ones can be digested
+    together. Where the next one's place is not behind it, it is yielded before that is written.
 
     Args:
         memory: Writable.
-        spans: Name -> bytes of the tensor; they rise in the order of the metadata.
+        spans: Name -> bytes of the tensor. Asked for in the order of the metadata, each when all
+            before it have been copied.
     """
 
-    def __init__(self, memory: ByteArray, spans: Mapping[str, slice]) -> None:
+    def __init__(self, memory: ByteArray, spans: Spans) -> None:
         self.memory = memory
         self.spans = spans
         self._view = memory.data

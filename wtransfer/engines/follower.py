@@ -197,7 +197,9 @@ class Follower:
             if schema is None:
                 check_whole(manifest)
             else:
-                check_fit(manifest, schema, cast=self._session.cast)
+                check_fit(
+                    manifest, schema, cast=self._session.cast, cast_hint=self._session.cast_hint
+                )
             require_memory(manifest.nbytes, f"staging version {version.version!r}")
             staging = Staging(manifest, copies=False, on_progress=self._check_undisturbed)
             for bucket in buckets(folder, file):

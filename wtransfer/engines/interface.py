@@ -229,7 +229,10 @@ class WeightTarget(Protocol):
 
 
 class WeightSyncClient(Protocol):
-    """How a trainer engine reaches the workers. Calls return when every worker has done it."""
+    """How a trainer engine reaches the workers. Calls return when every worker has done it.
+
+    The framework's has a number more, ``num_workers``: how many it reaches.
+    """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Initialise the engine of every worker. Plain data only."""
@@ -275,7 +278,8 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     multi_host: ClassVar[bool] = False
     """Whether trainer and workers may be on several hosts."""
     needs_generation: ClassVar[bool] = False
-    """Whether its group must be built anew, by all, when a worker joins or leaves."""
+    """Whether its group must be built anew, by all, when a worker joins or leaves, or after a round
+    has failed."""
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         self.config = config
@@ -386,6 +390,9 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
         Args:
             committed: Whether it is the current version now; otherwise it may be forgotten.
         """
+
+    def abort_weight_update(self) -> None:  # optional by contract
+        """Unblock a running `send_weights`, whose round has failed. Called from another thread."""
 
     def shutdown(self) -> None:  # optional by contract
         """Release everything. Called once; must unblock a running `send_weights`."""

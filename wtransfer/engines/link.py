@@ -69,7 +69,7 @@ class Link:
         self._engine = engine
         self._connection: Connection | None = None
         self._reception: Reception | None = None
-        self._fitting = Fitting(cast=session.cast)
+        self._fitting = Fitting(cast=session.cast, cast_hint=session.cast_hint)
         self._making = threading.Event()
         self._making.set()
         self._committing: str | None = None

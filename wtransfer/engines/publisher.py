@@ -122,7 +122,7 @@ class Publisher:
         self._roster = Roster(
             on_join=self._on_join,
             on_receipt=self._on_receipt,
-            on_weights_lost=lambda: self._catchup.wake(),  # made below
+            on_weights_lost=lambda: self._catchup.wake(),  # noqa: PLW0108  # made below
         )
         self._changed = self._roster.changed
         self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
@@ -404,7 +404,8 @@ class Publisher:
         return round_
 
     def _renew_sender(self, members: frozenset[Worker]) -> None:
-        stale = self._origin.needs_generation and self._sender.members != members
+        changed = self._sender.members != members or self._sender.failed
+        stale = self._origin.needs_generation and changed
         if self._sender.abandoned or (stale and self._sender.started):
             if not self._sender.abandoned:
                 self._sender.shutdown()
@@ -417,6 +418,7 @@ class Publisher:
             if round_.is_resend and not round_.failed:
                 for worker in round_.members:
                     worker.set_aside = worker.state == "pending"
+            self._sender.failed |= round_.failed
             if round_.failed or round_.dry_run:
                 self._unsettled.pop(round_.round_id, None)
             elif not round_.is_resend:

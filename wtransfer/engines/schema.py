@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MAX_LISTED = 20
 """Mismatches that an error lists."""
+CAST_HINT = "WorkerSession(cast=True)"
+"""How a worker is told that floating dtypes may differ."""
 
 
 def canonical_names(schema: Mapping[str, TensorSpec]) -> dict[str, str]:
@@ -23,13 +25,20 @@ def canonical_names(schema: Mapping[str, TensorSpec]) -> dict[str, str]:
     return {alias: name for name, spec in schema.items() for alias in (name, *spec.aliases)}
 
 
-def check_fit(manifest: Manifest, schema: Mapping[str, TensorSpec], *, cast: bool) -> bool:
+def check_fit(
+    manifest: Manifest,
+    schema: Mapping[str, TensorSpec],
+    *,
+    cast: bool,
+    cast_hint: str = CAST_HINT,
+) -> bool:
     """Raise unless every piece has its place in the target and every place gets its piece.
 
     Args:
         manifest: The update, already valid in itself.
         schema: The target.
         cast: Whether one floating dtype may take another at apply.
+        cast_hint: How to allow that, for errors.
 
     Returns:
         Whether a cast will be needed.
@@ -41,12 +50,13 @@ def check_fit(manifest: Manifest, schema: Mapping[str, TensorSpec], *, cast: boo
     check_whole(manifest)
     names = canonical_names(schema)
     wrong: list[str] = []
-    casts = False
+    casts = would_cast = False
     for piece in manifest.pieces:
         spec = schema[names[piece.name]] if piece.name in names else None
         line = _mismatch(piece, spec, cast=cast)
         if line:
             wrong.append(line)
+            would_cast |= spec is not None and _mismatch(piece, spec, cast=True) is None
         elif spec is not None:
             casts |= piece.dtype != dtype_name(spec.dtype)
     covered = {names[piece.name] for piece in manifest.pieces if piece.name in names}
@@ -56,7 +66,7 @@ def check_fit(manifest: Manifest, schema: Mapping[str, TensorSpec], *, cast: boo
         if name not in covered
     ]
     if wrong:
-        raise _schema_error(wrong)
+        raise _schema_error(wrong, cast_hint if would_cast else None)
     return casts
 
 
@@ -65,10 +75,12 @@ class Fitting:
 
     Args:
         cast: Whether one floating dtype may take another at apply.
+        cast_hint: How to allow that, for errors.
     """
 
-    def __init__(self, *, cast: bool = False) -> None:
+    def __init__(self, *, cast: bool = False, cast_hint: str = CAST_HINT) -> None:
         self._cast = cast
+        self._cast_hint = cast_hint
         self._checked = Manifest(())
         self._fit: Fit | None = None
 
@@ -92,7 +104,7 @@ class Fitting:
         """
         fit = self._fit
         if fit is None or fit.manifest is not manifest or fit.schema != schema:
-            casts = check_fit(manifest, schema, cast=self._cast)
+            casts = check_fit(manifest, schema, cast=self._cast, cast_hint=self._cast_hint)
             tied = any(spec.aliases for spec in schema.values())
             names = canonical_names(schema) if tied else {}
             # A copy: what a target hands out may be its own, and change.
@@ -148,11 +160,12 @@ def _dtype_fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
     return cast and wire.is_floating_point and spec.dtype.is_floating_point
 
 
-def _schema_error(wrong: list[str]) -> SchemaError:
+def _schema_error(wrong: list[str], cast_hint: str | None) -> SchemaError:
     listed = "\n  ".join(wrong[:MAX_LISTED])
     more = f"\n  ... and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+    hint = f"\nthe worker can be told to convert floating dtypes: {cast_hint}" if cast_hint else ""
     return SchemaError(
-        f"the update does not fit the target in {len(wrong)} of its names:\n  {listed}{more}",
+        f"the update does not fit the target in {len(wrong)} of its names:\n  {listed}{more}{hint}",
         mismatches=wrong[:MAX_LISTED],
         piece=wrong[0].partition(": ")[0],
     )

@@ -36,6 +36,11 @@ class RoundClient:
         """Direct the calls to this round from now on."""
         self._round = round_
 
+    @property
+    def num_workers(self) -> int:
+        """Workers of the round."""
+        return len(self._current().members)
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Initialise the engine of every worker of the round; returns when all are ready."""
         self._current().init_workers(init_info)
@@ -126,6 +131,8 @@ class Sender:
         self.worker_init_info: dict[str, Any] | None = None
         self.members: frozenset[object] = frozenset()
         self.abandoned = False
+        self.failed = False
+        """Whether a round has failed with it, so that its group, if it has one, may be broken."""
         self._client = RoundClient()
         self._cls: Any = trainer_cls or WeightTransferTrainerFactory.trainer_class(name)
         self._info = _init_info(self._cls, options)
@@ -199,6 +206,8 @@ class Sender:
     def unblock(self, running: Running, reason: str) -> None:
         """End a call whose round has failed; an engine that does not return is left behind."""
         self.source.stop(reason)
+        if not running.done:
+            guarded("abort_weight_update", getattr(self._engine, "abort_weight_update", None))
         if not running.join(UNBLOCK_GRACE_S):
             self._leave_behind("a failed round")
 

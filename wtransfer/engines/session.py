@@ -33,6 +33,7 @@ from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.ledger import Held, Ledger, Pending
 from wtransfer.engines.link import Link
 from wtransfer.engines.messages import ErrorInfo, Hello, Lost, Receipt
+from wtransfer.engines.schema import CAST_HINT
 from wtransfer.engines.target import CommitMode, NotedTensors, as_target
 from wtransfer.errors import (
     AuthenticationError,
@@ -92,6 +93,9 @@ class WorkerSession:
             concerns a publisher is bounded by the publisher's deadline.
         name: Name for people. Default: host, process id and rank.
     """
+
+    cast_hint: str = CAST_HINT
+    """How `cast` is allowed here, for errors; a host that offers another way says so."""
 
     def __init__(
         self,
@@ -272,7 +276,7 @@ class WorkerSession:
             ledger.lose()
             lost = Lost(ledger.held.fingerprint, ledger.standing, reason)
             for link in self._links:
-                pass
+                link.send(lost)
 
     @property
     def pending(self) -> bool:

@@ -117,7 +117,8 @@ def _parse_tcp(text: str, rest: str) -> Address:
     return Address(family, (str(target[0]), int(target[1])), text)
 
 
-def _tcp_text(target: tuple[str, int]) -> str:
+def tcp_text(target: tuple[str, int]) -> str:
+    """Return the address of a host and port."""
     host, port = target
     return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
@@ -151,7 +152,7 @@ class ListeningSocket:
         self.socket.setblocking(False)
         name = self.socket.getsockname()
         self.is_unix = address.is_unix
-        self.address = text if address.is_unix else _tcp_text((name[0], name[1]))
+        self.address = text if address.is_unix else tcp_text((name[0], name[1]))
 
     def remove_file(self) -> None:
         """Remove the socket's file, if it has one and it is still its own; before closing it.

@@ -77,7 +77,7 @@ class Segment:
     Cost: 0.5 s per GiB and more, once: reuse segments.
     """
 
-    def __init__(self, nbytes: int, on_step: Callable[[], None] | None = None) -> None:
+    def __init__(self, nbytes: int, on_step: Callable[[], object] | None = None) -> None:
         require_memory(nbytes, "a shared segment")
         self.nbytes = nbytes
         """Size in bytes."""
@@ -190,7 +190,7 @@ def _populate(
     start: int,
     length: int,
     advice: int,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[], object] | None = None,
 ) -> None:
     end = min(start + length, mapping.size)
     for at in range(start - start % PAGE_NBYTES, end, ADVISE_NBYTES):

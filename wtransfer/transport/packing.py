@@ -45,7 +45,7 @@ class Run:
     copied at once, so whoever yielded it may use its memory for the next one.
 
     Args:
-        memory: Where to; writable. Places rise from tensor to tensor.
+        memory: Where to; writable.
     """
 
     def __init__(self, memory: ByteArray) -> None:
@@ -55,7 +55,7 @@ class Run:
         self._room = RUN_NBYTES
 
     def add(self, tensor: torch.Tensor, place: slice) -> bool:
-        """Copy a tensor if it is small enough for what is left of the run, and lies flat.
+        """Copy a tensor if it fits in what is left of the run, behind what is there, and lies flat.
 
         Args:
             tensor: Source.
@@ -66,6 +66,8 @@ class Run:
         """
         start, nbytes = place.start, place.stop - place.start
         if nbytes > self._room or not lies_flat(tensor) or tensor.nbytes != nbytes:
+            return False
+        if self._placed and start < self._placed[-1].stop:
             return False
         assert 0 <= start <= self._memory.size - nbytes, "a place outside of its memory"
         # Lets other threads run meanwhile, such as the one that announces the run before.

@@ -1,0 +1,200 @@
+"""Engines that broadcast on a process group, worker side: all but the group itself.
+
+1. T (`CollectiveTrainerEngine`) hosts a rendezvous; its address is the workers' init info.
+2. T and every W meet there and form a group: T is rank 0, W's rank follows from its place.
+3. T announces names, dtypes and shapes once per round, and broadcasts the tensors as one stream of
+   bytes in buckets, filling one while the other travels.
+4. W receives each bucket where it stays, and hands out views of it.
+5. A rank that is lost breaks the group for all. The control channel notices, and has every engine
+   abort; the next round forms a new group, as does a change of membership.
+
+Gloo is one of them; third parties bring others by way of a `Communicator` of five methods.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
+
+import torch
+
+from wtransfer.engines.incoming import receive
+from wtransfer.engines.interface import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from wtransfer.engines.update_lists import check_lengths
+from wtransfer.errors import GroupError, ManifestError, NotInitializedError
+from wtransfer.manifest import DTYPES, Piece
+from wtransfer.transport.buckets import Layout
+from wtransfer.transport.recycling import RecycledMemory
+from wtransfer.transport.tensors import tensor_from
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from wtransfer.config import HasBackend, ParallelConfig
+    from wtransfer.engines.interface import LoadWeights
+    from wtransfer.transport.buckets import Bucket
+    from wtransfer.transport.communicator import Communicator
+    from wtransfer.transport.tensors import ByteArray
+
+JOIN_TIMEOUT_S = 30.0
+"""Longest wait for all ranks to arrive."""
+
+
+@dataclass
+class CollectiveInitInfo(WeightTransferInitInfo):
+    """Where the ranks meet, and what they must agree on."""
+
+    master_address: str
+    """Host of the rendezvous."""
+    master_port: int
+    """Its port."""
+    rendezvous: str
+    """Name of this meeting; secret."""
+    world_size: int
+    """Ranks of the group, the trainer's included."""
+    rank_offset: int = 1
+    """Rank of the first worker."""
+    packed_buffer_size_bytes: int = 16 << 20
+    """Bytes of a bucket, about."""
+
+
+@dataclass
+class CollectiveUpdateInfo(WeightTransferUpdateInfo):
+    """One update: its tensors in the order of the stream. All lists have the same length."""
+
+    names: list[str] = field(default_factory=list)
+    """Names of the tensors."""
+    dtype_names: list[str] = field(default_factory=list)
+    """Wire dtypes."""
+    shapes: list[list[int]] = field(default_factory=list)
+    """Shapes."""
+
+    def __post_init__(self) -> None:
+        check_lengths(self, ("dtype_names", "shapes"))
+        unknown = set(self.dtype_names) - DTYPES.keys()
+        if unknown:
+            raise ManifestError(f"{unknown.pop()!r:.80} is no wire dtype")
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The tensors."""
+        rows = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        return [Piece(name, dtype, tuple(shape)) for name, dtype, shape in rows]
+
+
+TInfo = TypeVar("TInfo", bound=CollectiveInitInfo)
+
+
+class CollectiveWeightTransferEngine(
+    WeightTransferEngine[TInfo, CollectiveUpdateInfo], Generic[TInfo]
+):
+    """Receives broadcasts of rank 0.
+
+    Args:
+        config: Names the backend.
+        parallel_config: This worker's place, and thereby its rank in the group.
+    """
+
+    update_info_cls = CollectiveUpdateInfo
+    tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
+    allocates: ClassVar[bool] = True
+    multi_host: ClassVar[bool] = True
+    needs_generation: ClassVar[bool] = True
+
+    def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
+        super().__init__(config, parallel_config)
+        self._communicator: Communicator | None = None
+        self._bucket_nbytes = 0
+        self._memory = RecycledMemory()
+
+    @abstractmethod
+    def form_group(self, init_info: TInfo, rank: int) -> Communicator:
+        """Join the group as one of its ranks; called once per `init_transfer_engine`.
+
+        Raises:
+            GroupError: It cannot be formed.
+            StallError: Ranks are missing.
+        """
+
+    def init_transfer_engine(self, init_info: TInfo) -> None:
+        """Meet the other ranks and form the group.
+
+        Raises:
+            GroupError: The workers' places do not add up to the group, or a rank is taken.
+            PeerLostError: The trainer's rendezvous is gone.
+            StallError: Ranks are missing.
+        """
+        self._leave()
+        self._bucket_nbytes = init_info.packed_buffer_size_bytes
+        rank = group_rank(self.parallel_config, init_info.rank_offset, init_info.world_size)
+        self._communicator = self.form_group(init_info, rank)
+
+    def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
+        """Receive the whole update, and hand out views bucket by bucket."""
+        communicator = self._communicator
+        if communicator is None:
+            raise NotInitializedError("not initialized: call init_transfer_engine first")
+        pieces = update_info.pieces
+        layout = Layout([piece.nbytes for piece in pieces])
+        memory = self._memory.take(layout.nbytes, lambda: load_weights(()))
+        buckets = receive(
+            layout,
+            torch.from_numpy(memory),
+            communicator,
+            self._bucket_nbytes,
+            on_part=lambda: load_weights(()),
+        )
+        for bucket in buckets:
+            load_weights(_views(bucket, pieces, layout, memory))
+
+    def abort_weight_update(self) -> None:
+        """Break the group: whoever waits in it, here or elsewhere, gets an error."""
+        communicator = self._communicator
+        if communicator is not None:
+            communicator.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group; memory that a model still points to stays."""
+        self._leave()
+        self._memory.forget()
+
+    def _leave(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+
+
+def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
+    """Return a worker's rank in the group: offset + replica * ranks per replica + rank.
+
+    Args:
+        place: The worker's.
+        rank_offset: Rank of the first worker.
+        world_size: Ranks of the whole group.
+
+    Raises:
+        GroupError: The workers' number and the group's size do not agree.
+    """
+    per_replica = place.tensor_parallel_size * place.pipeline_parallel_size
+    expected = rank_offset + place.data_parallel_size * per_replica
+    if expected != world_size:
+        raise GroupError(
+            f"wrong world size: {place.data_parallel_size} instances of {per_replica} ranks after "
+            f"{rank_offset} of the trainer make {expected}, the trainer says {world_size}; all "
+            "instances must have the same number of ranks"
+        )
+    return rank_offset + place.data_parallel_index * per_replica + place.rank
+
+
+def _views(
+    bucket: Bucket, pieces: list[Piece], layout: Layout, memory: ByteArray
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for number in range(bucket.first, bucket.last):
+        piece = pieces[number]
+        tensor = tensor_from(memory, layout.starts[number], piece.dtype, piece.shape)
+        yield piece.name, tensor

@@ -1,0 +1,102 @@
+"""What a trainer broadcasts, bucket by bucket: one is filled while the other travels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from wtransfer.engines.digesting import Places
+from wtransfer.transport.buckets import ALIGNMENT, Layout, slices
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from wtransfer.engines.interface import ParamMeta
+    from wtransfer.transport.communicator import Communicator, Pending
+    from wtransfer.transport.tensors import ByteArray
+
+NUM_BUCKETS = 2
+"""Buckets in memory: one is filled while the other travels."""
+
+
+class Outgoing(Places):
+    """Places for the tensors of one round, in two buckets that take turns.
+
+    Asking for the place of a tensor says that all before it have been copied: the bucket before is
+    sent off then, and the one before that, whose memory is needed, is waited for.
+
+    Args:
+        metadata: The tensors of the round.
+        communicator: This rank is the root.
+        nbytes: Bytes of a bucket, about.
+        memory: Of an earlier round, to be used again where it is large enough.
+    """
+
+    def __init__(
+        self,
+        metadata: Sequence[ParamMeta],
+        communicator: Communicator,
+        nbytes: int,
+        memory: ByteArray | None = None,
+    ) -> None:
+        self._communicator = communicator
+        self._nbytes = nbytes
+        self._buckets = list(Layout([meta.nbytes for meta in metadata]).cut(nbytes))
+        room = max((bucket.nbytes for bucket in self._buckets), default=0)
+        self._room = -(-room // ALIGNMENT) * ALIGNMENT
+        self._spans = self._placed(metadata)
+        self._filling = 0
+        self._travelling: list[list[Pending]] = [[] for _ in range(NUM_BUCKETS)]
+        if memory is None or memory.size < NUM_BUCKETS * self._room:
+            memory = np.empty(NUM_BUCKETS * self._room, np.uint8)
+        super().__init__(memory, self)
+
+    def __getitem__(self, name: str) -> slice:
+        """Return the place of a tensor, which is free from now on."""
+        number, span = self._spans[name]
+        if number > self._filling:
+            self._turn_to(number)
+        return span
+
+    def finish(self) -> None:
+        """Send the last bucket off and wait until all have left."""
+        if self._buckets:
+            self._send_off()
+        for pending in self._travelling:
+            _await(pending)
+
+    def _turn_to(self, number: int) -> None:
+        self._send_off()
+        self._filling = number
+        _await(self._travelling[number % NUM_BUCKETS])
+
+    def _send_off(self) -> None:
+        bucket, start = self._buckets[self._filling], self._start(self._filling)
+        content = torch.from_numpy(self.memory[start : start + bucket.nbytes])
+        self._travelling[self._filling % NUM_BUCKETS] = [
+            self._communicator.broadcast(content[part], self._communicator.rank)
+            for part in slices(bucket, self._nbytes)
+        ]
+
+    def _start(self, number: int) -> int:
+        return number % NUM_BUCKETS * self._room
+
+    def _placed(self, metadata: Sequence[ParamMeta]) -> dict[str, tuple[int, slice]]:
+        layout = Layout([meta.nbytes for meta in metadata])
+        return {
+            metadata[each].name: (number, _span(layout, each, self._start(number) - bucket.start))
+            for number, bucket in enumerate(self._buckets)
+            for each in range(bucket.first, bucket.last)
+        }
+
+
+def _span(layout: Layout, number: int, shift: int) -> slice:
+    return slice(layout.starts[number] + shift, layout.stops[number] + shift)
+
+
+def _await(travelling: list[Pending]) -> None:
+    for pending in travelling:
+        pending.wait()
+    travelling.clear()

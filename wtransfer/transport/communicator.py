@@ -1,0 +1,56 @@
+"""What engines that move tensors by collectives need of a process group, and no more.
+
+There are three: gloo (`wtransfer.transport.process_group`), NCCL (the distribution
+``wtransfer-nccl``), and one in a process's own memory, which fails loudly wherever a real one would
+hang (`wtransfer.testing.communicator`).
+
+Ranks must call the same collectives in the same order with the same sizes: bytes carry no names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Pending(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Wait until this rank's part is done: sent memory may be changed, received one read.
+
+        Raises:
+            GroupError: A rank is gone or late, or the group was aborted.
+        """
+
+
+class Communicator(Protocol):
+    """Ranks 0 to ``size - 1`` of one group. `abort` may be called from any thread."""
+
+    rank: int
+    """This process's rank."""
+    size: int
+    """Ranks of the group."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Begin to copy `tensor` from rank `root` into every other rank's.
+
+        Args:
+            tensor: uint8, one dimension, contiguous; the same size everywhere. It is the group's
+                until the operation has been waited for.
+            root: Rank that has the bytes.
+        """
+
+    def send(self, tensor: torch.Tensor, to: int) -> Pending:
+        """Begin to send to one rank, which calls `recv`."""
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Begin to receive what one rank sends."""
+
+    def abort(self) -> None:
+        """Break the group: every wait in it ends with an error, here and in the other ranks."""
+
+    def close(self) -> None:
+        """Release everything. Called once, also after `abort`."""

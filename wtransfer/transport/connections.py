@@ -1,0 +1,83 @@
+"""Hang up TCP connections that a library holds in this process.
+
+Gloo cannot be told to stop: an operation that waits for a stopped peer waits for its time-out, and
+so does the destructor of its group. A connection that ends, however, it notices at once. So
+aborting means to end the group's connections under it: found by their addresses, since gloo does
+not show its descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+Endpoint: TypeAlias = "tuple[str, int]"
+"""Host and port."""
+
+_DESCRIPTORS = "/dev/fd"
+
+
+def hang_up(endpoints: Collection[Endpoint]) -> int:
+    """End every connection of this process that begins or ends at one of these endpoints.
+
+    Their sockets stay open, and their owner's: reading gives end-of-file, writing an error.
+
+    Returns:
+        How many there were.
+    """
+    wanted = set(endpoints)
+    count = 0
+    for connection in _sockets():
+        # On a duplicate, so that the socket looked at is the one shut down, whoever closes it.
+        with connection, contextlib.suppress(OSError):
+            if not _listens(connection) and wanted & {_local(connection), _peer(connection)}:
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def listening() -> set[Endpoint]:
+    """Return where this process listens."""
+    found = set()
+    for listener in _sockets():
+        with listener, contextlib.suppress(OSError):
+            if _listens(listener):
+                found.add(_local(listener))
+    return found
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of every TCP socket of this process; the caller closes it."""
+    for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 (descriptors, not files)
+        try:
+            duplicate = os.dup(int(name))
+        except OSError:  # closed meanwhile, or the listing's own
+            continue
+        try:
+            found = socket.socket(fileno=duplicate)
+        except OSError:  # no socket
+            os.close(duplicate)
+            continue
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            yield found
+        else:
+            found.close()
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _local(connection: socket.socket) -> Endpoint:
+    host, port = connection.getsockname()[:2]
+    return str(host), int(port)
+
+
+def _peer(connection: socket.socket) -> Endpoint:
+    host, port = connection.getpeername()[:2]
+    return str(host), int(port)

@@ -1,0 +1,181 @@
+"""Where the ranks of a group find each other: a store that one of them hosts.
+
+The host binds the listening socket itself, and hands it to the store: so it listens at the one
+address that it was told, and the kernel picks the port. Nobody races for a free one.
+
+The store is torch's. It has no authentication: keys stand under a random name that only ranks are
+told, so a stranger who can reach the port can neither find nor guess them, but could fill its
+memory. Let it listen on loopback or on a network of your own.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+
+from wtransfer.deadline import Deadline
+from wtransfer.errors import GroupError, PeerLostError
+from wtransfer.transport.addresses import ListeningSocket, tcp_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+dist: Any = torch.distributed  # whose stores torch does not declare
+
+POLL_S = 0.005
+"""Time between two looks at who has arrived."""
+CONNECT_TIMEOUT_S = 20.0
+"""Longest wait for the host, and for one answer of its store."""
+
+
+class Rendezvous:
+    """One meeting of all ranks, for one group.
+
+    Made by `host_rendezvous` on one rank and by `join_rendezvous` on the others.
+
+    Args:
+        store: The store.
+        host: Its host.
+        port: Its port.
+        name: Under which the keys of this meeting stand.
+    """
+
+    def __init__(self, store: Any, host: str, port: int, name: str) -> None:
+        self.host = host
+        self.port = port
+        self.name = name
+        self._store: Any = dist.PrefixStore(name, store)
+        self._cancelled = threading.Event()
+
+    @property
+    def store(self) -> Any:
+        """The keys of this meeting.
+
+        Raises:
+            GroupError: The meeting is over.
+        """
+        if self._store is None:
+            raise GroupError("this rendezvous was closed")
+        return self._store
+
+    def meet(self, rank: int, size: int, card: str, timeout_s: float) -> list[str]:
+        """Leave a card and wait until every rank has left one.
+
+        Args:
+            rank: This rank.
+            size: How many are expected.
+            card: What the others should know.
+            timeout_s: Longest wait, in seconds.
+
+        Returns:
+            Every rank's card.
+
+        Raises:
+            GroupError: The rank is taken, or the meeting was cancelled.
+            PeerLostError: The host is gone.
+            StallError: Ranks are missing; the error names them.
+        """
+        deadline = Deadline(timeout_s)
+        return self._asking(lambda: self._meet(rank, size, card, deadline))
+
+    def cancel(self) -> None:
+        """Let a running `meet` raise; any thread may call it."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Cancel, and let go of the store; on its host it ends with the last group that uses it."""
+        self.cancel()
+        self._store = None
+
+    def _meet(self, rank: int, size: int, card: str, deadline: Deadline) -> list[str]:
+        entry = f"{secrets.token_hex(4)} {card}"
+        held = self.store.compare_set(f"rank{rank}", "", entry).decode()
+        if held != entry:
+            raise GroupError(
+                f"rank {rank} of {size} is taken; two workers were given one place (instance and "
+                "rank)"
+            )
+        keys = [f"rank{each}" for each in range(size)]
+        while not self.store.check(keys):
+            if self._cancelled.wait(POLL_S):
+                raise GroupError("the rendezvous was called off")
+            if deadline.expired:
+                missing = [each for each in range(size) if not self.store.check([keys[each]])]
+                deadline.check(f"the arrival of ranks {missing} of {size}")
+        return [self.store.get(key).decode().partition(" ")[2] for key in keys]
+
+    def _asking(self, ask: Callable[[], list[str]]) -> list[str]:
+        try:
+            return ask()
+        except dist.DistError as error:
+            raise PeerLostError(
+                f"the rendezvous at {tcp_text((self.host, self.port))} is gone: {error}"
+            ) from error
+
+
+def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
+    """Open a store at one address.
+
+    Args:
+        host: Address of this machine that all ranks can reach.
+        port: 0: the kernel picks one.
+
+    Raises:
+        AddressInUseError: Somebody listens at that port.
+        AddressError: The address is not this machine's.
+    """
+    listener = ListeningSocket(tcp_text((host, port)), allow_remote=True)
+    bound_host, bound_port = listener.socket.getsockname()[:2]
+    store = dist.TCPStore(
+        bound_host,
+        bound_port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
+        master_listen_fd=listener.socket.detach(),
+    )
+    return Rendezvous(store, bound_host, bound_port, f"wtransfer/{secrets.token_hex(16)}")
+
+
+def join_rendezvous(host: str, port: int, name: str) -> Rendezvous:
+    """Connect to a store.
+
+    Raises:
+        PeerLostError: Nobody listens there.
+    """
+    _check_port(host, port)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error
+    return Rendezvous(store, host, port, name)
+
+
+def own_address(host: str, port: int) -> str:
+    """Return the address of this machine from which a host is reached."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except OSError as error:
+            raise PeerLostError(f"no way to {host!r}: {error}") from error
+        return str(probe.getsockname()[0])
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise at once where nobody listens; the store's own client would try for its time-out."""
+    try:
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error
