@@ -53,6 +53,7 @@ def bench() -> None:
 
 
 @bench.command()
+@click.option("--engine", metavar="NAME", help="shm, gloo, or any that needs no option [shm].")
 @click.option(
     "--nbytes", callback=_parsed(parse_nbytes), metavar="SIZE", help="Of an update [2GiB]."
 )

@@ -79,7 +79,7 @@ class Lab:
             return stage.play()
 
     def rounds(self, take: Take) -> Rounds:
-        """Return rounds through shared memory, played between two plain copies of their bytes.
+        """Return rounds of an engine, played between two plain copies of their bytes.
 
         Raises:
             WTransferError: They failed.
@@ -104,6 +104,7 @@ class Lab:
             "tensors": take.tensors.plain(),
             "commit": take.commit,
             "verified": take.verified,
+            "engine": take.engine,
             "num_rounds": self.settings.num_rounds,
         }
         return Scene(

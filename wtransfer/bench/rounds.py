@@ -25,6 +25,8 @@ class Take:
     """How many there are."""
     verified: bool = True
     """Whether the digests are real."""
+    engine: str = "shm"
+    """Which engine moves it."""
 
     def to(self, num_workers: int) -> Take:
         """Return the same with another number of workers."""
@@ -35,7 +37,7 @@ class Take:
         """For people."""
         digests = "" if self.verified else ", without verification"
         workers = workers_in_words(self.num_workers)
-        return f"shm, {self.tensors.kind}, {self.commit}, {workers}{digests}"
+        return f"{self.engine}, {self.tensors.kind}, {self.commit}, {workers}{digests}"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ COMMITS = ("adopt", "copy")
 class Settings:
     """Sizes and numbers. The defaults are those of the design's goals."""
 
+    engine: str = "shm"
+    """Engine that is measured. Other ones than shm have fewer rows."""
     nbytes: int = 2048 * MIB
     """Bytes of one update, at least; whole layers are added until it is reached."""
     workers: tuple[int, ...] = (1, 4)

@@ -30,13 +30,14 @@ def publish(
     num_workers: int,
     num_rounds: int,
     verified: bool,
+    engine: str,
     **_: Any,
 ) -> None:
     """Publish all tensors as often as it says, and tell of the rounds that count."""
     if not verified:
         switch_off()
     weights = make(TensorSet(*tensors))
-    with Publisher(weights, listen=address, token=token) as publisher:
+    with Publisher(weights, engine=engine, listen=address, token=token) as publisher:
         publisher.wait_for_workers(num_workers, JOIN_S)
         reports = [
             publish_one(publisher, weights, number) for number in range(WARM_UP_ROUNDS + num_rounds)

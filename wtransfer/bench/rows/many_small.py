@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wtransfer.bench.rounds import Take
@@ -16,11 +17,24 @@ if TYPE_CHECKING:
 _NUM_OTHER_ROUNDS = 2
 
 
+@dataclass(frozen=True)
 class ManySmall:
-    """Many small tensors against one that has as many bytes."""
+    """Many small tensors against one that has as many bytes.
 
+    Args:
+        engine: Which engine moves them.
+    """
+
+    engine: str = "shm"
     name = "small"
-    what = "shm: microseconds for each of many small tensors, above one tensor of the same bytes"
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        return (
+            f"{self.engine}: microseconds for each of many small tensors, above one tensor of the "
+            "same bytes"
+        )
 
     def run(self, lab: Lab) -> Row:
         """Play rounds of both."""
@@ -29,8 +43,8 @@ class ManySmall:
         many_small, as_one = (
             TensorSet(kind, settings.small_nbytes, number) for kind in ("many", "one")
         )
-        many = lab.rounds(Take(many_small, num_workers=workers))
-        one = lab.rounds(Take(as_one, num_workers=workers))
+        many = lab.rounds(Take(many_small, num_workers=workers, engine=self.engine))
+        one = lab.rounds(Take(as_one, num_workers=workers, engine=self.engine))
         each_us = many.seconds.map(lambda s: (s - one.seconds.median) / number * 1e6)
         beside: dict[str, float] = {
             "number": number,

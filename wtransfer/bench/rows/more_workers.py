@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wtransfer.bench.row import Goal, Row
-from wtransfer.bench.rows.shared_memory import large_take
+from wtransfer.bench.rows.whole_round import large_take
 
 if TYPE_CHECKING:
     from wtransfer.bench.lab import Lab

@@ -1,4 +1,4 @@
-"""Rounds through shared memory, held against two plain copies of the same bytes."""
+"""Whole rounds, held against two plain copies of the same bytes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ _GOALS = {"adopt": Goal(">=", 0.9), "copy": Goal(">=", 0.7)}
 
 def large_take(settings: Settings, commit: str = "adopt", verified: bool = True) -> Take:
     """Return the rounds that most rows are about: a large model, the usual number of workers."""
-    return Take(TensorSet("llama", settings.nbytes), commit, settings.base_workers, verified)
+    tensors = TensorSet("llama", settings.nbytes)
+    return Take(tensors, commit, settings.base_workers, verified, settings.engine)
 
 
 @dataclass(frozen=True)
-class ShmRound:
+class WholeRound:
     """A whole round: from publish until every worker has verified and committed.
 
     Args:
         commit: How workers commit.
         verified: Whether the digests are real.
+        engine: Which engine moves the weights.
     """
 
     commit: str
     verified: bool = True
+    engine: str = "shm"
 
     @property
     def name(self) -> str:
@@ -43,12 +46,12 @@ class ShmRound:
         """In words."""
         how = f"commit by {'adopting' if self.commit == 'adopt' else 'copying'}"
         proof = "verified" if self.verified else "digests replaced by constants"
-        return f"shm: (2 x memcpy) / (publish to committed), {how}, {proof}"
+        return f"{self.engine}: (2 x memcpy) / (publish to committed), {how}, {proof}"
 
     def run(self, lab: Lab) -> Row:
         """Play the rounds; every value changes in each, every receipt is checked."""
         rounds = lab.rounds(large_take(lab.settings, self.commit, self.verified))
-        goal = _GOALS[self.commit] if self.verified else None
+        goal = _GOALS[self.commit] if self.verified and self.engine == "shm" else None
         return Row(
             self.name,
             self.what,
