@@ -11,7 +11,7 @@ from wtransfer.engines.digesting import Places
 from wtransfer.transport.buckets import ALIGNMENT, Layout, slices
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from wtransfer.engines.interface import ParamMeta
     from wtransfer.transport.communicator import Communicator, Pending
@@ -32,6 +32,7 @@ class Outgoing(Places):
         communicator: This rank is the root.
         nbytes: Bytes of a bucket, about.
         memory: Of an earlier round, to be used again where it is large enough.
+        on_part: Called whenever something has left, since a bucket may take long; may raise.
     """
 
     def __init__(
@@ -40,13 +41,16 @@ class Outgoing(Places):
         communicator: Communicator,
         nbytes: int,
         memory: ByteArray | None = None,
+        on_part: Callable[[], object] | None = None,
     ) -> None:
+        self._on_part = on_part
         self._communicator = communicator
         self._nbytes = nbytes
-        self._buckets = list(Layout([meta.nbytes for meta in metadata]).cut(nbytes))
+        layout = Layout([meta.nbytes for meta in metadata])
+        self._buckets = list(layout.cut(nbytes))
         room = max((bucket.nbytes for bucket in self._buckets), default=0)
         self._room = -(-room // ALIGNMENT) * ALIGNMENT
-        self._spans = self._placed(metadata)
+        self._spans = self._placed(metadata, layout)
         self._filling = 0
         self._travelling: list[list[Pending]] = [[] for _ in range(NUM_BUCKETS)]
         if memory is None or memory.size < NUM_BUCKETS * self._room:
@@ -64,13 +68,14 @@ class Outgoing(Places):
         """Send the last bucket off and wait until all have left."""
         if self._buckets:
             self._send_off()
-        for pending in self._travelling:
-            _await(pending)
+        # The one before the last first: that is the order in which they leave.
+        for number in range(NUM_BUCKETS):
+            self._await(self._travelling[(self._filling + 1 + number) % NUM_BUCKETS])
 
     def _turn_to(self, number: int) -> None:
         self._send_off()
         self._filling = number
-        _await(self._travelling[number % NUM_BUCKETS])
+        self._await(self._travelling[number % NUM_BUCKETS])
 
     def _send_off(self) -> None:
         bucket, start = self._buckets[self._filling], self._start(self._filling)
@@ -80,23 +85,23 @@ class Outgoing(Places):
             for part in slices(bucket, self._nbytes)
         ]
 
+    def _await(self, travelling: list[Pending]) -> None:
+        for pending in travelling:
+            pending.wait()
+            if self._on_part is not None:
+                self._on_part()
+        travelling.clear()
+
     def _start(self, number: int) -> int:
         return number % NUM_BUCKETS * self._room
 
-    def _placed(self, metadata: Sequence[ParamMeta]) -> dict[str, tuple[int, slice]]:
-        layout = Layout([meta.nbytes for meta in metadata])
-        return {
-            metadata[each].name: (number, _span(layout, each, self._start(number) - bucket.start))
-            for number, bucket in enumerate(self._buckets)
-            for each in range(bucket.first, bucket.last)
-        }
-
-
-def _span(layout: Layout, number: int, shift: int) -> slice:
-    return slice(layout.starts[number] + shift, layout.stops[number] + shift)
-
-
-def _await(travelling: list[Pending]) -> None:
-    for pending in travelling:
-        pending.wait()
-    travelling.clear()
+    def _placed(
+        self, metadata: Sequence[ParamMeta], layout: Layout
+    ) -> dict[str, tuple[int, slice]]:
+        spans = {}
+        for number, bucket in enumerate(self._buckets):
+            shift = self._start(number) - bucket.start
+            for each in range(bucket.first, bucket.last):
+                start, stop = layout.starts[each] + shift, layout.stops[each] + shift
+                spans[metadata[each].name] = number, slice(start, stop)
+        return spans

@@ -73,13 +73,19 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
 
     Cost: about 0.5 us.
     """
-    if tensor.layout is not torch.strided or tensor.is_meta or hasattr(tensor, "full_tensor"):
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
         return False
-    if tensor.numel() == 0:
+    if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "full_tensor"):
         return False
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    end = tensor.storage_offset() + reach + 1
+    end = tensor.storage_offset() + _reach(tensor)
     return end * tensor.itemsize > tensor.untyped_storage().nbytes()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the elements from the first one to behind the last one, gaps included."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
