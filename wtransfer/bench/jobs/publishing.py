@@ -30,7 +30,7 @@ def publish(
     num_workers: int,
     num_rounds: int,
     verified: bool,
-    engine: str,
+    engine: str = "shm",
     **_: Any,
 ) -> None:
     """Publish all tensors as often as it says, and tell of the rounds that count."""
