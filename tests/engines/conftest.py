@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.store.versions import VersionStore
 from wtransfer.testing.faults import Faults
 from wtransfer.testing.fleet import Fleet
 from wtransfer.testing.leftovers import Leftovers
@@ -64,3 +65,21 @@ def fleet(leaves_nothing):
 def weights():
     """Names and tensors: four of one shape and dtype, so that they can be mistaken."""
     return {f"layer.{i}": torch.arange(12.0).view(3, 4) + 100 * i for i in range(4)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Store of the engine ``file``."""
+    return VersionStore(tmp_path / "store")
+
+
+@pytest.fixture
+def publishing(fleet, store, weights):
+    """Maker of fleets with one worker that publish to the store."""
+
+    def make(**options):
+        made = fleet(weights, engine="file", options={"path": str(store.root), **options})
+        made.join()
+        return made
+
+    return make

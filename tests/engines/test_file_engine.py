@@ -62,23 +62,6 @@ class TestFileInSmallPieces(OnAFolder):
     more: ClassVar = {"bucket_nbytes": 100, "shard_nbytes": 1000}
 
 
-@pytest.fixture
-def store(tmp_path):
-    return VersionStore(tmp_path / "store")
-
-
-@pytest.fixture
-def publishing(fleet, store, weights):
-    """Maker of fleets with one worker that publish to the store."""
-
-    def make(**options):
-        made = fleet(weights, engine="file", options={"path": str(store.root), **options})
-        made.join()
-        return made
-
-    return make
-
-
 def strangers(store):
     """Return what is in the store beside what should be."""
     known = {CURRENT_NAME, *(each.folder for each in store.versions())}

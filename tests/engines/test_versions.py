@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from wtransfer.engines.checkpoint import CheckpointSource
 from wtransfer.engines.publisher import Publisher
 from wtransfer.engines.store.keeper import Keeper
-from wtransfer.engines.store.versions import CURRENT_NAME, VersionStore
+from wtransfer.engines.store.versions import CURRENT_NAME
 from wtransfer.errors import (
     DigestMismatchError,
     ManifestError,
@@ -24,23 +24,6 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.transport.folder_lock import LOCK_NAME
-
-
-@pytest.fixture
-def store(tmp_path):
-    return VersionStore(tmp_path / "store")
-
-
-@pytest.fixture
-def publishing(fleet, store, weights):
-    """Maker of fleets with one worker that publish to the store."""
-
-    def make(**options):
-        made = fleet(weights, engine="file", options={"path": str(store.root), **options})
-        made.join()
-        return made
-
-    return make
 
 
 def publish(made, label, *, change=True):
