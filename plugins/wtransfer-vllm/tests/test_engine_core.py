@@ -1,6 +1,7 @@
 """The watch over an engine core, where a live one cannot be brought into the case."""
 
 import types
+from concurrent.futures import Future
 
 import pytest
 
@@ -16,12 +17,18 @@ class Worker:
     """A worker with an engine whose outcomes the test sets."""
 
     def __init__(self):
-        self.called = []
-        member = bag(outcome=Outcome(), lose_weights=self._lose)
+        self.called, self.lost = [], []
+        member = bag(
+            outcome=Outcome(), lose_weights=self._lose, has_left=False, commit=self._commit
+        )
         self.weight_transfer_engine = bag(member=member)
 
     def _lose(self, why):
+        self.lost.append(why)
         self.weight_transfer_engine.member.outcome = Outcome(touched=True, state="empty")
+
+    def _commit(self):
+        self.called.append(("commit", None))
 
     def will(self, **outcome):
         self.weight_transfer_engine.member.outcome = Outcome(**outcome)
@@ -59,6 +66,16 @@ class Core:
 
     def sleep(self, level=1, mode="abort"):
         self.resets.append(f"sleep {level} {mode}")
+        tags = self.model_executor.sleeping_tags
+        if mode == "wait":
+            self.asleep = Future()
+            self.asleep.add_done_callback(lambda _: tags.update({"weights", "kv_cache"}))
+            return self.asleep
+        return tags.update({"weights", "kv_cache"})
+
+    def wake_up(self, tags=None):
+        self.model_executor.sleeping_tags -= set(tags or ("weights", "kv_cache"))
+        return not self.model_executor.sleeping_tags
 
     def reset_prefix_cache(self, running, connector):
         self.resets.append(("prefix", running, connector))
@@ -249,12 +266,62 @@ def test_sleep_at_level_2_empties_the_label_and_level_1_keeps_it(make):
     assert core.resets[-1] == "sleep 2 abort"
 
 
+def test_what_was_ordered_in_sleep_is_committed_as_soon_as_there_is_memory(make):
+    core, workers = make()
+    core.sleep(2)
+    for worker in workers:
+        worker.weight_transfer_engine.member.has_left = True
+    assert core.wake_up(["kv_cache"]) is False
+    assert (core.label, [names_of(worker) for worker in workers]) == ("empty", [[], []])
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    assert core.wake_up(tags=["weights"]) is True
+    assert (core.label, [names_of(worker) for worker in workers]) == ("b", [["commit"]] * 2)
+
+
+def test_who_was_not_asleep_or_has_nothing_left_commits_nothing_when_woken(make):
+    core, workers = make()
+    core.sleep(2)
+    core.wake_up()
+    assert core.label == "empty"
+    # Publishers hear of it again: now they can be of help.
+    assert workers[0].lost == ["asleep at level 2", "awake without weights"]
+    workers[0].weight_transfer_engine.member.has_left = True
+    core.wake_up()
+    assert [names_of(worker) for worker in workers] == [[], []]
+    assert len(workers[0].lost) == 2
+
+
+def test_nothing_is_committed_between_the_order_to_sleep_and_the_sleep(make):
+    core, workers = make()
+    core.sleep(2, mode="wait")
+    with pytest.raises(RuntimeError, match="asleep"):
+        core.collective_rpc("start_weight_update")
+    core.asleep.set_result(None)
+    with pytest.raises(RuntimeError, match="asleep"):
+        core.collective_rpc("start_weight_update")
+    core.wake_up()
+    core.collective_rpc("start_weight_update")
+    assert [names_of(worker) for worker in workers] == [["start_weight_update"]] * 2
+
+
 def test_in_the_seed_era_a_commit_is_an_update(make):
     core, workers = make(SEED)
     for worker in workers:
         worker.will(applied=True, touched=True, state="serving", version="b")
     core.collective_rpc("update_weights", None, (), {"update_info": {"is_checkpoint_format": True}})
     assert (core.label, core.resets) == ("b", [("prefix", True, True), "encoder"])
+
+
+def test_in_the_seed_era_nothing_is_committed_but_in_an_update(make):
+    core, workers = make(SEED)
+    invitation = {"wtransfer": {"address": "unix:@x"}}
+    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
+    assert workers[0].called[0][1]["init_info"]["wtransfer"]["may_commit"] is False
+    workers[0].weight_transfer_engine.member.has_left = True
+    core.sleep(2)
+    core.wake_up()
+    assert names_of(workers[0]) == ["init_weight_transfer_engine"]
 
 
 def test_other_backends_are_not_watched(make):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from engines import PROMPTS, Engine, Trainer, check_update, start_ranks
 from server import Server
 from stream import Stream
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 THIRD_PARTY = Path(__file__).parents[3] / "tests" / "installed" / "third_party_engine"
 LIVE = Path(__file__).parent / "live"
@@ -28,14 +29,17 @@ class Backend:
     options: dict = field(default_factory=dict)
     env: dict = field(default_factory=dict)
 
-    def serve(self, folder, models):
-        return Engine(folder, env=self.env, model=str(models / "A"), **self.config)
-
     @property
     def config(self):
         return {"weight_transfer_config": {"backend": self.name}}
 
+    def serve(self, folder, models, processes=1):
+        """Start an engine of model A."""
+        options = {"model": str(models / "A")} | self.config
+        return Engine(folder, processes=processes, env=self.env, **options)
+
     def train(self, **settings):
+        """Start a trainer's process."""
         return Trainer(self.name, env=self.env, options=self.options, **settings)
 
 
@@ -68,72 +72,54 @@ def check_there_and_back(engine, trainer, models, fresh, num_ranks=1):
 
 @pytest.mark.parametrize("backend", ["file"], indirect=True)
 def test_versions_in_files_serve_a_live_engine(backend, models, tmp_path, fresh):
-    engine = backend.serve(tmp_path, models)
-    trainer = backend.train()
-    try:
+    with closing(backend.serve(tmp_path, models)) as engine, closing(backend.train()) as trainer:
         check_there_and_back(engine, trainer, models, fresh)
-    finally:
-        trainer.close()
-        engine.close()
 
 
 @pytest.mark.parametrize("backend", ["acme-file"], indirect=True)
 def test_an_engine_that_has_never_heard_of_vllm_serves_it_and_is_watched(
     backend, models, tmp_path, fresh
 ):
-    engine = backend.serve(tmp_path, models)
-    trainer = backend.train()
-    try:
-        check_there_and_back(engine, trainer, models, fresh)
-        trainer.close()
+    with closing(backend.serve(tmp_path, models)) as engine:
+        with closing(backend.train()) as trainer:
+            check_there_and_back(engine, trainer, models, fresh)
         for spoil, words in (("Flipping", "other bytes"), ("Dropping", "self_attn.k_proj")):
-            trainer = backend.train(spoil=spoil)
-            engine.join(trainer.address, trainer.token)
-            error = trainer.fail(models / "B" / "model.safetensors", spoil)
-            assert words in error
-            assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["A"], "A")
-            trainer.close()
-        trainer = backend.train()
-        check_there_and_back(engine, trainer, models, fresh)
-    finally:
-        trainer.close()
-        engine.close()
+            with closing(backend.train(spoil=spoil)) as trainer:
+                engine.join(trainer.address, trainer.token)
+                error = trainer.fail(models / "B" / "model.safetensors", spoil)
+                assert words in error
+                assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["A"], "A")
+        with closing(backend.train()) as trainer:
+            check_there_and_back(engine, trainer, models, fresh)
 
 
 def test_three_processes_are_served_by_any_engine(backend, models, tmp_path, fresh):
-    engine = Engine(
-        tmp_path, processes=3, env=backend.env, model=str(models / "A"), **backend.config
-    )
-    trainer = backend.train()
-    try:
+    with (
+        closing(backend.serve(tmp_path, models, processes=3)) as engine,
+        closing(backend.train()) as trainer,
+    ):
         check_there_and_back(engine, trainer, models, fresh)
-    finally:
-        trainer.close()
-        engine.close()
 
 
 def test_two_ranks_are_served_by_any_engine(backend, models, tmp_path, fresh_ranks):
-    engine = start_ranks(tmp_path, models / "A", env=backend.env, **backend.config)
-    trainer = backend.train()
-    try:
+    with (
+        closing(start_ranks(tmp_path, models / "A", env=backend.env, **backend.config)) as engine,
+        closing(backend.train()) as trainer,
+    ):
         check_there_and_back(engine, trainer, models, fresh_ranks, num_ranks=2)
-    finally:
-        trainer.close()
-        engine.close()
 
 
 def test_a_server_is_served_by_any_engine(backend, models, tmp_path, fresh):
-    server = Server(tmp_path, models / "A", backend.name, backend.env)
-    trainer = backend.train(hosts=[server.url])
-    try:
+    with (
+        closing(Server(tmp_path, models / "A", backend.name, backend.env)) as server,
+        closing(backend.train(hosts=[server.url])) as trainer,
+    ):
         for name in ("B", "A"):
             stream = Stream(server.url, PROMPTS[0], 200)
             outcomes = trainer.publish_to_hosts(models / name / "model.safetensors", name)
             published = time.monotonic()
             assert outcomes == ["committed"]
             assert (server.tokens(PROMPTS), server.label()) == (fresh[name], name)
+            # Another request was running at the commit, and ran on to its end.
             assert stream.end()[-1] > published
             assert stream.ended_by == "length"
-    finally:
-        trainer.close()
-        server.close()

@@ -1,20 +1,27 @@
 """A live vLLM server: over its own HTTP routes, while it streams."""
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
+import httpx
 import pytest
 import wtransfer
-from engines import PROMPTS
+from engines import PROMPTS, Trainer
 from server import Server
-from sources import HalfwaySource, pause
-from stream import Stream
+from sources import HalfwaySource
+from stream import Stream, events
 from wtransfer.engines.clients import HttpClient
 from wtransfer.errors import RemoteError
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+STALL_S = 5.0
+"""Silence after which trainer and worker give each other up, where a test waits for it."""
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +60,64 @@ def test_a_checkpoint_is_pushed_from_the_command_line(server, models, fresh):
 
 
 def test_the_server_streams_while_a_transfer_takes_its_time(server, weights, record_property):
-    slow = HalfwaySource(weights["B"], pause)
-    with wtransfer.Publisher(slow, hosts=[server.url], deadline_s=10) as publisher:
+    source = HalfwaySource(weights["B"])
+    with wtransfer.Publisher(source, hosts=[server.url], deadline_s=10) as publisher:
         stream = Stream(server.url, PROMPTS[1], 400)
+        # The second half is not sent before more tokens have come.
+        source.act = lambda: stream.wait_for(len(stream.at) + 20)
         begun = time.monotonic()
         publisher.publish("slow")
         ended = time.monotonic()
-        at = stream.end()
-    during = [when for when in at if begun < when < ended]
-    gaps = stream.gaps()
+        stream.end()
+    assert stream.ended_by == "length"
+    gaps, all_gaps = stream.gaps(begun, ended), stream.gaps()
     record_property("longest_gap_s", max(gaps))
-    print(f"longest gap {max(gaps):.4f} s, median {sorted(gaps)[len(gaps) // 2]:.4f} s")  # noqa: T201
-    assert len(during) > 20
-    assert max(gaps) < 0.4
+    median = sorted(all_gaps)[len(all_gaps) // 2]
+    print(f"longest gap {max(gaps):.4f} s during the round, median {median:.4f} s")  # noqa: T201
+
+
+def test_a_trainer_stopped_halfway_does_not_stop_generation(server, models, fresh, record_property):
+    checkpoints = {name: models / name / "model.safetensors" for name in ("A", "B")}
+    with closing(Trainer("shm", hosts=[server.url], deadline_s=STALL_S)) as trainer:
+        assert trainer.publish_to_hosts(checkpoints["A"], "A") == ["committed"]
+        running = Stream(server.url, PROMPTS[1], 450)
+        trainer.tell(checkpoints["B"], "B", "stop")
+        with stopped(trainer) as since:
+            gaps = gaps_of_streams(server, running, since, until=since + STALL_S + 1)
+            # Whole and old, although half of the new weights lies ready.
+            assert (server.tokens(PROMPTS), server.label()) == (fresh["A"], "A")
+            assert trainer.is_stopped()
+        assert f"at most {STALL_S:g} s are allowed" in trainer.hear()["error"]
+        assert trainer.publish_to_hosts(checkpoints["B"], "B") == ["committed"]
+        assert (server.tokens(PROMPTS), server.label()) == (fresh["B"], "B")
+    record_property("longest_gap_s", max(gaps))
+    print(f"longest gap {max(gaps):.4f} s of {len(gaps)} while the trainer was stopped")  # noqa: T201
+    assert max(gaps) < STALL_S
+
+
+@contextlib.contextmanager
+def stopped(trainer):
+    """Wait until the trainer has stopped itself; tell since when, and let it go on in the end."""
+    try:
+        limit = time.monotonic() + 20
+        while not trainer.is_stopped():
+            assert time.monotonic() < limit
+            time.sleep(0.005)
+        yield time.monotonic()
+    finally:
+        trainer.process.send_signal(signal.SIGCONT)
+
+
+def gaps_of_streams(server, running, since, until):
+    """Return the gaps within streams, one after the other, of which the first runs already."""
+    running.end()
+    gaps = running.gaps(since)
+    assert gaps, "no stream ran when the trainer stopped"
+    while time.monotonic() < until:
+        stream = Stream(server.url, PROMPTS[1], 150)
+        stream.end()
+        gaps += stream.gaps()
+    return gaps
 
 
 def test_the_servers_own_words_reach_who_sends_another_trainers_init(server):
@@ -76,10 +128,12 @@ def test_the_servers_own_words_reach_who_sends_another_trainers_init(server):
 def test_a_stream_is_read_to_its_end_whatever_characters_the_model_writes(server):
     # What a request repeats of its prompt stands for what a random model may come to write.
     written = "next line \u0085, line \u2028 and paragraph \u2029"
-    stream = Stream(server.url, written, 8, echo=True)
-    stream.end()
-    assert stream.text.startswith(written)
-    assert stream.ended_by == "length"
+    body = {"model": "tiny", "prompt": written, "echo": True, "stream": True}
+    body |= {"max_tokens": 8, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        told = list(events(answer))
+    assert "".join(event["choices"][0]["text"] for event in told).startswith(written)
+    assert told[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_stream_that_the_server_refuses_says_so(server):

@@ -159,8 +159,10 @@ def test_an_update_that_does_not_fit_is_refused_before_it_moves(
     publisher, held = trainer
     become(held, weights["B"])
     spoil(held)
-    with pytest.raises(SchemaError, match=r"k_proj|norm"):
+    with pytest.raises(SchemaError, match=r"k_proj|norm") as refused:
         publisher.publish("spoilt")
+    of_dtype = "float32 [128]" in str(refused.value)
+    assert ("WTRANSFER_VLLM_CAST=1 in the environment of vLLM" in str(refused.value)) is of_dtype
     assert engine.tokens(PROMPTS) == fresh["A"]
     held.clear()
     become(held, weights["B"])
@@ -257,16 +259,6 @@ def test_a_publisher_lost_after_its_order_leaves_a_commit_that_the_next_ones_ini
         assert engine.tokens(PROMPTS) == fresh["A"]
 
 
-def test_weights_lost_in_sleep_take_their_label_with_them(engine, trainer, weights, fresh):
-    publisher, held = trainer
-    engine.do("sleep_label", 2)
-    assert (engine.do("label"), engine.do("session")["state"]) == ("empty", "empty")
-    become(held, weights["B"])
-    publish(publisher, engine, "b")
-    assert (engine.do("label"), engine.do("session")["state"]) == ("b", "serving")
-    assert engine.tokens(PROMPTS) == fresh["B"]
-
-
 def test_without_a_checkpoint_a_failed_first_commit_empties_the_worker_until_the_next(
     models, tmp_path, weights, fresh
 ):
@@ -315,6 +307,40 @@ def test_tied_embeddings_are_one_tensor_with_or_without_a_head(tmp_path, with_he
             del held[head]
             publish(publisher, engine, "a")
             assert engine.tokens(PROMPTS) == a
+    finally:
+        engine.close()
+
+
+def test_float32_masters_are_taken_where_the_environment_allows_it(
+    models, tmp_path, weights, fresh
+):
+    def masters(name):
+        # What an optimizer has: more digits than the checkpoint, which is what they round to.
+        return {key: tensor.float() * (1 + 2**-12) for key, tensor in weights[name].items()}
+
+    engine = Engine(
+        tmp_path,
+        env={"WTRANSFER_VLLM_CAST": "1"},
+        model=str(models / "A"),
+        weight_transfer_config={"backend": "shm"},
+    )
+    try:
+        held = masters("B")
+        with wtransfer.Publisher(held, deadline_s=10) as publisher:
+            engine.invite(publisher)
+            publisher.wait_for_workers(1, timeout_s=20)
+            (worker,) = publish(publisher, engine, "b").workers
+            assert (worker.outcome, worker.digests_equal) == ("committed", True)
+            assert worker.nbytes == sum(tensor.nbytes for tensor in held.values())
+            assert engine.tokens(PROMPTS) == fresh["B"]
+            # The way back is a set of masters as well.
+            become(held, masters("A"))
+            engine.do("rpc", "break_loader", 7)
+            with pytest.raises(HostError, match="broken at"):
+                publish(publisher, engine, "a")
+            assert engine.tokens(PROMPTS) == fresh["B"]
+            catch_up(engine, "a")
+            assert engine.tokens(PROMPTS) == fresh["A"]
     finally:
         engine.close()
 

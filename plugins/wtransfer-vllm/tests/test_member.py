@@ -1,12 +1,16 @@
 """A member of a publisher's group, on a plain target: what it may and may not do by itself."""
 
+import time
+import types
+
 import pytest
 import torch
 import wtransfer
 from engines import await_commit
 from wtransfer.engines.target import StateDictTarget
 
-from wtransfer_vllm.member import Member, Place
+from wtransfer_vllm.member import Member
+from wtransfer_vllm.place import Place, place_of
 
 
 @pytest.fixture
@@ -64,3 +68,92 @@ def test_an_engine_that_the_host_was_not_started_with_is_refused(member, tmp_pat
 def test_who_was_never_invited_has_nothing_to_commit(member):
     member.commit()
     assert member.outcome.error == "no publisher has asked this worker to join"
+
+
+def test_weights_that_were_lost_are_told_and_brought_again(member):
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        invite(member, publisher)
+        publisher.wait_for_workers(1, timeout_s=20)
+        round_ = publisher.publish("v", wait=False)
+        await_commit(round_)
+        member.commit()
+        assert round_.result(20).ok
+        member.lose_weights("asleep at level 2")
+        outcome = member.outcome
+        assert (outcome.touched, outcome.state, outcome.version) == (True, "empty", None)
+        until(lambda: [each.version for each in publisher.workers()] == [None])
+        until(lambda: member.has_left)
+        member.commit()
+        assert (member.outcome.applied, member.outcome.version) == (True, "v")
+        assert not member.has_left
+
+
+def test_a_set_that_waits_is_still_there_after_the_loss(member):
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        invite(member, publisher)
+        publisher.wait_for_workers(1, timeout_s=20)
+        round_ = publisher.publish("v", wait=False)
+        await_commit(round_)
+        until(lambda: member.has_left)
+        member.lose_weights("reload_weights was called")
+        assert (member.has_left, member.outcome.state) == (True, "empty")
+        member.commit()
+        assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
+
+
+def test_who_has_joined_nobody_or_has_ended_loses_nothing(member):
+    member.lose_weights("asleep at level 2")
+    assert (member.session, member.has_left) == (None, False)
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        invite(member, publisher)
+    member.session.close()
+    member.lose_weights("at exit")
+    assert member.outcome.state == "fresh"
+
+
+@pytest.mark.parametrize(("value", "casts"), [(None, False), ("0", False), ("1", True)])
+def test_the_environment_says_whether_dtypes_may_differ(member, monkeypatch, value, casts):
+    if value is not None:
+        monkeypatch.setenv("WTRANSFER_VLLM_CAST", value)
+    with wtransfer.Publisher({"w": torch.ones(4, dtype=torch.float64)}) as publisher:
+        invite(member, publisher)
+        publisher.wait_for_workers(1, timeout_s=20)
+        if casts:
+            await_commit(publisher.publish("v", wait=False))
+            member.commit()
+            assert member.outcome.version == "v"
+        else:
+            hint = "WTRANSFER_VLLM_CAST=1 in the environment of vLLM"
+            with pytest.raises(wtransfer.errors.SchemaError, match=hint):
+                publisher.publish("v")
+
+
+def test_a_word_that_is_neither_yes_nor_no_is_refused(member, monkeypatch):
+    monkeypatch.setenv("WTRANSFER_VLLM_CAST", "maybe")
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        invite(member, publisher)
+    assert member.outcome.error == "WTRANSFER_VLLM_CAST is 'maybe', expected 0 or 1"
+
+
+@pytest.mark.parametrize(
+    ("local_engines_only", "size_local", "host_ranks"),
+    [(False, 4, None), (True, 1, 2), (True, 4, 8)],
+)
+def test_only_a_server_of_a_group_of_servers_has_its_ranks_counted_by_its_workers(
+    local_engines_only, size_local, host_ranks
+):
+    config = types.SimpleNamespace(
+        rank=1,
+        world_size=2,
+        data_parallel_index=3,
+        data_parallel_size_local=size_local,
+        local_engines_only=local_engines_only,
+    )
+    assert place_of(config, "id") == Place("vllm-id-3", 1, 2, host_ranks)
+
+
+def until(condition, timeout_s=10.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 
 def forget_kv(core: Any) -> None:
@@ -26,9 +26,11 @@ def forget_kv(core: Any) -> None:
 
 
 def _forget_blocks(core: Any) -> bool:
+    # The seed era calls it a failure to reset a connector where there is none.
+    has_connector = getattr(core.scheduler, "connector", True) is not None
     try:
         # With the running requests: theirs would be served to others once they are full.
-        if core.reset_prefix_cache(True, True) is not False:  # vLLM's order
+        if core.reset_prefix_cache(True, has_connector) is not False:  # vLLM's order
             return True
     except RuntimeError as error:
         logger.error("vLLM could not forget its KV cache: %s", error)  # noqa: TRY400

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from wtransfer.engines.interface import ParamMeta
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 LOAD_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer"}

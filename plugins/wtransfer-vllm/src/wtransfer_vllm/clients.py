@@ -1,13 +1,18 @@
 """Reach vLLM engines of this process, for ``Publisher(hosts=[...])``.
 
-A server needs none of these: its URL will do. Ray actors are reached by vLLM's own
-``RayVLLMWeightSyncClient``, which has the same methods.
+A server needs none of these: its URL will do. For Ray actors see `wtransfer_vllm.ray_client`.
+
+Engines of the seed era have one call for an update, ``update_weights``; it is made where an update
+is to be committed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
+
+from wtransfer_vllm.requests import init_request, is_of_the_seed_era, update_request
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -18,8 +23,12 @@ TIMEOUT_S = 30.0
 class LLMClient:
     """Reaches an ``LLM``.
 
-    An ``LLM`` is for one thread at a time. The publisher calls this from threads of its own, so
-    publish between two calls of ``generate``, and wait for the report.
+    An ``LLM`` is for one thread at a time, and a publisher calls it from threads of its own: when
+    you publish, and when an engine that could not commit is brought up to date afterwards. So hold
+    `lock` around your own calls::
+
+        with client.lock:
+            outputs = llm.generate(prompts)
 
     Args:
         llm: vLLM's ``LLM``.
@@ -30,26 +39,37 @@ class LLMClient:
 
     def __init__(self, llm: Any) -> None:
         self.name = f"LLM {id(llm):#x}"
+        self.lock = threading.RLock()
+        """Held while the publisher uses the ``LLM``."""
         self._llm = llm
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let every worker join a publisher."""
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
+        with self.lock:
+            self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
         """Begin."""
-        self._llm.start_weight_update()
+        with self.lock:
+            if not is_of_the_seed_era(self._llm):
+                self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Do nothing: tensors travel beside vLLM."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commit what the publisher has ordered."""
-        self._llm.finish_weight_update(weight_version)
+        with self.lock:
+            if is_of_the_seed_era(self._llm):
+                self._llm.update_weights({"update_info": {}})
+            else:
+                self._llm.finish_weight_update(weight_version)
 
     def leave(self, address: str, *, timeout_s: float | None = None) -> None:  # noqa: ARG002
-        """Let every worker leave its publishers."""
-        self._llm.shutdown_weight_transfer_engine()
+        """Let every worker leave its publishers; the seed era has no call for it."""
+        with self.lock:
+            if not is_of_the_seed_era(self._llm):
+                self._llm.shutdown_weight_transfer_engine()
 
 
 class AsyncLLMClient:
@@ -73,25 +93,27 @@ class AsyncLLMClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let every worker join a publisher."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info=init_info)
-        self._wait(self._engine.init_weight_transfer_engine(request))
+        self._wait(self._engine.init_weight_transfer_engine(init_request(init_info)))
 
     def start_weight_update(self) -> None:
         """Begin."""
-        self._wait(self._engine.start_weight_update())
+        if not is_of_the_seed_era(self._engine):
+            self._wait(self._engine.start_weight_update())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Do nothing: tensors travel beside vLLM."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Commit what the publisher has ordered."""
-        self._wait(self._engine.finish_weight_update(weight_version))
+        if is_of_the_seed_era(self._engine):
+            self._wait(self._engine.update_weights(update_request({})))
+        else:
+            self._wait(self._engine.finish_weight_update(weight_version))
 
     def leave(self, address: str, *, timeout_s: float | None = None) -> None:  # noqa: ARG002
-        """Let every worker leave its publishers."""
-        self._wait(self._engine.shutdown_weight_transfer_engine(), timeout_s)
+        """Let every worker leave its publishers; the seed era has no call for it."""
+        if not is_of_the_seed_era(self._engine):
+            self._wait(self._engine.shutdown_weight_transfer_engine(), timeout_s)
 
     def _wait(self, call: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)

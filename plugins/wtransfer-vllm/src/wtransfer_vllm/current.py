@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from wtransfer_vllm.invitation import InitInfo, UpdateInfo
-from wtransfer_vllm.member import Member, Place
+from wtransfer_vllm.member import Member
 from wtransfer_vllm.names import engine_name
+from wtransfer_vllm.place import place_of
 from wtransfer_vllm.target import VllmTarget
 
 if TYPE_CHECKING:
@@ -72,9 +73,3 @@ class VllmEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Leave every publisher. The worker may be asked to join again."""
         self.member.leave()
-
-
-def place_of(parallel_config: Any, instance_id: str) -> Place:
-    """Return a worker's place; each data-parallel replica is an instance of its own."""
-    replica = getattr(parallel_config, "data_parallel_index", 0)
-    return Place(f"vllm-{instance_id}-{replica}", parallel_config.rank, parallel_config.world_size)

@@ -13,19 +13,20 @@ import logging
 import os
 import secrets
 import socket
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from wtransfer_vllm.caches import forget_kv
 from wtransfer_vllm.invitation import addressed, is_foreign, read_invitation
 from wtransfer_vllm.names import is_ours
-from wtransfer_vllm.outcome import lose_weights, outcome_of
+from wtransfer_vllm.outcome import commit_left, has_left, lose_weights, outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from wtransfer_vllm.generation import Generation
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 EMPTY_LABEL = "empty"
 """What ``weight_info`` shows while the model consists of nothing that could be named."""
@@ -50,6 +51,12 @@ def watch(engine_core: type[Any], generation: Generation) -> None:
         return
     call_workers = engine_core.collective_rpc
     fall_asleep = getattr(engine_core, "sleep", None)
+    get_up = getattr(engine_core, "wake_up", None)
+
+    def watch_of(core: Any) -> Watch | None:
+        if not _is_watched(core):
+            return None
+        return Watch.of(core, functools.partial(call_workers, core), generation)
 
     @functools.wraps(call_workers)
     def collective_rpc(
@@ -59,23 +66,30 @@ def watch(engine_core: type[Any], generation: Generation) -> None:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        call = functools.partial(call_workers, self)
-        if not _is_watched(self):
-            return call(method, timeout, args, kwargs)
-        return Watch.of(self, call, generation).pass_on(method, timeout, args, kwargs)
+        if (watching := watch_of(self)) is None:
+            return call_workers(self, method, timeout, args, kwargs)
+        return watching.pass_on(method, timeout, args, kwargs)
 
     @functools.wraps(fall_asleep or call_workers)
     def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         assert fall_asleep is not None
-        if level > 1 and _is_watched(self):
-            call = functools.partial(call_workers, self)
-            Watch.of(self, call, generation).lose_weights("asleep at level 2")
-        return fall_asleep(self, level, *args, **kwargs)
+        sleep = functools.partial(fall_asleep, self, level, *args, **kwargs)
+        watching = watch_of(self) if level > 1 else None
+        return sleep() if watching is None else watching.fall_asleep(sleep)
+
+    @functools.wraps(get_up or call_workers)
+    def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert get_up is not None
+        wake = functools.partial(get_up, self, *args, **kwargs)
+        watching = watch_of(self)
+        return wake() if watching is None else watching.wake_up(wake)
 
     collective_rpc.wtransfer_call = call_workers  # type: ignore[attr-defined]  # the mark
     engine_core.collective_rpc = collective_rpc
     if fall_asleep is not None:
         engine_core.sleep = sleep
+    if get_up is not None:
+        engine_core.wake_up = wake_up
 
 
 def _is_watched(core: Any) -> bool:
@@ -96,7 +110,10 @@ class Watch:
         self._core = core
         self._call = call
         self._commits_in = generation.commits_in
+        # In the seed era the model can only be reached while vLLM itself reloads it.
+        self._commits_anytime = generation.commits_in == FINISH
         self._started = False
+        self._falling_asleep = False
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     @classmethod
@@ -155,6 +172,50 @@ class Watch:
         elif method in REPLACING:
             self.lose_weights(f"{method} was called")
 
+    def fall_asleep(self, sleep: Callable[[], Any]) -> Any:
+        """Say first that the weights go; return what `sleep` returns.
+
+        That may be a promise: running requests are waited for. Nothing is committed from here on,
+        for it would go with the rest.
+        """
+        self.lose_weights("asleep at level 2")
+        self._falling_asleep = True
+        try:
+            promise = sleep()
+        except BaseException:
+            self._falling_asleep = False
+            raise
+        if isinstance(promise, Future):
+            promise.add_done_callback(lambda _: self._fell_asleep())
+        else:
+            self._fell_asleep()
+        return promise
+
+    def _fell_asleep(self) -> None:
+        # From here on the executor's tags say it; where it failed, they say that.
+        self._falling_asleep = False
+
+    def wake_up(self, wake: Callable[[], Any]) -> Any:
+        """Return what `wake` returns, and commit what was ordered while there was no memory.
+
+        No step comes in between: this is still the same call of the engine core.
+        """
+        was_asleep = self._asleep
+        fully = wake()
+        if was_asleep and not self._asleep and self._commits_anytime:
+            self._commit_left()
+        return fully
+
+    def _commit_left(self) -> None:
+        if any(self._call(has_left)):
+            self._call(commit_left)
+            error = self._settle()
+            if error is not None:
+                logger.error("an update that waited for this was not committed: %s", error)
+        elif any(outcome["state"] == "empty" for outcome in self._call(outcome_of)):
+            # Said again: publishers may have tried in vain while there was no memory.
+            self.lose_weights("awake without weights")
+
     def lose_weights(self, why: str) -> None:
         """Enter everywhere that the model has no version any more."""
         self._call(lose_weights, None, (why,))
@@ -165,11 +226,14 @@ class Watch:
         init_info = args[0] if args else kwargs.get("init_info")
         read_invitation(init_info)
         assert isinstance(init_info, dict)
-        return addressed(init_info, self._instance, may_commit=not self._asleep)
+        may_commit = self._commits_anytime and not self._asleep
+        return addressed(init_info, self._instance, may_commit=may_commit)
 
     @property
     def _asleep(self) -> bool:
-        return "weights" in getattr(self._core.model_executor, "sleeping_tags", ())
+        return self._falling_asleep or "weights" in getattr(
+            self._core.model_executor, "sleeping_tags", ()
+        )
 
     def _check_awake(self) -> None:
         if self._asleep:

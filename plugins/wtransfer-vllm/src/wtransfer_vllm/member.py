@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wtransfer import WorkerSession
-from wtransfer.engines.ledger import unknown_weights
 from wtransfer.errors import ClosedError, WTransferError
 
+from wtransfer_vllm.casting import HINT, may_cast
 from wtransfer_vllm.invitation import Invitation, read_invitation
 from wtransfer_vllm.outcome import Outcome
 
 if TYPE_CHECKING:
     from wtransfer.engines.interface import WeightTarget
 
-logger = logging.getLogger(__name__)
+    from wtransfer_vllm.place import Place
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 COMMIT_WAIT_S = 2.0
 """Longest wait for a commit whose order is still under way when the host's call is here."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker stands in its serving instance."""
-
-    instance: str
-    """The instance, where no engine core has named it."""
-    rank: int
-    """Rank, 0-based."""
-    num_ranks: int
-    """Ranks of the instance."""
 
 
 class Member:
@@ -58,6 +48,11 @@ class Member:
     def session(self) -> WorkerSession | None:
         """The session, once a publisher has asked this worker to join."""
         return self._session
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a verified update waits for `commit`."""
+        return self._session is not None and self._session.pending
 
     def join(self, init_info: dict[str, Any]) -> None:
         """Join a publisher; leave the one before if it is not there any more."""
@@ -106,9 +101,9 @@ class Member:
         session = self._session
         if session is None:
             return
-        session.discard_pending()
-        session.ledger.put_back(unknown_weights(), restored=False)
-        logger.warning("%s is empty: %s", session.name, why)
+        # Closed where the interpreter ends: nobody asks any more.
+        with contextlib.suppress(ClosedError):
+            session.weights_lost(why)
         self.outcome = self._seen(session, touched=True)
 
     def _join(self, invitation: Invitation) -> None:
@@ -135,11 +130,14 @@ class Member:
         place = self._place
         self._session = WorkerSession(
             self._target,
+            cast=may_cast(),
             engines={self._engine},
             instance=invitation.instance or place.instance,
             rank=place.rank,
             num_ranks=place.num_ranks,
         )
+        self._session.cast_hint = HINT
+        self._session.host_ranks = place.host_ranks
         return self._session
 
     @staticmethod

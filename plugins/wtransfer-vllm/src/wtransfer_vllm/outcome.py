@@ -45,6 +45,20 @@ def lose_weights(worker: Any, why: str) -> dict[str, Any]:
     return outcome_of(worker)
 
 
+def has_left(worker: Any) -> bool:
+    """Return whether a verified update waits for a commit; runs in each worker."""
+    member = member_of(worker)
+    return member is not None and member.has_left
+
+
+def commit_left(worker: Any) -> dict[str, Any]:
+    """Commit what was ordered while the weights had no memory; runs in each worker."""
+    member = member_of(worker)
+    if member is not None:
+        member.commit()
+    return outcome_of(worker)
+
+
 def member_of(worker: Any) -> Any:
     """Return the worker's `Member`; None if its engine is none of ours."""
     return getattr(getattr(worker, "weight_transfer_engine", None), "member", None)

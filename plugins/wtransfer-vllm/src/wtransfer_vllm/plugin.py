@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 ENGINE_CORE = "vllm.v1.engine.core"
 UNKNOWN = (
@@ -20,15 +21,25 @@ def register() -> None:
     the backend is not known when somebody asks for it.
 
     Cost:
-        Reads what is installed; imports no backend, and of vLLM only the factory.
+        Reads what is installed; imports no backend, and of vLLM only the factory. How long it took
+        stands in its log line; one for each process, for a second call adds nothing and says so at
+        debug level only.
     """
+    begun = time.perf_counter()
     try:
-        _register()
+        added = _register()
     except Exception:
         logger.exception("wtransfer-vllm could not register its engines; vLLM goes on without")
+        return
+    milliseconds = (time.perf_counter() - begun) * 1000
+    if added:
+        names = ", ".join(added)
+        logger.info("wtransfer: weight transfer backends %s (%.1f ms)", names, milliseconds)
+    else:
+        logger.debug("wtransfer: no weight transfer backend to add (%.1f ms)", milliseconds)
 
 
-def _register() -> None:
+def _register() -> list[str]:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -40,8 +51,8 @@ def _register() -> None:
     generation = generation_of(WeightTransferEngine)
     if generation is None:
         logger.warning(UNKNOWN)
-        return
+        return []
     added = register_engines(WeightTransferEngineFactory, generation)
     if added:
         on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, generation))
-        logger.info("wtransfer: weight transfer backends %s", ", ".join(added))
+    return added

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.host.registry import registry
 
 from wtransfer_vllm import names
+from wtransfer_vllm.generation import SEED
+from wtransfer_vllm.seed_config import allow
 
 if TYPE_CHECKING:
     from wtransfer_vllm.generation import Generation
@@ -22,8 +24,11 @@ def register_engines(factory: Any, generation: Generation) -> list[str]:
     Returns:
         The names that were added, as ``weight_transfer_config`` takes them.
     """
-    added = (_register(factory, generation, engine) for engine in registry("engines").names())
-    return [backend for backend in added if backend is not None]
+    tried = [_register(factory, generation, engine) for engine in registry("engines").names()]
+    added = [backend for backend in tried if backend is not None]
+    if generation is SEED:
+        allow(added)
+    return added
 
 
 def _register(factory: Any, generation: Generation, engine: str) -> str | None:

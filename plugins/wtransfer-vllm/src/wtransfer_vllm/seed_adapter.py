@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer_vllm.invitation import UpdateInfo
 from wtransfer_vllm.layerwise import begin_again
-from wtransfer_vllm.member import Member, Place
+from wtransfer_vllm.member import Member
 from wtransfer_vllm.names import engine_name
+from wtransfer_vllm.place import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -94,6 +95,10 @@ class SeedTarget:
     def capture(self) -> Mapping[str, torch.Tensor] | None:
         """Return what was applied last, if anything."""
         return self._applied
+
+    def forget(self) -> None:
+        """Drop what was applied last: the model does not hold it any more."""
+        self._applied = None
 
 
 def _place(parallel_config: Any) -> Place:

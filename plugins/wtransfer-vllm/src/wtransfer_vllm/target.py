@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from wtransfer_vllm.casting import in_form
 from wtransfer_vllm.checkpoint import find_checkpoint
 from wtransfer_vllm.layerwise import reloading
 from wtransfer_vllm.tying import is_tied
@@ -58,7 +59,8 @@ class VllmTarget:
             reloading(self._model, self._vllm_config.model_config),
             _as_an_update(),
         ):
-            self._model.load_weights(iter(tensors.items()))  # type: ignore[operator]  # vLLM's own
+            weights = in_form(tensors, self._schema)
+            self._model.load_weights(weights)  # type: ignore[operator]  # vLLM's own
         self._applied = tensors
 
     def capture(self) -> Mapping[str, torch.Tensor] | None:
@@ -66,6 +68,11 @@ class VllmTarget:
         if self._touched:
             return self._applied
         return None if self._checkpoint is None else self._checkpoint.tensors()
+
+    def forget(self) -> None:
+        """Drop what was applied last: the model does not hold it any more."""
+        self._touched = True
+        self._applied = None
 
 
 def _as_an_update() -> contextlib.AbstractContextManager[None]:

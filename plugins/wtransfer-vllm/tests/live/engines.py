@@ -14,7 +14,7 @@ from pathlib import Path
 
 HOST = Path(__file__).with_name("host.py")
 TRAINER = Path(__file__).with_name("trainer.py")
-START_S = 120.0
+START_S = 240.0
 ANSWER_S = 60.0
 RANKS_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """Without it vLLM wants a NUMA node for each rank."""
@@ -54,11 +54,28 @@ class Engine:
             self.process = subprocess.Popen(
                 command, env=environ, stdout=log, stderr=log, start_new_session=True
             )
-            self._line, _ = listener.accept()
+            with self._ended_on_error():
+                self._line, _ = listener.accept()
         self._line.settimeout(START_S)
         self._stream = self._line.makefile("rw")
-        self._answer()
+        with self._ended_on_error(self._stream, self._line):
+            self._answer()
         self._line.settimeout(ANSWER_S)
+
+    @contextlib.contextmanager
+    def _ended_on_error(self, *lines):
+        try:
+            yield
+        except BaseException:
+            for line in lines:
+                line.close()
+            self._kill()
+            raise
+
+    def _kill(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(20)
 
     def _answer(self):
         text = self._stream.readline()
@@ -91,9 +108,7 @@ class Engine:
         self._line.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(20)
+        self._kill()
 
 
 class Trainer:

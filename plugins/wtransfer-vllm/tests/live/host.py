@@ -89,6 +89,12 @@ class Host:
     def rpc(self, method, *args):
         self.llm.collective_rpc(method, args=args)
 
+    def sleep(self, level):
+        self.llm.sleep(level)
+
+    def wake_up(self, tags=None):
+        return self.llm.wake_up(tags)
+
     def label(self):
         return self.llm.get_weight_version()
 
@@ -97,13 +103,6 @@ class Host:
     def session(self):
         session = self._member().session
         return {"state": session.state, "version": session.version, "name": session.name}
-
-    def sleep_label(self, level):
-        """Fall asleep as far as it goes without a GPU: what is done before the memory goes."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        core.model_executor.sleep = lambda level: None
-        core.sleep(level)
-        core.resume_scheduler()
 
     def seed_join(self, init_info):
         """Join as a worker of vLLM 0.17 does, whose engine is made without a model."""
