@@ -54,5 +54,5 @@ def test_it_holds_exactly_two_set_up_commands():
     commands = [line for line in README.splitlines() if line.startswith("pip install torch==")]
     assert commands == [
         "pip install torch==2.13.0 . && wtransfer demo",
-        'pip install torch==2.13.0 ".[test]" && pytest',
+        'pip install torch==2.13.0 ".[test]" ./plugins/wtransfer-nccl && pytest',
     ]

@@ -78,6 +78,18 @@ def test_a_declared_cast_lets_one_float_take_another(dtype):
     assert check_fit(with_piece("embed", dtype, (4, 2)), SCHEMA, cast=True) is True
 
 
+def test_only_what_a_cast_would_mend_is_said_to_be_mended_by_one():
+    def refusal(*piece, cast=False):
+        with pytest.raises(SchemaError) as caught:
+            check_fit(with_piece(*piece), SCHEMA, cast=cast, cast_hint="say please")
+        return str(caught.value)
+
+    assert "convert floating dtypes: say please" in refusal("embed", "float32", (4, 2))
+    assert "say please" not in refusal("embed", "float32", (2, 4))
+    assert "say please" not in refusal("step", "int32", ())
+    assert "say please" not in refusal("step", "int32", (), cast=True)
+
+
 @pytest.mark.parametrize("piece", [("embed", "int16", (4, 2)), ("step", "int32", ())])
 def test_a_cast_never_crosses_between_floats_and_integers(piece):
     with pytest.raises(SchemaError, match=piece[0]):

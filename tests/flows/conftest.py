@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import os
+import runpy
 import secrets
 import signal
 import socket
@@ -194,7 +195,7 @@ def _kind_of(target):
     """Return the kind of a descriptor; numbers and paths differ from process to process."""
     if target.startswith("/"):
         return "memfd" if target.startswith("/memfd:") else "file"
-    return target.partition(":[")[0] if target.startswith("socket:") else target
+    return target.partition(":[")[0] if target.startswith(("socket:", "pipe:")) else target
 
 
 def _session_members(session):
@@ -313,3 +314,26 @@ def failing():
         seen.ended = caught.value.ended
 
     return expect
+
+
+@pytest.fixture(scope="session")
+def make_network():
+    """Maker of networks of hosts, each in a network namespace of its own; see `namespaces.py`."""
+    parts = runpy.run_path(str(HERE / "namespaces.py"))
+    with contextlib.ExitStack() as stack:
+
+        def make(num_hosts):
+            try:
+                return stack.enter_context(parts["Network"](num_hosts))
+            except parts["UnavailableError"] as error:
+                pytest.skip(f"needs network namespaces (root on Linux, iproute2): {error}")
+
+        yield make
+
+
+@pytest.fixture
+def namespaces(make_network):
+    """Three hosts: each has `address`, `run(argv) -> Popen` and `link(up=...)`."""
+    network = make_network(3)
+    yield network.hosts
+    network.__exit__(None, None, None)

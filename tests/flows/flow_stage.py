@@ -19,10 +19,11 @@ import traceback
 import torch
 
 from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.gloo import GlooWeightTransferEngine
 from wtransfer.engines.shm import ShmWeightTransferEngine
 
-PHASES = ("idle", "init", "plan", "transfer", "seal", "verdict", "commit", "between")
-ENGINE = "witnessed"
+PHASES = ("idle", "init", "plan", "transfer", "midst", "seal", "verdict", "commit", "between")
+ENGINES = {"shm": "witnessed", "gloo": "witnessed-gloo"}
 MAX_DATAGRAM = 1 << 17
 WITNESS_NBYTES = 8
 _PHASE, _HOLD, _HELD = range(3)
@@ -66,8 +67,8 @@ class Witness:
 witness: Witness | None = None
 
 
-class WitnessedShm(ShmWeightTransferEngine):
-    """The shm engine, which says how far it has come."""
+class Witnessed:
+    """An engine that says how far it has come."""
 
     def init_transfer_engine(self, init_info):
         witness.enter("init")
@@ -85,6 +86,27 @@ class WitnessedShm(ShmWeightTransferEngine):
     def finish_weight_update(self):
         witness.enter("seal")
         super().finish_weight_update()
+
+
+class WitnessedShm(Witnessed, ShmWeightTransferEngine):
+    """The shm engine."""
+
+
+class WitnessedGloo(Witnessed, GlooWeightTransferEngine):
+    """The gloo engine, which can be held where a part of a broadcast has arrived."""
+
+    def receive_weights(self, update_info, load_weights):
+        num_buckets = 0
+
+        def load_and_tell(weights):
+            nonlocal num_buckets
+            load_weights(weights)
+            num_buckets += bool(weights)
+            if num_buckets == 2:
+                witness.enter("midst")
+                num_buckets += 1
+
+        super().receive_weights(update_info, load_and_tell)
 
 
 class Weights(torch.nn.Module):
@@ -200,5 +222,6 @@ def in_fork(call):
 
 
 def register():
-    """Make the witnessed engine known to this process."""
-    WeightTransferEngineFactory.register_engine(ENGINE, WitnessedShm)
+    """Make the witnessed engines known to this process."""
+    WeightTransferEngineFactory.register_engine(ENGINES["shm"], WitnessedShm)
+    WeightTransferEngineFactory.register_engine(ENGINES["gloo"], WitnessedGloo)

@@ -8,6 +8,7 @@ import resource
 import flow_stage
 
 from wtransfer.engines.messages import CODEC, Commit
+from wtransfer.engines.outgoing import Outgoing
 from wtransfer.engines.publisher import Publisher
 from wtransfer.engines.roster import Worker
 from wtransfer.engines.round import Round
@@ -48,6 +49,19 @@ def watch_rounds():
         if isinstance(message, Commit):
             flow_stage.witness.enter("between")
 
+    send_off, begin = Outgoing._send_off, Outgoing.__init__
+
+    def begin_and_count(self, *args, **options):
+        begin(self, *args, **options)
+        self.num_sent_off = 0
+
+    def send_off_and_tell(self):
+        send_off(self)
+        self.num_sent_off += 1
+        if self.num_sent_off == 2:
+            flow_stage.witness.enter("midst")
+
+    Outgoing.__init__, Outgoing._send_off = begin_and_count, send_off_and_tell
     Round.init_workers = init_and_tell
     Worker.send_frame = send_and_tell
 
@@ -56,14 +70,23 @@ class TrainerPuppet(flow_stage.Puppet):
     """Publishes when ordered."""
 
     def __init__(
-        self, address, witness_path, *, num_tensors, numel, pace_s=0.0, protocol_step=0, **options
+        self,
+        address,
+        witness_path,
+        *,
+        num_tensors,
+        numel,
+        engine="shm",
+        pace_s=0.0,
+        protocol_step=0,
+        **options,
     ):
         super().__init__(address, witness_path, pace_s)
         flow_stage.register()
         Listener.__init__.__kwdefaults__["protocol"] += protocol_step
         watch_rounds()
         self.model = flow_stage.Weights(num_tensors, numel)
-        self.publisher = Publisher(self.model, engine=flow_stage.ENGINE, **options)
+        self.publisher = Publisher(self.model, engine=flow_stage.ENGINES[engine], **options)
         self.round = None
 
     # -- orders

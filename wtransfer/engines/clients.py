@@ -102,6 +102,16 @@ class HttpClient:
         params = {"digests": "true"} if digests else None
         return self._call("GET", "/weight_info", params=params).answer()
 
+    def get_world_size(self) -> int | None:
+        """Return how many ranks a serving engine has, its replicas' included; None: none says."""
+        try:
+            answer = self._call("GET", "/get_world_size", params={"include_dp": "true"}).answer()
+        except RemoteError:
+            # No such route: an older engine, or none.
+            return None
+        size = answer.get("world_size") if isinstance(answer, dict) else None
+        return size if isinstance(size, int) else None
+
     def pause(self, mode: str = "abort") -> None:
         """Pause serving: ``abort`` running requests, ``wait`` for them, or ``keep`` them."""
         self._call("POST", "/pause", params={"mode": mode}).answer()

@@ -17,9 +17,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
-import torch
-
-from wtransfer.engines.incoming import receive
+from wtransfer.engines.incoming import HostLanding, receive
 from wtransfer.engines.interface import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -30,16 +28,17 @@ from wtransfer.errors import GroupError, ManifestError, NotInitializedError
 from wtransfer.manifest import DTYPES, Piece
 from wtransfer.transport.buckets import Layout
 from wtransfer.transport.recycling import RecycledMemory
-from wtransfer.transport.tensors import tensor_from
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    import torch
 
     from wtransfer.config import HasBackend, ParallelConfig
+    from wtransfer.engines.incoming import Landing
     from wtransfer.engines.interface import LoadWeights
     from wtransfer.transport.buckets import Bucket
     from wtransfer.transport.communicator import Communicator
-    from wtransfer.transport.tensors import ByteArray
 
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""
@@ -121,6 +120,18 @@ class CollectiveWeightTransferEngine(
             StallError: Ranks are missing.
         """
 
+    def landing(self, nbytes: int, note_progress: Callable[[], object]) -> Landing:
+        """Return the memory that one update is received into; host memory, used again and again.
+
+        Args:
+            nbytes: Bytes of its stream.
+            note_progress: To be called again and again while memory is taken; may raise.
+
+        Raises:
+            StagingMemoryError: There is not that much.
+        """
+        return HostLanding(self._memory.take(nbytes, note_progress))
+
     def init_transfer_engine(self, init_info: TInfo) -> None:
         """Meet the other ranks and form the group.
 
@@ -135,22 +146,31 @@ class CollectiveWeightTransferEngine(
         self._communicator = self.form_group(init_info, rank)
 
     def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
-        """Receive the whole update, and hand out views bucket by bucket."""
+        """Receive the whole update, and hand out views bucket by bucket.
+
+        Whatever ends this early has broken the group, of which nothing is kept then: the trainer
+        forms a new one for the next round.
+        """
         communicator = self._communicator
         if communicator is None:
             raise NotInitializedError("not initialized: call init_transfer_engine first")
-        pieces = update_info.pieces
+        try:
+            self._receive(update_info.pieces, communicator, load_weights)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _receive(
+        self, pieces: list[Piece], communicator: Communicator, load_weights: LoadWeights
+    ) -> None:
         layout = Layout([piece.nbytes for piece in pieces])
-        memory = self._memory.take(layout.nbytes, lambda: load_weights(()))
-        buckets = receive(
-            layout,
-            torch.from_numpy(memory),
-            communicator,
-            self._bucket_nbytes,
-            on_part=lambda: load_weights(()),
-        )
-        for bucket in buckets:
-            load_weights(_views(bucket, pieces, layout, memory))
+
+        def note_progress() -> None:
+            load_weights(())
+
+        landing = self.landing(layout.nbytes, note_progress)
+        for bucket in receive(layout, landing, communicator, self._bucket_nbytes, note_progress):
+            load_weights(_views(bucket, pieces, layout, landing))
 
     def abort_weight_update(self) -> None:
         """Break the group: whoever waits in it, here or elsewhere, gets an error."""
@@ -192,9 +212,8 @@ def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
 
 
 def _views(
-    bucket: Bucket, pieces: list[Piece], layout: Layout, memory: ByteArray
+    bucket: Bucket, pieces: list[Piece], layout: Layout, landing: Landing
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for number in range(bucket.first, bucket.last):
         piece = pieces[number]
-        tensor = tensor_from(memory, layout.starts[number], piece.dtype, piece.shape)
-        yield piece.name, tensor
+        yield piece.name, landing.view(layout.starts[number], piece)

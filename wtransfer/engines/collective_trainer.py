@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from wtransfer.engines.announcing import Announcer
 from wtransfer.engines.collective import JOIN_TIMEOUT_S
+from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.interface import (
     ParamMeta,
     RoundSource,
@@ -83,6 +84,18 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
     def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
         """Join the group as rank 0; called once, beside the workers, on a thread of its own."""
 
+    def outgoing(self, source: RoundSource, communicator: Communicator) -> Outgoing:
+        """Return the places for the tensors of one round; host memory, used again and again."""
+        made = Outgoing(
+            source.metadata,
+            communicator,
+            self.init_info.packed_buffer_size_bytes,
+            self._memory,
+            source.note_progress,
+        )
+        self._memory = made.memory
+        return made
+
     @classmethod
     def trainer_init(
         cls, init_info: TInfo, *, client: WeightSyncClient, source: RoundSource | None = None
@@ -114,12 +127,11 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         # While it reads memory that was sized for this round, nobody else may use it.
         with Announcer(self.client.update_weights) as announcer:
             announcer.announce(_update_info(source.metadata))
-            try:
-                self._broadcast(source, communicator)
-            except GroupError:
+            broken = self._broadcast(source, communicator)
+            if broken is not None:
                 # Whoever is lost, or failed, is known to the control channel: that is the cause.
                 announcer.wait()
-                raise
+                raise broken
 
     def abort_weight_update(self) -> None:
         """Break the group: a running `send_weights` ends, and so does what workers wait for."""
@@ -135,17 +147,23 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         if communicator is not None:
             communicator.close()
 
-    def _broadcast(self, source: RoundSource, communicator: Communicator) -> None:
-        outgoing = Outgoing(
-            source.metadata,
-            communicator,
-            self.init_info.packed_buffer_size_bytes,
-            self._memory,
-        )
-        self._memory = outgoing.memory
-        for _ in source.iter_into(outgoing):
-            pass
-        outgoing.finish()
+    def _broadcast(self, source: RoundSource, communicator: Communicator) -> GroupError | None:
+        """Broadcast everything; return what broke the group, if it did.
+
+        Returned, not raised: the cause, which is raised for it, outlives the round, and with its
+        context would keep this call's frames. These hold the group, and that its rendezvous' port.
+        """
+        outgoing = self.outgoing(source, communicator)
+        try:
+            for _ in source.iter_into(outgoing):
+                pass
+            outgoing.finish()
+        except GroupError as error:
+            forget_frames(error)
+            return error
+        finally:
+            outgoing.forget()
+        return None
 
     def _meet_workers(self) -> None:
         forming = Forming(lambda: self.form_group(self._rendezvous, self._world_size))

@@ -11,7 +11,7 @@ from wtransfer.engines.interface import ParamMeta
 from wtransfer.engines.staging import is_out_of_memory
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, Manifest, Piece
-from wtransfer.transport.digests import copy_digest, digest
+from wtransfer.transport.digests import Digested, copy_digest, digest
 from wtransfer.transport.nonfinite import count_nonfinite
 from wtransfer.transport.packing import Run
 from wtransfer.transport.tensors import PLAIN_TYPES, dtype_name, lacks_memory
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.interface import WeightSource
     from wtransfer.transport.tensors import ByteArray
 
-    Memory: TypeAlias = memoryview | np.ndarray
+    Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
     Allocate: TypeAlias = Callable[[ParamMeta], Memory]
 
     class Spans(Protocol):
@@ -69,6 +69,8 @@ class DigestingSource:
         """Label of the round."""
         self.nonfinite: dict[str, int] = {}
         self.moved_at = time.monotonic()
+        self.reading = False
+        """Whether the user's source is at work: what does not move then, waits for it."""
         self.on_packed: Callable[[], None] | None = None
         """Called when every tensor has been copied: the trainer may change its weights."""
         self._own = source
@@ -112,6 +114,10 @@ class DigestingSource:
     def stop(self, reason: str) -> None:
         """Let every further step of an iteration raise."""
         self._stopped = reason
+        # One step may be to wait for other ranks of the trainer.
+        stop_waiting = getattr(self._source, "stop_waiting", None)
+        if stop_waiting is not None:
+            stop_waiting()
 
     def note_progress(self) -> None:
         """Note that the engine is at work, though it reads no tensor just now.
@@ -178,10 +184,7 @@ class DigestingSource:
     def _copy_one(
         self, meta: ParamMeta, tensor: torch.Tensor, memory: Memory
     ) -> tuple[ParamMeta, Memory]:
-        import numpy as np
-
-        array = np.frombuffer(memory, np.uint8)
-        found = copy_digest(array, tensor, self._algorithm, screen=True)
+        found = _copy_digest(memory, tensor, self._algorithm)
         self._note(meta, found.hexdigest, found.nonfinite)
         return meta, memory
 
@@ -214,8 +217,9 @@ class DigestingSource:
         """Hold the iteration against the metadata, and name the first divergence."""
         expected = iter(self._metadata)
         # Nobody throws into this generator: what is raised in here and not ours is the source's.
-        with _blaming_source("iter_full"):
+        with _blaming_source("iter_full"), self._reading():
             for name, tensor in self._source.iter_full():
+                self.reading = False
                 if self._stopped is not None:
                     raise RoundAbortedError(f"the round was ended: {self._stopped}")
                 meta = next(expected, None)
@@ -226,11 +230,20 @@ class DigestingSource:
                     raise _freed(name)
                 yield meta, tensor.detach() if tensor.requires_grad else tensor
                 self.moved_at = time.monotonic()
+                self.reading = True
         left = next(expected, None)
         if left is not None:
             raise SourceError(
                 f"the source ended before {left.name!r}, which its metadata has", piece=left.name
             )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        self.reading = True
+        try:
+            yield
+        finally:
+            self.reading = False
 
     def _note(self, meta: ParamMeta, hexdigest: str, nonfinite: int) -> None:
         # Entered in one step, since any thread may read; what was there before is returned.
@@ -253,6 +266,18 @@ class DigestingSource:
                 "weights until the round is packed",
                 piece=meta.name,
             )
+
+
+def _copy_digest(memory: Memory, tensor: torch.Tensor, algorithm: Algorithm) -> Digested:
+    import numpy as np
+    import torch
+
+    if not isinstance(memory, torch.Tensor):
+        return copy_digest(np.frombuffer(memory, np.uint8), tensor, algorithm, screen=True)
+    # What is digested is the copy, as in host memory: those are the bytes that travel.
+    copied = memory.view(tensor.dtype).view(tensor.shape)
+    copied.copy_(tensor)
+    return Digested(digest(memory, algorithm), count_nonfinite(copied))
 
 
 def _freed(name: str) -> SourceError:

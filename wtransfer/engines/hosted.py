@@ -165,6 +165,11 @@ class HostedEngine:
         """Whether the engine takes memory of its own for what it hands out."""
         return bool(getattr(self._own(), "allocates", False))
 
+    def make_room(self, nbytes: int) -> str | None:
+        """Let the engine check that it can stage an update; None: it has no say."""
+        call = getattr(self._own(), "make_room", None)
+        return None if call is None else self._call("make_room", lambda: call(nbytes))
+
     def receive(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:
         """Let the engine receive once."""
         engine = self._own()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.clients import HttpClient, all_at_once
@@ -15,12 +16,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from wtransfer.engines.interface import WeightSyncClient
+    from wtransfer.engines.messages import Hello
 
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 1.0
 """Longest time that hosts are given to leave when their publisher closes, in seconds."""
 _GRACE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """A serving engine of which not every rank is there."""
+
+    name: str
+    """The host."""
+    some: bool
+    """Whether any rank has joined, be it of an instance that is not complete."""
+    joined: int
+    """Ranks that are there."""
+    wanted: int
+    """Ranks that it has."""
+
+    def __str__(self) -> str:
+        if self.wanted == 1:
+            return self.name
+        return f"{self.name} ({self.joined} of {self.wanted} ranks)"
 
 
 class Hosts:
@@ -37,6 +58,7 @@ class Hosts:
         self._token = token
         self._timeout_s = timeout_s
         self._clients: dict[str, Any] = {}
+        self._num_ranks: dict[str, int] = {}
         self._asked: set[str] = set()
 
     def add(self, hosts: Iterable[str | WeightSyncClient]) -> None:
@@ -80,6 +102,45 @@ class Hosts:
         answers = all_at_once(calls, self._timeout_s + _GRACE_S)
         self.workers = {name: _worker_of(answer) for name, answer in answers.items()}
         self._check_distinct()
+        self._num_ranks = self._count_ranks()
+
+    def _count_ranks(self) -> dict[str, int]:
+        """Return how many ranks each serving engine says that it has; those that do not are out."""
+        calls = {
+            name: self._clients[name].get_world_size
+            for name in self.engines
+            if hasattr(self._clients[name], "get_world_size")
+        }
+        answers = all_at_once(calls, self._timeout_s + _GRACE_S)
+        return {name: size for name, size in answers.items() if size is not None}
+
+    def incomplete(self, joined: Iterable[Hello], whole: Iterable[Hello]) -> list[Incomplete]:
+        """Return the serving engines of which not every rank is there.
+
+        All replicas behind one URL are meant: one that was left out would go on serving old weights
+        under the same name.
+
+        Args:
+            joined: Every worker that has joined.
+            whole: Those among them whose instance is complete.
+        """
+        some = {hello.host for hello in joined}
+        found = [
+            Incomplete(name, some=name in some, joined=len(ranks), wanted=self._wanted(name, ranks))
+            for name, ranks in self._by_engine(whole).items()
+        ]
+        return [each for each in found if each.joined < each.wanted]
+
+    def _by_engine(self, hellos: Iterable[Hello]) -> dict[str, list[Hello]]:
+        ranks: dict[str, list[Hello]] = {name: [] for name in sorted(self.engines)}
+        for hello in hellos:
+            if hello.host in ranks:
+                ranks[hello.host].append(hello)
+        return ranks
+
+    def _wanted(self, name: str, ranks: list[Hello]) -> int:
+        told = [hello.host_ranks for hello in ranks if hello.host_ranks is not None]
+        return max(told, default=self._num_ranks.get(name, 1))
 
     def _check_distinct(self) -> None:
         """Refuse workers of one name: what one of them has proven would count for the other."""

@@ -3,25 +3,75 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
 
 from wtransfer.transport.buckets import Layout, slices
+from wtransfer.transport.tensors import tensor_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
-
+    from wtransfer.manifest import Piece
     from wtransfer.transport.buckets import Bucket
     from wtransfer.transport.communicator import Communicator, Pending
+    from wtransfer.transport.tensors import ByteArray
 
 NUM_AHEAD = 3
 """Parts asked for in advance, so that the next arrive while one is digested."""
 
 
+class Landing(Protocol):
+    """Memory for one update. Bytes are counted from the start of its stream."""
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return where some bytes are to be received; at most `NUM_AHEAD` + 1 parts at a time.
+
+        Returns:
+            uint8, shape ``(stop - start,)``, contiguous, of the communicator's kind of memory.
+        """
+
+    def arrived(self, start: int, stop: int) -> None:
+        """Note that the bytes are in their part; called in the order of the stream."""
+
+    def view(self, start: int, piece: Piece) -> torch.Tensor:
+        """Return a tensor whose bytes have all arrived."""
+
+
+class HostLanding:
+    """Host memory, in which everything stays where it was received.
+
+    Args:
+        memory: uint8 array of the stream's size.
+    """
+
+    def __init__(self, memory: ByteArray) -> None:
+        self._memory = memory
+        self._content = torch.from_numpy(memory)
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes themselves."""
+        return self._content[start:stop]
+
+    def arrived(self, start: int, stop: int) -> None:
+        """Do nothing: they are there."""
+
+    def view(self, start: int, piece: Piece) -> torch.Tensor:
+        """Return a tensor that keeps the whole memory alive."""
+        return tensor_from(self._memory, start, piece.dtype, piece.shape)
+
+
+class _Part(NamedTuple):
+    start: int
+    stop: int
+    pending: Pending
+    ends: Bucket | None
+
+
 def receive(
     layout: Layout,
-    memory: torch.Tensor,
+    landing: Landing,
     communicator: Communicator,
     nbytes: int,
     on_part: Callable[[], object],
@@ -30,30 +80,32 @@ def receive(
 
     Args:
         layout: The stream.
-        memory: Where to; uint8 of at least the stream's size.
+        landing: Where to.
         communicator: This rank and the root.
         nbytes: Bytes of a bucket, about; the same as the root's.
         on_part: Called whenever something has arrived.
     """
-    under_way: collections.deque[tuple[Bucket | None, Pending]] = collections.deque()
+    under_way: collections.deque[_Part] = collections.deque()
     for bucket in layout.cut(nbytes):
         for part in slices(bucket, nbytes):
-            here = memory[bucket.start + part.start : bucket.start + part.stop]
+            start, stop = bucket.start + part.start, bucket.start + part.stop
+            pending = communicator.broadcast(landing.part(start, stop), 0)
             ends = bucket if part.stop == bucket.nbytes else None
-            under_way.append((ends, communicator.broadcast(here, 0)))
+            under_way.append(_Part(start, stop, pending, ends))
             if len(under_way) > NUM_AHEAD:
-                yield from _arrived(under_way, on_part)
+                yield from _arrived(under_way, landing, on_part)
         if not bucket.nbytes:
             yield bucket
     while under_way:
-        yield from _arrived(under_way, on_part)
+        yield from _arrived(under_way, landing, on_part)
 
 
 def _arrived(
-    under_way: collections.deque[tuple[Bucket | None, Pending]], on_part: Callable[[], object]
+    under_way: collections.deque[_Part], landing: Landing, on_part: Callable[[], object]
 ) -> Iterator[Bucket]:
-    bucket, pending = under_way.popleft()
-    pending.wait()
+    part = under_way.popleft()
+    part.pending.wait()
+    landing.arrived(part.start, part.stop)
     on_part()
-    if bucket is not None:
-        yield bucket
+    if part.ends is not None:
+        yield part.ends

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.manifest import Manifest
+    from wtransfer.manifest import Algorithm, Manifest
 
 # -- infos ------------------------------------------------------------------------------------
 
@@ -95,6 +95,8 @@ class WeightTransferUpdateRequest:
 TInitInfo = TypeVar("TInitInfo", bound=WeightTransferInitInfo)
 TUpdateInfo = TypeVar("TUpdateInfo", bound=WeightTransferUpdateInfo)
 TTrainerInitInfo = TypeVar("TTrainerInitInfo", bound=TrainerInitInfo)
+
+TMemory = TypeVar("TMemory")
 
 LoadWeights = Callable[["Iterable[tuple[str, torch.Tensor]]"], object]
 """Takes tensors that have arrived, as ``(name, tensor)``; raises once the round is over."""
@@ -171,13 +173,14 @@ class RoundSource(WeightSource, Protocol):
         """
 
     def iter_into(
-        self, allocate: Callable[[ParamMeta], memoryview]
-    ) -> Iterator[tuple[ParamMeta, memoryview]]:
+        self, allocate: Callable[[ParamMeta], TMemory]
+    ) -> Iterator[tuple[ParamMeta, TMemory]]:
         """Copy and digest in one pass, which is faster than one after the other.
 
         Args:
             allocate: Called before each tensor; returns where its bytes go: writable, one
-                dimension of bytes, of exactly the tensor's size.
+                dimension of bytes, of exactly the tensor's size. Memory of a device is a uint8
+                tensor; it is digested there, if the engine's `digest_algorithm` can be.
 
         Yields:
             The metadata and the memory, after the bytes are there.
@@ -321,6 +324,23 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     def shutdown(self) -> None:
         """Release everything. Called once, also after a failed `init_transfer_engine`."""
 
+    def make_room(self, nbytes: int) -> str | None:  # optional by contract  # noqa: ARG002
+        """Check that an update can be staged; called before its plan is accepted.
+
+        For engines that take memory which is not the host's: without an answer, the host must have
+        room for whatever is copied or allocated.
+
+        Args:
+            nbytes: Bytes of all tensors.
+
+        Returns:
+            What the trainer should know of it, for the report; None: this engine has no say.
+
+        Raises:
+            StagingMemoryError: There is not that much.
+        """
+        return None
+
     def start_weight_update(self) -> None:  # optional by contract
         """Prepare for a round; called when the worker has accepted its plan."""
 
@@ -342,6 +362,9 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
 
     init_info_cls: type[TTrainerInitInfo]
     """Dataclass of the options."""
+    digest_algorithm: ClassVar[Algorithm] = "xxh3-128"
+    """How the framework digests what this engine moves, on both sides: ``wsum64`` where it stays on
+    devices, since that is computed there."""
 
     def __init__(
         self,

@@ -108,6 +108,8 @@ class Hello(msgspec.Struct, frozen=True):
     """fresh, serving, pending, behind or empty."""
     host: str | None = None
     """Host of the publisher's list whose invitation it has followed; None: it came by itself."""
+    host_ranks: int | None = None
+    """Ranks that follow that host's invitations, where the worker knows better than the host."""
 
 
 class Init(msgspec.Struct, frozen=True):

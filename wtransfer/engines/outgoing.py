@@ -33,6 +33,7 @@ class Outgoing(Places):
         nbytes: Bytes of a bucket, about.
         memory: Of an earlier round, to be used again where it is large enough.
         on_part: Called whenever something has left, since a bucket may take long; may raise.
+        num_buckets: Buckets in memory.
     """
 
     def __init__(
@@ -42,7 +43,10 @@ class Outgoing(Places):
         nbytes: int,
         memory: ByteArray | None = None,
         on_part: Callable[[], object] | None = None,
+        *,
+        num_buckets: int = NUM_BUCKETS,
     ) -> None:
+        self._num_buckets = num_buckets
         self._on_part = on_part
         self._communicator = communicator
         self._nbytes = nbytes
@@ -52,10 +56,8 @@ class Outgoing(Places):
         self._room = -(-room // ALIGNMENT) * ALIGNMENT
         self._spans = self._placed(metadata, layout)
         self._filling = 0
-        self._travelling: list[list[Pending]] = [[] for _ in range(NUM_BUCKETS)]
-        if memory is None or memory.size < NUM_BUCKETS * self._room:
-            memory = np.empty(NUM_BUCKETS * self._room, np.uint8)
-        super().__init__(memory, self)
+        self._travelling: list[list[Pending]] = [[] for _ in range(num_buckets)]
+        super().__init__(self._enough(memory, num_buckets * self._room), self)
 
     def __getitem__(self, name: str) -> slice:
         """Return the place of a tensor, which is free from now on."""
@@ -69,18 +71,23 @@ class Outgoing(Places):
         if self._buckets:
             self._send_off()
         # The one before the last first: that is the order in which they leave.
-        for number in range(NUM_BUCKETS):
-            self._await(self._travelling[(self._filling + 1 + number) % NUM_BUCKETS])
+        for number in range(self._num_buckets):
+            self._await(self._travelling[(self._filling + 1 + number) % self._num_buckets])
+
+    def forget(self) -> None:
+        """Let go of what is still under way: it would keep the group, and that its port."""
+        for travelling in self._travelling:
+            travelling.clear()
 
     def _turn_to(self, number: int) -> None:
         self._send_off()
         self._filling = number
-        self._await(self._travelling[number % NUM_BUCKETS])
+        self._await(self._travelling[number % self._num_buckets])
 
     def _send_off(self) -> None:
         bucket, start = self._buckets[self._filling], self._start(self._filling)
-        content = torch.from_numpy(self.memory[start : start + bucket.nbytes])
-        self._travelling[self._filling % NUM_BUCKETS] = [
+        content = self._content(start, start + bucket.nbytes)
+        self._travelling[self._filling % self._num_buckets] = [
             self._communicator.broadcast(content[part], self._communicator.rank)
             for part in slices(bucket, self._nbytes)
         ]
@@ -93,7 +100,17 @@ class Outgoing(Places):
         travelling.clear()
 
     def _start(self, number: int) -> int:
-        return number % NUM_BUCKETS * self._room
+        return number % self._num_buckets * self._room
+
+    def _enough(self, memory: ByteArray | None, nbytes: int) -> ByteArray:
+        """Return that memory, or some that is large enough."""
+        if memory is not None and memory.size >= nbytes:
+            return memory
+        return np.empty(nbytes, np.uint8)
+
+    def _content(self, start: int, stop: int) -> torch.Tensor:
+        """Return bytes of the memory as the group takes them."""
+        return torch.from_numpy(self.memory[start:stop])
 
     def _placed(
         self, metadata: Sequence[ParamMeta], layout: Layout

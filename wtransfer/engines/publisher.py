@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from wtransfer.deadline import Deadline
 from wtransfer.engines.catchup import CatchUp
 from wtransfer.engines.endings import close_at_exit
-from wtransfer.engines.hosts import Hosts
+from wtransfer.engines.hosts import Hosts, Incomplete
 from wtransfer.engines.messages import CODEC
 from wtransfer.engines.origin import origin_of
 from wtransfer.engines.roster import Roster, Worker
@@ -22,7 +22,7 @@ from wtransfer.engines.round import (
 )
 from wtransfer.engines.rules import LostPolicy, NonfinitePolicy, Rules
 from wtransfer.engines.sender import Sender
-from wtransfer.engines.source import as_source
+from wtransfer.engines.sharded import ShardedSource
 from wtransfer.errors import (
     ClosedError,
     ForkedError,
@@ -56,7 +56,8 @@ class Publisher:
 
     Args:
         model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`. It is
-            read anew in every round.
+            read anew in every round. Where it is spread over several ranks of the trainer, one
+            publishes and each other one has a `TrainerRank`.
         engine: Engine name in the group ``wtransfer.engines``.
         trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
         options: Fields of the engine's trainer init info.
@@ -73,6 +74,8 @@ class Publisher:
         min_workers: Fewest workers of a round; the ranks of one instance count as one.
         on_lost_worker: ``"abort"``: the loss of a worker before the commit ends the round, and all
             stay on the old version. ``"drop"``: the rest commit, and the report names the lost.
+            Engines that form a group of all workers end the round all the same until every byte has
+            arrived; the next round goes on without the lost.
         nonfinite: What NaN or infinity in the weights does: ``"allow"`` counts it in the report,
             ``"warn"`` logs it too, ``"reject"`` ends the round.
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
@@ -111,7 +114,12 @@ class Publisher:
         self._pid = os.getpid()
         self._closed = False
         self._origin = origin_of(engine, trainer)
-        self._sender_args = (engine, trainer, dict(options or {}), as_source(model_or_source))
+        self._source = (
+            model_or_source
+            if isinstance(model_or_source, ShardedSource)
+            else ShardedSource(model_or_source, deadline_s=deadline_s)
+        )
+        self._sender_args = (engine, trainer, dict(options or {}), self._source)
         self._sender = Sender(*self._sender_args)
         self._current: Sealed | None = None
         self._current_sender: Sender | None = None
@@ -246,7 +254,14 @@ class Publisher:
         self._check_usable()
         _check_version(version)
         _settle_device()
-        return self._run(self._begin(version, None, dry_run=dry_run), wait=wait)
+        try:
+            round_ = self._begin(version, None, dry_run=dry_run)
+        except BaseException as error:
+            # Ranks that hold parts of the weights may be waiting for it.
+            self._source.refuse(version, error)
+            raise
+        self._source.begin(version)
+        return self._run(round_, wait=wait)
 
     def kept(self) -> Sequence[KeptVersion]:
         """Return the versions that `rollback` can go back to, oldest first.
@@ -302,6 +317,7 @@ class Publisher:
         self._listener.close()
         if active is not None:
             _wait_quietly(active)
+        self._source.close()
         self._sender.shutdown()
 
     def __enter__(self) -> Self:
@@ -311,17 +327,41 @@ class Publisher:
         self.close()
 
     def _await_invited(self) -> None:
-        def absent() -> set[str]:
+        def absent() -> list[str]:
             named = set(filter(None, self.hosts.values())) - {w.worker for w in self.workers()}
-            whole = self._roster.instances().values()
-            return named | (self._hosts.engines - {ranks[0].hello.host for ranks in whole})
+            return [*sorted(named), *map(str, self._incomplete_hosts())]
 
         with self._changed:
             if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
                 raise NoWorkersError(
-                    f"{', '.join(sorted(absent()))} did not join within "
+                    f"{', '.join(absent())} did not join within "
                     f"{self._rules.deadline_s:g} s, though asked to; look at the workers' logs"
                 ) from self._refusal
+
+    def _incomplete_hosts(self) -> list[Incomplete]:
+        whole = [worker for ranks in self._roster.instances().values() for worker in ranks]
+        return self._hosts.incomplete(
+            [worker.hello for worker in self._roster.workers()], [worker.hello for worker in whole]
+        )
+
+    def _await_whole_hosts(self, deadline: Deadline) -> None:
+        """Wait for the rest of engines that are there in part: ranks dial again by themselves.
+
+        Of one that is gone as a whole nobody is served old weights; it is left out as any worker.
+        """
+
+        def torn() -> list[Incomplete]:
+            return [each for each in self._incomplete_hosts() if each.some]
+
+        if self._rules.on_lost_worker == "drop":
+            return
+        if not self._changed.wait_for(lambda: not torn(), deadline.remaining()):
+            raise NoWorkersError(
+                f"{', '.join(map(str, torn()))}: the rest was lost and did not come back within "
+                f"{self._rules.deadline_s:g} s; a round would leave it on old weights behind the "
+                "same address. Restart that host, or let rounds go on without what is lost "
+                "(on_lost_worker='drop')"
+            ) from self._refusal
 
     # -- rounds
 
@@ -333,6 +373,7 @@ class Publisher:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         with self._changed:
+            self._await_whole_hosts(deadline)
             while (active := self._active) is not None:
                 if not active.is_resend:
                     age = time.monotonic() - self._active_since
@@ -397,6 +438,7 @@ class Publisher:
             instead=instead,
             dry_run=dry_run,
             apply=self._hosts.apply,
+            on_packed=self._source.packed,
             on_done=self._on_done,
         )
         self._active, self._active_since = round_, time.monotonic()
@@ -412,6 +454,9 @@ class Publisher:
             self._sender = Sender(*self._sender_args)
 
     def _on_done(self, round_: Round) -> None:
+        if not round_.is_resend:
+            # Before another round can begin.
+            self._source.end(round_.failure, round_.sealed.fingerprint if round_.sealed else "")
         with self._changed:
             if self._active is round_:
                 self._active = None

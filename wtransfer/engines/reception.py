@@ -201,7 +201,10 @@ class Reception:
 
     def _make_room(self) -> None:
         manifest = self.plan.manifest
-        if self._engine.copies or self._engine.allocates:
+        note = self._engine.make_room(manifest.nbytes)
+        if note is not None:
+            self._notes.append(note)
+        elif self._engine.copies or self._engine.allocates:
             require_memory(manifest.nbytes, f"staging update {self.plan.version!r}")
             self._notes.append(f"stages {manifest.nbytes} bytes of its own")
         staging = Staging(manifest, copies=self._engine.copies, on_progress=self._progress)

@@ -245,6 +245,8 @@ class Roster:
         with self.changed:
             worker.version, worker.fingerprint = None, message.fingerprint
             worker.state = message.state
+            # Whatever had failed before: it asks for weights anew.
+            worker.num_failed = 0
             self.changed.notify_all()
         self._on_weights_lost()
 

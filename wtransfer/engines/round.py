@@ -95,6 +95,7 @@ class Round:
         instead: What is sent, where that is not the user's source.
         dry_run: Whether to end when every worker has verified, without a commit.
         apply: Lets the hosts of these workers apply what was committed, where that takes a call.
+        on_packed: Called once when the trainer may change its weights again.
         on_done: Called when the round is over, on its thread.
     """
 
@@ -111,6 +112,7 @@ class Round:
         instead: WeightSource | None = None,
         dry_run: bool = False,
         apply: Callable[[str, set[str]], None],
+        on_packed: Callable[[], None],
         on_done: Callable[[Round], None],
     ) -> None:
         self._pid = os.getpid()
@@ -128,6 +130,7 @@ class Round:
         self._roster = roster
         self._rules = rules
         self._origin = origin
+        self._on_packed = on_packed
         self._on_done = on_done
         self._manifest = sealed.manifest if sealed else Manifest(())
         self._clock = Clock()
@@ -242,6 +245,11 @@ class Round:
         return self._failure is not None
 
     @property
+    def failure(self) -> WTransferError | None:
+        """Why it was ended."""
+        return self._failure
+
+    @property
     def committing(self) -> bool:
         """Whether commits have been sent: from here the round only goes forward."""
         return self._forward
@@ -347,14 +355,18 @@ class Round:
         self._sender.source.on_packed = self._mark_packed
         send = self._sender.resend if self.is_resend else self._sender.send
         self._supervise(send(self), "the transfer")
+        self._watch.transferred = True
         self._mark_packed()
         self._clock.lap("transfer", begun)
 
     def _mark_packed(self) -> None:
         with self._roster.changed:
-            if self._packed_s is None:
+            first = self._packed_s is None
+            if first:
                 self._packed_s = self._clock.total()
             self._roster.changed.notify_all()
+        if first and not self.is_resend:
+            self._on_packed()
 
     def _seal(self) -> None:
         begun = time.monotonic()

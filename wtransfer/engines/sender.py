@@ -127,7 +127,6 @@ class Sender:
     ) -> None:
         self.name = name
         self.plugin = f"engines:{name}"
-        self.source = DigestingSource(source)
         self.worker_init_info: dict[str, Any] | None = None
         self.members: frozenset[object] = frozenset()
         self.abandoned = False
@@ -135,6 +134,7 @@ class Sender:
         """Whether a round has failed with it, so that its group, if it has one, may be broken."""
         self._client = RoundClient()
         self._cls: Any = trainer_cls or WeightTransferTrainerFactory.trainer_class(name)
+        self.source = DigestingSource(source, getattr(self._cls, "digest_algorithm", "xxh3-128"))
         self._info = _init_info(self._cls, options)
         self._engine: Any = None
 

@@ -96,6 +96,8 @@ class WorkerSession:
 
     cast_hint: str = CAST_HINT
     """How `cast` is allowed here, for errors; a host that offers another way says so."""
+    host_ranks: int | None = None
+    """Ranks that the host of this worker invites, if it may say another number itself."""
 
     def __init__(
         self,
@@ -377,6 +379,7 @@ class WorkerSession:
                 fingerprint=ledger.held.fingerprint,
                 state=ledger.standing,
                 host=host,
+                host_ranks=self.host_ranks,
             )
 
     def schema(self) -> Mapping[str, TensorSpec] | None:

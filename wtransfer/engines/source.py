@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from wtransfer.engines.interface import ParamMeta, WeightSource
 from wtransfer.engines.state import Group, Grouping, module_tensors
+from wtransfer.transport.tensors import PLAIN_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
+
+Spread: TypeAlias = "tuple[tuple[int, ...] | None, Any, tuple[Any, ...] | None]"
+"""Owners, mesh and placements."""
+WHOLE: Spread = (None, None, None)
+"""Those of a tensor that every rank has all of."""
 
 
 class StateDictSource:
@@ -26,6 +32,7 @@ class StateDictSource:
         self._mapping = tensors
         self._grouping = Grouping()
         self._groups: tuple[Group, ...] = ()
+        self._spreads: list[Spread] = []
         self._metadata: list[ParamMeta] = []
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -39,13 +46,18 @@ class StateDictSource:
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
-        """Name, dtype and whole shape of every tensor."""
+        """Name, dtype and whole shape of every tensor; of a DTensor also who holds which part."""
         tensors = self._tensors()
         groups = self._grouping.of(tensors)
-        if groups is not self._groups:
-            firsts = [(group.name, tensors[group.name]) for group in groups]
-            self._metadata = [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in firsts]
-            self._groups = groups
+        # Not among the looks by which they are grouped.
+        spreads = [_spread(tensors[group.name]) for group in groups]
+        if groups is not self._groups or spreads != self._spreads:
+            self._metadata = [
+                ParamMeta(group.name, tensor.dtype, tuple(tensor.shape), *spread)
+                for group, spread in zip(groups, spreads, strict=True)
+                for tensor in (tensors[group.name],)
+            ]
+            self._groups, self._spreads = groups, spreads
         # The same objects as long as they are right: who compares them finds out at once.
         return list(self._metadata)
 
@@ -76,6 +88,15 @@ class ModuleSource(StateDictSource):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return module_tensors(self._module)
+
+
+def _spread(tensor: torch.Tensor) -> Spread:
+    """Return owners, mesh and placements of a DTensor."""
+    if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "full_tensor"):
+        return WHOLE
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    placements = tuple(tensor.placements)  # type: ignore[attr-defined]
+    return tuple(mesh.mesh.flatten().tolist()), mesh, placements
 
 
 def _without_grad(tensor: torch.Tensor) -> torch.Tensor:

@@ -67,9 +67,10 @@ class Staging:
             StagingMemoryError: No memory left.
         """
         staged = set()
+        # Also for none: so an engine asks, while it prepares, whether it shall go on.
+        self._check_stopped()
         for name, tensor in weights:
-            if self._stopped is not None:
-                raise RoundAbortedError(f"the round was ended: {self._stopped}")
+            self._check_stopped()
             piece = self._pieces.get(name)
             if (
                 piece is None
@@ -82,6 +83,10 @@ class Staging:
             staged.add(name)
         self._on_progress(self.nbytes)
         return staged
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:
+            raise RoundAbortedError(f"the round was ended: {self._stopped}")
 
     def _unexpected(
         self, name: str, tensor: torch.Tensor, piece: Piece | None

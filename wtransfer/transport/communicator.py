@@ -50,7 +50,11 @@ class Communicator(Protocol):
         """Begin to receive what one rank sends."""
 
     def abort(self) -> None:
-        """Break the group: every wait in it ends with an error, here and in the other ranks."""
+        """Break the group: every wait in it ends with an error here.
+
+        In the other ranks what waits for this one may end, too. They, however, may wait for each
+        other, or for one that is stopped: abort each.
+        """
 
     def close(self) -> None:
         """Release everything. Called once, also after `abort`."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 Endpoint: TypeAlias = "tuple[str, int]"
-"""Host and port."""
+"""Host and port; IPv4 hosts without the prefix that they have on IPv6 sockets."""
 
 _DESCRIPTORS = "/dev/fd"
 
@@ -25,7 +25,9 @@ _DESCRIPTORS = "/dev/fd"
 def hang_up(endpoints: Collection[Endpoint]) -> int:
     """End every connection of this process that begins or ends at one of these endpoints.
 
-    Their sockets stay open, and their owner's: reading gives end-of-file, writing an error.
+    Their sockets stay open, and their owner's: reading gives end-of-file, as if the peer had gone,
+    whereupon gloo and torch's store close them. Writing goes on until then: gloo forgets an
+    operation whose first write fails, and whoever waits for that waits for ever.
 
     Returns:
         How many there were.
@@ -36,7 +38,7 @@ def hang_up(endpoints: Collection[Endpoint]) -> int:
         # On a duplicate, so that the socket looked at is the one shut down, whoever closes it.
         with connection, contextlib.suppress(OSError):
             if not _listens(connection) and wanted & {_local(connection), _peer(connection)}:
-                connection.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RD)
                 count += 1
     return count
 
@@ -59,14 +61,20 @@ def _sockets() -> Iterator[socket.socket]:
         except OSError:  # closed meanwhile, or the listing's own
             continue
         try:
-            found = socket.socket(fileno=duplicate)
+            # Given this type, Python leaves the mode of the socket alone. Otherwise it would make
+            # it non-blocking for its owner, too, where `socket.setdefaulttimeout` was called.
+            found = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=duplicate)
         except OSError:  # no socket
             os.close(duplicate)
             continue
-        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+        if found.family in (socket.AF_INET, socket.AF_INET6) and _is_stream(found):
             yield found
         else:
             found.close()
+
+
+def _is_stream(found: socket.socket) -> bool:
+    return found.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
 
 
 def _listens(found: socket.socket) -> bool:
@@ -74,10 +82,13 @@ def _listens(found: socket.socket) -> bool:
 
 
 def _local(connection: socket.socket) -> Endpoint:
-    host, port = connection.getsockname()[:2]
-    return str(host), int(port)
+    return _endpoint(connection.getsockname())
 
 
 def _peer(connection: socket.socket) -> Endpoint:
-    host, port = connection.getpeername()[:2]
-    return str(host), int(port)
+    return _endpoint(connection.getpeername())
+
+
+def _endpoint(name: tuple[Any, ...]) -> Endpoint:
+    # Torch's store dials IPv4 hosts through IPv6 sockets.
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])

@@ -10,6 +10,7 @@ memory. Let it listen on loopback or on a network of your own.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import secrets
 import socket
@@ -21,16 +22,19 @@ import torch.distributed
 from wtransfer.deadline import Deadline
 from wtransfer.errors import GroupError, PeerLostError
 from wtransfer.transport.addresses import ListeningSocket, tcp_text
+from wtransfer.transport.connections import hang_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
 dist: Any = torch.distributed  # whose stores torch does not declare
 
 POLL_S = 0.005
 """Time between two looks at who has arrived."""
 CONNECT_TIMEOUT_S = 20.0
-"""Longest wait for the host, and for one answer of its store."""
+"""Longest wait for the host."""
+GRACE_S = 0.5
+"""How much later than at its deadline a meeting ends whose host does not answer."""
 
 
 class Rendezvous:
@@ -51,6 +55,7 @@ class Rendezvous:
         self.name = name
         self._store: Any = dist.PrefixStore(name, store)
         self._cancelled = threading.Event()
+        self._meeting = False
 
     @property
     def store(self) -> Any:
@@ -81,11 +86,25 @@ class Rendezvous:
             StallError: Ranks are missing; the error names them.
         """
         deadline = Deadline(timeout_s)
-        return self._asking(lambda: self._meet(rank, size, card, deadline))
+        self._meeting = True
+        try:
+            with _hanging_up(self.host, self.port, timeout_s + GRACE_S):
+                return self._meet(rank, size, card, deadline)
+        except dist.DistError as error:
+            if self._cancelled.is_set():
+                raise GroupError("the rendezvous was called off") from error
+            where = tcp_text((self.host, self.port))
+            deadline.check(f"the rendezvous at {where}: its host does not answer")
+            raise PeerLostError(f"the rendezvous at {where} is gone: {error}") from error
+        finally:
+            self._meeting = False
 
     def cancel(self) -> None:
         """Let a running `meet` raise; any thread may call it."""
         self._cancelled.set()
+        if self._meeting:
+            # It may wait for an answer of the host.
+            hang_up({(self.host, self.port)})
 
     def close(self) -> None:
         """Cancel, and let go of the store; on its host it ends with the last group that uses it."""
@@ -108,14 +127,6 @@ class Rendezvous:
                 missing = [each for each in range(size) if not self.store.check([keys[each]])]
                 deadline.check(f"the arrival of ranks {missing} of {size}")
         return [self.store.get(key).decode().partition(" ")[2] for key in keys]
-
-    def _asking(self, ask: Callable[[], list[str]]) -> list[str]:
-        try:
-            return ask()
-        except dist.DistError as error:
-            raise PeerLostError(
-                f"the rendezvous at {tcp_text((self.host, self.port))} is gone: {error}"
-            ) from error
 
 
 def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
@@ -148,15 +159,16 @@ def join_rendezvous(host: str, port: int, name: str) -> Rendezvous:
     Raises:
         PeerLostError: Nobody listens there.
     """
-    _check_port(host, port)
+    host = _reached(host, port)
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
-        )
+        with _hanging_up(host, port, CONNECT_TIMEOUT_S):
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
+            )
     except (dist.DistError, RuntimeError) as error:
         raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error
     return Rendezvous(store, host, port, name)
@@ -173,9 +185,30 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _check_port(host: str, port: int) -> None:
-    """Raise at once where nobody listens; the store's own client would try for its time-out."""
+@contextlib.contextmanager
+def _hanging_up(host: str, port: int, after_s: float) -> Iterator[None]:
+    """End the connections to a store after a time.
+
+    Its client waits for an answer without bound: its time-out is for connecting only. A host that
+    is stopped, or cut off, would hold it for ever.
+    """
+    timer = threading.Timer(after_s, hang_up, [{(host, port)}])
+    timer.daemon = True
+    timer.start()
     try:
-        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _reached(host: str, port: int) -> str:
+    """Return the host as a number.
+
+    Raises at once where nobody listens; the store's own client would try for its time-out.
+    """
+    try:
+        with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as probe:
+            return str(probe.getpeername()[0])
     except OSError as error:
         raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error

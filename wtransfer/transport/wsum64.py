@@ -81,18 +81,27 @@ def wsum64(data: torch.Tensor) -> str:
     """Return the digest of bytes, computed where they lie.
 
     Args:
-        data: uint8, shape ``(n,)``, contiguous, on any device.
+        data: uint8, shape ``(n,)``, contiguous, on any device. Pinned host memory is read by the
+            current CUDA device, a piece at a time: many times faster than here.
 
     Returns:
         32 hexadecimal digits.
 
     Cost: about 30 passes of 64-bit arithmetic, twice; memory for one chunk.
     """
-    total = WeightedSum(data.device)
-    chunk = CHUNK_NBYTES if data.is_cpu else DEVICE_CHUNK_NBYTES
+    device = _worked_on_by(data)
+    total = WeightedSum(device)
+    chunk = CHUNK_NBYTES if device.type == "cpu" else DEVICE_CHUNK_NBYTES
     for start in range(0, data.numel(), chunk):
-        total.update(data[start : start + chunk])
+        total.update(data[start : start + chunk].to(device, non_blocking=True))
     return total.hexdigest()
+
+
+def _worked_on_by(data: torch.Tensor) -> torch.device:
+    # A process that has not touched CUDA is not made to: it can have no pinned memory.
+    if data.is_cpu and torch.cuda.is_initialized() and data.is_pinned():  # type: ignore[no-untyped-call]
+        return torch.device("cuda", torch.cuda.current_device())
+    return data.device
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""Engines whose tensors do not lie in host memory: what they may ask of the framework.
+
+Gloo stands for them here, with tensors of the CPU where theirs lie on a device.
+"""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.gloo import GlooWeightTransferEngine
+from wtransfer.engines.gloo_trainer import GlooTrainerEngine
+from wtransfer.engines.outgoing import Outgoing
+from wtransfer.errors import NonfiniteError, StagingMemoryError
+from wtransfer.testing.contents import contents
+from wtransfer.testing.fleet import Fleet
+from wtransfer.transport.digests import digest
+
+
+class TensorOutgoing(Outgoing):
+    """Hands out tensors instead of memory views."""
+
+    def __call__(self, meta):
+        return torch.from_numpy(self.memory[self[meta.name]])
+
+
+class DeviceTrainer(GlooTrainerEngine):
+    digest_algorithm: ClassVar = "wsum64"
+
+    def outgoing(self, source, communicator):
+        nbytes = self.init_info.packed_buffer_size_bytes
+        return TensorOutgoing(
+            source.metadata, communicator, nbytes, on_part=source.note_progress, num_buckets=3
+        )
+
+
+class DeviceEngine(GlooWeightTransferEngine):
+    trainer_cls = DeviceTrainer
+    room: ClassVar = 10_000
+
+    def make_room(self, nbytes):
+        if nbytes > self.room:
+            raise StagingMemoryError(f"no room for {nbytes} bytes on the device")
+        return f"stages {nbytes} bytes on the device"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    WeightTransferEngineFactory.register_engine("device memory", DeviceEngine)
+    # What torch makes once in a process and keeps is no leftover of the first test.
+    with Fleet({"a": torch.ones(1)}, engine="gloo") as fleet:
+        fleet.join()
+        fleet.publish("v1")
+    return "device memory"
+
+
+SOURCE = {
+    "strided": torch.arange(600.0).view(20, 30).t(),
+    "half": torch.ones(7, dtype=torch.bfloat16),
+    "flags": torch.tensor([True, False]),
+    "empty": torch.empty(0, 4),
+    "scalar": torch.tensor(3),
+}
+
+
+@pytest.mark.parametrize("nbytes", [16 << 20, 100])
+def test_tensors_are_digested_where_they_were_copied_to(engine, nbytes):
+    with Fleet(SOURCE, engine=engine, options={"packed_buffer_size_bytes": nbytes}) as fleet:
+        members = [fleet.join(), fleet.join()]
+        for version in ("v1", "v2"):
+            assert fleet.publish(version).ok
+        assert [member.contents for member in members] == [contents(SOURCE)] * 2
+        sent = fleet.publisher._sender.source
+        assert sent.manifest.algorithm == "wsum64"
+        assert sent.digests() == [digest(tensor, "wsum64") for tensor in SOURCE.values()]
+
+
+def test_what_is_not_finite_is_counted_there(engine):
+    source = {"a": torch.tensor([1.0, float("nan"), float("inf")])}
+    with Fleet(source, engine=engine, nonfinite="reject") as fleet:
+        fleet.join()
+        with pytest.raises(NonfiniteError, match="'a'"):
+            fleet.publish("v1")
+
+
+def test_an_engine_answers_for_its_own_memory(engine, monkeypatch):
+    # The host's is not asked for.
+    monkeypatch.setattr("wtransfer.engines.reception.require_memory", pytest.fail)
+    with Fleet({"a": torch.ones(2500)}, engine=engine) as fleet:
+        fleet.join()
+        (worker,) = fleet.publish("v1").workers
+        assert "stages 10000 bytes on the device" in worker.notes
+
+
+def test_an_engine_without_room_refuses_the_plan(engine):
+    with Fleet({"a": torch.ones(2501)}, engine=engine) as fleet:
+        member = fleet.join()
+        with pytest.raises(StagingMemoryError, match="no room for 10004 bytes on the device"):
+            fleet.publish("v1")
+        assert not member.model["a"].any()

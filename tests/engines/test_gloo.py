@@ -1,0 +1,140 @@
+"""The gloo engine passes the kit that third parties get, and blames who is to blame."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.origin import Origin
+from wtransfer.engines.roster import Exchange
+from wtransfer.engines.rules import Rules
+from wtransfer.engines.seating import Seating
+from wtransfer.engines.source import StateDictSource
+from wtransfer.engines.watch import Watch
+from wtransfer.errors import EngineError, GroupError, PeerLostError, StallError
+from wtransfer.testing.engine import EngineConformance
+from wtransfer.testing.faults import Fault
+from wtransfer.transport.rendezvous import host_rendezvous
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_once_in_a_process():
+    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
+    host_rendezvous("127.0.0.1").close()
+
+
+class TestGloo(EngineConformance):
+    engine = "gloo"
+
+
+class TestGlooInSmallBuckets(EngineConformance):
+    engine = "gloo"
+    options: ClassVar = {"packed_buffer_size_bytes": 4096}
+
+
+class StuckSource(StateDictSource):
+    """A source that does not come to its second tensor before it is let go on."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.go_on = threading.Event()
+
+    def iter_full(self):
+        for number, pair in enumerate(super().iter_full()):
+            if number == 1:
+                self.go_on.wait()
+            yield pair
+
+
+def test_a_source_that_hangs_is_blamed_and_not_a_worker_that_waits_for_it(fleet, weights):
+    source = StuckSource(weights)
+    made = fleet(source, engine="gloo", deadline_s=1.0)
+    for _ in range(2):
+        made.join({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    with pytest.raises(StallError) as stalled:
+        made.publish("v1")
+    assert "the trainer's source made no progress on the next tensor for 1 s" in str(stalled.value)
+    assert stalled.value.worker is None
+    source.go_on.set()
+    assert made.publish("v2").ok
+
+
+def test_the_cause_of_a_broken_group_is_told_and_not_the_break(fleet, faults, weights):
+    WeightTransferEngineFactory.register_engine("gloo that breaks", faults.wrap("gloo"))
+    made = fleet(weights, engine="gloo that breaks", options={"packed_buffer_size_bytes": 40})
+    for _ in range(3):
+        made.join()
+    for number in range(3):
+        faults.arm(Fault("raise", tensor=1, worker=number))
+        with pytest.raises(EngineError, match="injected") as failed:
+            made.publish("v1")
+        assert failed.value.worker == f"worker-{number}"
+    assert made.publish("v2").ok
+
+
+@pytest.fixture
+def watch():
+    """The waits of a round of a group of three, whose peers' answers a test makes up."""
+
+    def make(deadline_s=0.2):
+        connections = [SimpleNamespace(last_heard_s=0.0) for _ in range(3)]
+        workers = [
+            SimpleNamespace(name=f"worker-{i}", connection=each, generation=0, refusal=None)
+            for i, each in enumerate(connections)
+        ]
+        exchanges = [Exchange(worker) for worker in workers]
+        source = SimpleNamespace(moved_at=0.0, reading=False)
+        made = Watch(
+            threading.Condition(),
+            Seating("a round", [[each] for each in exchanges]),
+            SimpleNamespace(source=source, name="gloo", plugin="engines:gloo"),
+            Origin("gloo", needs_generation=True, generation=1),
+            Rules(deadline_s=deadline_s),
+        )
+        return made, exchanges
+
+    return make
+
+
+def test_a_rank_that_is_lost_is_told_though_others_complained_before(watch):
+    made, exchanges = watch()
+    exchanges[0].error = GroupError("connection closed by peer")
+    made.check()
+    exchanges[2].error = PeerLostError("worker-2 is gone")
+    with pytest.raises(PeerLostError) as lost:
+        made.check()
+    assert lost.value.worker == "worker-2"
+
+
+def test_a_group_that_broke_for_no_other_reason_ends_the_round(watch):
+    made, exchanges = watch(deadline_s=30)
+    exchanges[1].error = GroupError("connection closed by peer")
+    with pytest.raises(GroupError) as broken:
+        made.until(lambda _exchange: False, "a receipt")
+    assert broken.value.worker == "worker-1"
+
+
+def test_whoever_does_not_answer_is_blamed_though_others_stopped_moving_before(watch):
+    made, exchanges = watch()
+    exchanges[0].nbytes = exchanges[1].nbytes = 5
+    exchanges[2].nbytes = 9
+    exchanges[2].worker.connection.last_heard_s = 0.15
+    with pytest.raises(StallError) as stalled:
+        made.until(lambda _exchange: False, "a receipt")
+    assert stalled.value.worker == "worker-2"
+    assert str(stalled.value).startswith("worker-2 made no progress on a receipt for 0.2 s")
+
+
+def test_where_all_answer_all_are_named_and_who_is_behind_comes_first(watch):
+    made, exchanges = watch()
+    for exchange, nbytes in zip(exchanges, (7, 5, 9), strict=True):
+        exchange.nbytes = nbytes
+    with pytest.raises(StallError) as stalled:
+        made.until(lambda _exchange: False, "a receipt")
+    assert stalled.value.worker == "worker-1"
+    assert str(stalled.value).startswith("worker-1, worker-0, worker-2 (all of them answer")

@@ -1,0 +1,276 @@
+"""Weights that a host has lost by itself: said at once, named no more, and brought again."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from wtransfer.engines.catchup import CatchUp
+from wtransfer.engines.messages import CODEC, MAX_TEXT_NBYTES, Lost
+from wtransfer.engines.publisher import Publisher
+from wtransfer.engines.session import WorkerSession
+from wtransfer.engines.source import as_source
+from wtransfer.engines.store.versions import VersionStore
+from wtransfer.engines.target import StateDictTarget
+from wtransfer.errors import ClosedError, CommitError, RoundBusyError, SchemaError
+from wtransfer.testing.contents import contents
+
+
+class Remembering(StateDictTarget):
+    """Gives back what it was given last, as a serving engine's model does, and has no form."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors, "copy")
+        self.applied = None
+        self.fails = False
+
+    def schema(self):
+        return None
+
+    def apply(self, tensors):
+        if self.fails:
+            raise RuntimeError("the model says no")
+        super().apply(tensors)
+        self.applied = dict(tensors)
+
+    def capture(self):
+        return self.applied
+
+    def forget(self):
+        self.applied = None
+
+
+def until(condition, timeout_s=5.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def told(fleet):
+    return [(each.version, each.state) for each in fleet.publisher.workers()]
+
+
+def lose(member):
+    """Let a model's memory go, as sleep does."""
+    for tensor in member.model.values():
+        tensor.zero_()
+    member.session.weights_lost("asleep")
+
+
+def zeros(weights):
+    return {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+
+def test_what_was_lost_is_named_no_more_and_brought_again(fleet, weights):
+    made = fleet(weights, engine="shm")
+    stays, loses = made.join(), made.join(commit="copy")
+    report = made.publish("v1")
+    lose(loses)
+    assert (loses.session.version, loses.session.state) == (None, "empty")
+    assert loses.session.fingerprint.startswith("local:")
+    assert not loses.session.pending
+    # Nobody publishes: the publisher was told, and brings what is current.
+    assert loses.session.commit_pending(5.0)
+    assert (loses.session.fingerprint, loses.session.state) == (report.fingerprint, "serving")
+    assert loses.contents == stays.contents == contents(weights)
+    until(lambda: told(made) == [("v1", "serving")] * 2)
+
+
+def test_who_cannot_be_sent_it_again_is_shown_as_empty_until_the_next_round(
+    fleet, engines, weights
+):
+    made = fleet(weights, engine=engines["memory"])
+    stays, loses = made.join(), made.join(commit="copy")
+    assert made.publish("v1").ok
+    lose(loses)
+    until(lambda: told(made) == [("v1", "serving"), (None, "empty")])
+    assert stays.session.version == "v1"
+    assert made.publish("v2").ok
+    assert told(made) == [("v2", "serving")] * 2
+
+
+def test_a_set_that_waits_outlives_the_weights_that_it_was_to_replace(
+    fleet, engine, weights, caplog
+):
+    made = fleet(weights, engine=engine, deadline_s=0.5)
+    member = made.join(commit="copy")
+    assert made.publish("v1").ok
+    weights["layer.0"] += 1
+    late = made.publisher.publish("v2", wait=False)
+    until(lambda: member.session.pending)
+    lose(member)
+    # For the host: it must not serve. For the publisher: there is nothing to send.
+    assert (member.session.state, member.session.pending) == ("empty", True)
+    until(lambda: told(made) == [(None, "pending")])
+    assert [each.outcome for each in late.result(5).workers] == ["pending"]
+    assert member.session.commit_pending()
+    assert (member.session.version, member.session.state) == ("v2", "serving")
+    assert member.contents == contents(weights)
+    until(lambda: told(made) == [("v2", "serving")])
+    assert "catch-up" not in caplog.text
+
+
+def test_who_is_joined_after_the_loss_is_told_that_a_set_waits(fleet, engines, weights):
+    made = fleet(weights, engine=engines["memory"])
+    member = made.join(commit="copy")
+    round_ = made.publisher.publish("v1", wait=False)
+    until(lambda: member.session.pending)
+    lose(member)
+    with Publisher(weights, engine=engines["memory"]) as other:
+        member.session.join(other.address, token=other.token)
+        other.wait_for_workers(1, 5.0)
+        assert [(each.version, each.state) for each in other.workers()] == [(None, "pending")]
+        member.session.leave(other.address)
+    assert made.finish(round_).ok
+
+
+def test_a_commit_that_fails_after_the_loss_does_not_name_the_old_set_again(
+    fleet, engines, weights
+):
+    made = fleet(weights, engine=engines["memory"])
+    target = Remembering(zeros(weights))
+    member = made.join(target)
+    assert made.publish("v1").ok
+    assert member.session.digests()
+    member.session.weights_lost("reloaded")
+    assert member.session.digests() == {}
+    target.fails = True
+    round_ = made.publisher.publish("v2", wait=False)
+    with pytest.raises(CommitError, match="must not serve") as caught:
+        member.session.commit_pending(5.0)
+    assert not caught.value.restored
+    assert [each.outcome for each in round_.result(5).workers] == ["empty"]
+    target.fails = False
+    assert made.publish("v3").ok
+
+
+def test_who_was_given_up_is_tried_again_when_it_says_so_again(fleet, weights, caplog):
+    made = fleet(weights, engine="shm")
+    target = Remembering(zeros(weights))
+    member = made.join(target)
+    assert made.publish("v1").ok
+    member.session.weights_lost("asleep")
+    target.fails = True
+    for _ in range(CatchUp.MAX_ATTEMPTS):
+        with pytest.raises(CommitError, match="the model says no"):
+            member.session.commit_pending(5.0)
+    target.fails = False
+    assert not member.session.commit_pending(1.0)
+    member.session.weights_lost("awake without weights")
+    assert member.session.commit_pending(5.0)
+    assert contents(target.applied) == contents(weights)
+    caplog.clear()  # what was logged holds frames, and those hold tensors
+
+
+def test_a_loss_leaves_the_form_that_updates_must_have(fleet, engines, weights):
+    made = fleet(weights, engine=engines["memory"])
+    member = made.join(Remembering(zeros(weights)))
+    assert made.publish("v1").ok
+    member.session.weights_lost("reloaded")
+    del weights["layer.3"]
+    with pytest.raises(SchemaError, match=r"layer\.3"):
+        made.publish("partial")
+
+
+def test_who_has_committed_and_lost_it_before_the_report_is_not_called_updated(
+    fleet, engines, weights
+):
+    made = fleet(weights, engine=engines["memory"])
+    quick, slow = made.join(commit="copy"), made.join()
+    round_ = made.publisher.publish("v1", wait=False)
+    assert quick.session.commit_pending(5.0)
+    lose(quick)
+    until(lambda: (None, "empty") in told(made))
+    assert slow.session.commit_pending(5.0)
+    report = round_.result(5)
+    assert [each.outcome for each in report.workers] == ["empty", "committed"]
+    assert report.outcome == "mixed"
+
+
+def test_the_ranks_of_an_instance_are_brought_back_together(fleet, weights):
+    made = fleet(weights, engine="shm")
+    ranks = [made.join(instance="both", rank=r, num_ranks=2, commit="copy") for r in range(2)]
+    assert made.publish("v1").ok
+    for each in ranks:
+        lose(each)
+    end = time.monotonic() + 5.0
+    while {each.session.state for each in ranks} != {"serving"}:
+        assert time.monotonic() < end
+        made.step()
+    assert [each.contents for each in ranks] == [contents(weights)] * 2
+
+
+class Halting:
+    """A source that stops after its first tensor until it may go on."""
+
+    def __init__(self, weights):
+        self.metadata = as_source(weights).metadata
+        self.weights = weights
+        self.half, self.go_on = threading.Event(), threading.Event()
+
+    def iter_full(self):
+        for pair in self.weights.items():
+            yield pair
+            self.half.set()
+            assert self.go_on.wait(5.0)
+
+
+def test_a_loss_in_the_middle_of_a_round_does_not_end_it(fleet, engines, weights):
+    source = Halting(weights)
+    made = fleet(source, engine=engines["memory"])
+    member = made.join(zeros(weights), commit="copy")
+    round_ = made.publisher.publish("v1", wait=False)
+    assert source.half.wait(5.0)
+    lose(member)
+    until(lambda: told(made) == [(None, "empty")])
+    source.go_on.set()
+    assert made.finish(round_).ok
+    assert (member.session.version, member.contents) == ("v1", contents(weights))
+
+
+def test_a_folder_brings_it_again_where_no_publisher_lives(fleet, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr("wtransfer.engines.follower.POLL_S", 0.02)
+    store = VersionStore(tmp_path / "store")
+    made = fleet(weights, engine="file", options={"path": str(store.root)})
+    made.join()
+    assert made.publish("v1").ok
+    made.close()
+    tensors = zeros(weights)
+    with WorkerSession(tensors, join=f"file:{store.root}", commit="copy") as session:
+        for _ in range(3):
+            assert session.commit_pending(5.0)
+            assert (session.version, contents(tensors)) == ("v1", contents(weights))
+            assert not session.commit_pending(0.1)
+            for tensor in tensors.values():
+                tensor.zero_()
+            session.weights_lost("asleep")
+
+
+def test_a_session_that_applies_or_is_closed_loses_nothing(fleet, engines, weights):
+    made = fleet(weights, engine=engines["memory"])
+    refused = []
+
+    class Losing(StateDictTarget):
+        def apply(self, tensors):
+            with pytest.raises(RoundBusyError) as caught:
+                member.session.weights_lost("from within")
+            refused.append(caught.value.message)
+            super().apply(tensors)
+
+    member = made.join(Losing(zeros(weights)))
+    assert made.publish("v1").ok
+    assert (len(refused), member.session.state) == (1, "serving")
+    member.session.close()
+    with pytest.raises(ClosedError):
+        member.session.weights_lost("too late")
+    assert member.session.version == "v1"
+
+
+def test_a_reason_of_any_length_can_be_sent():
+    lost = Lost("local:1", "empty", "why " * MAX_TEXT_NBYTES + "\ud800")
+    assert len(lost.reason) <= MAX_TEXT_NBYTES
+    assert CODEC.encode(lost)

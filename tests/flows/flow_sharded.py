@@ -1,0 +1,105 @@
+"""One rank of a sharded trainer in a process of its own: it publishes, or takes part."""
+
+from __future__ import annotations
+
+import os
+
+import flow_stage
+import torch
+import torch.distributed as dist
+from flow_trainer import TrainerPuppet
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from wtransfer.engines.publisher import Publisher
+from wtransfer.engines.source import ModuleSource
+from wtransfer.engines.trainer_rank import TrainerRank
+
+
+class FaultySource(ModuleSource):
+    """A module's source that can be told to diverge, and shows where its passes are."""
+
+    divergence = None
+
+    def iter_local(self):
+        for index, (name, tensor) in enumerate(super().iter_local()):
+            if index == 2:
+                flow_stage.witness.enter("midst")
+            if index == 3 and self.divergence == "name":
+                yield "layers.other", tensor
+            elif index == 3 and self.divergence == "shape":
+                yield name, tensor[1:]
+            elif index == 3 and self.divergence == "raises":
+                raise OSError("the disk is gone")
+            else:
+                yield name, tensor
+
+
+class RankPuppet(TrainerPuppet):
+    """A rank; the first one publishes."""
+
+    def __init__(
+        self, address, witness_path, *, rank, num_ranks, num_tensors, numel, port=0, **options
+    ):
+        flow_stage.Puppet.__init__(self, address, witness_path)
+        flow_stage.register()
+        self.rank, self.num_ranks = rank, num_ranks
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=not rank, wait_for_workers=False)
+        self.model = flow_stage.Weights(num_tensors, numel)
+        self.options = options
+        self.publisher = self.round = None
+
+    # -- orders
+
+    def port(self):
+        return self.store.port
+
+    def init(self):
+        """Begin to train: what the user's program does, with the default group that is its own."""
+        dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.num_ranks)
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (self.num_ranks,)))
+        self.source = FaultySource(self.model)
+        if self.rank:
+            self.publisher = TrainerRank(self.source, **self.options)
+        else:
+            engine = flow_stage.ENGINES[self.options.pop("engine", "gloo")]
+            self.publisher = Publisher(self.source, engine=engine, **self.options)
+
+    def take_part(self, number, wait=True, fill=True):
+        """Publish on a rank that is not the first; return the fingerprint."""
+        if fill:
+            self.model.fill(number)
+        return self.publisher.publish(f"v{number}", wait=wait)
+
+    def diverge(self, how):
+        self.source.divergence = how
+
+    def spoil(self):
+        """Let one element be no number."""
+        with torch.no_grad():
+            self.model.layers[0].to_local()[0] = float("nan")
+
+    def distribute(self, number):
+        """Have a tensor more or less: a model of another size on this rank."""
+        self.publisher.close()
+        other = flow_stage.Weights(number, 64)
+        fully_shard(other, mesh=init_device_mesh("cpu", (self.num_ranks,)))
+        self.publisher = TrainerRank(other, **self.options)
+
+    def all_reduce(self):
+        """Use the trainer's own group, which must be in step on all ranks."""
+        found = torch.ones(1)
+        dist.all_reduce(found)
+        return float(found)
+
+    def close(self):
+        if self.publisher is not None:
+            self.publisher.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(*args, **options):
+    """Be a rank of a trainer."""
+    os.environ.pop("WTRANSFER_TOKEN", None)
+    RankPuppet(*args, **options).serve()

@@ -1,0 +1,143 @@
+"""FAULTS 14 and 15 for engine ``gloo``: a rank is stopped or slow, and holds up the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+DEADLINE_S = 2.0  # a busy machine needs a second to form a group
+ON_TIME_S = DEADLINE_S * 1.1 + 0.5  # 10 %, and what a busy machine may add
+NBYTES = 12 << 20
+OPTIONS = {"packed_buffer_size_bytes": 1 << 20}
+
+
+@pytest.fixture
+def serving(flow):
+    """A trainer, and three workers that have its first version."""
+    flow.size = {"num_tensors": 12, "numel": NBYTES // 12 // 4}
+    trainer = flow.trainer(engine="gloo", options=OPTIONS, deadline_s=DEADLINE_S)
+    workers = flow.workers(3)
+    trainer.ask("wait", n=3)
+    assert trainer.ask("publish", number=1)["ok"]
+    return trainer, workers
+
+
+def serves_the_first_version(worker, since):
+    assert worker.ask("until_free", within_s=5) - since < 1
+    look = worker.look()
+    assert ("v1", {1}) == (look["version"], set(look["numbers"]))
+
+
+def publish_good_round(flow, trainer, number, workers):
+    names = {worker.name for worker in workers}
+    flow.until(lambda: names == {each["worker"] for each in trainer.ask("workers")})
+    report = trainer.ask("publish", number=number)
+    assert report["ok"], report["text"]
+    for worker in workers:
+        assert report["fingerprint"] == flow.holds(worker, number)["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "place"),
+    [
+        ("midst", 0),
+        ("midst", 2),
+        *(pytest.param(p, 1, marks=pytest.mark.slow) for p in ("transfer", "midst")),
+    ],
+)
+def test_a_stopped_worker_and_no_other_is_blamed_at_the_deadline(
+    flow, failing, serving, phase, place
+):
+    trainer, workers = serving
+    stopped = workers[place]
+    rest = [worker for worker in workers if worker is not stopped]
+    stopped.witness.hold(phase)
+    trainer.ask("begin", number=2)
+    stopped.until_held()
+    stopped_at = stopped.signal(signal.SIGSTOP)
+    with failing("StallError") as stalled:
+        trainer.ask("result")
+    assert DEADLINE_S * 0.5 < stalled.ended - stopped_at < ON_TIME_S
+    assert stopped.name == stalled.worker
+    assert stopped.name in stalled.error.text
+    for worker in rest:
+        serves_the_first_version(worker, stalled.ended)
+    publish_good_round(flow, trainer, 3, rest)
+    stopped.go_on()
+    stopped.signal(signal.SIGCONT)
+    publish_good_round(flow, trainer, 4, workers)
+    assert stopped.looks()
+
+
+def test_a_worker_stopped_before_it_has_joined_the_group_is_blamed(flow, failing):
+    trainer = flow.trainer(engine="gloo", options=OPTIONS, deadline_s=DEADLINE_S)
+    first, stopped, last = flow.worker(), flow.worker(hold="init"), flow.worker()
+    trainer.ask("wait", n=3)
+    trainer.ask("begin", number=1)
+    stopped.until_held()
+    stopped_at = stopped.signal(signal.SIGSTOP)
+    with failing("StallError") as stalled:
+        trainer.ask("result")
+    assert stalled.ended - stopped_at < ON_TIME_S
+    assert (stopped.name, "init") == (stalled.worker, stalled.phase)
+    publish_good_round(flow, trainer, 2, [first, last])
+    stopped.go_on()
+    stopped.signal(signal.SIGCONT)
+    publish_good_round(flow, trainer, 3, [first, stopped, last])
+
+
+@pytest.mark.parametrize("place", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_worker_whose_engine_hangs_while_its_heart_beats_is_among_the_named(
+    flow, failing, serving, place
+):
+    trainer, workers = serving
+    slow = workers[place]
+    slow.witness.hold("midst")
+    peak_nbytes = trainer.ask("peak_nbytes")
+    begun = time.monotonic()
+    with failing("StallError") as stalled:
+        trainer.ask("publish", number=2)
+    assert stalled.ended - begun < ON_TIME_S + 1
+    # Which of them it is cannot be seen from outside while all answer.
+    assert slow.name in stalled.error.text
+    assert "all of them answer: the engine of one hangs" in stalled.error.text
+    # What waits for the slow one are two buckets, not the weights.
+    assert trainer.ask("peak_nbytes") - peak_nbytes < NBYTES // 2
+    for worker in workers:
+        if worker is not slow:
+            serves_the_first_version(worker, stalled.ended)
+    slow.go_on()
+    publish_good_round(flow, trainer, 3, workers)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
+    flow.size = {"num_tensors": 12, "numel": 1 << 18}
+    trainer = flow.trainer(engine="gloo", options=OPTIONS, deadline_s=DEADLINE_S)
+    # In each of four phases of a round: longer than the deadline in all.
+    workers = [flow.worker(), flow.worker(pace_s=DEADLINE_S / 2.5), flow.worker()]
+    trainer.ask("wait", n=3)
+    begun = time.monotonic()
+    publish_good_round(flow, trainer, 1, workers)
+    assert time.monotonic() - begun > DEADLINE_S
+
+
+@pytest.mark.parametrize("phase", ["midst", "seal"])
+def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, serving, phase):
+    trainer, workers = serving
+    trainer.witness.hold(phase)
+    trainer.ask("begin", number=2)
+    trainer.until_held()
+    stopped_at = trainer.signal(signal.SIGSTOP)
+    for worker in workers:
+        assert worker.ask("until_free", within_s=10) - stopped_at < ON_TIME_S
+        look = worker.look()
+        assert ("v1", {1}) == (look["version"], set(look["numbers"]))
+    trainer.go_on()
+    trainer.signal(signal.SIGCONT)
+    with failing("WTransferError") as lost:
+        trainer.ask("result")
+    assert {"PeerLostError", "StallError"} & set(lost.classes)
+    publish_good_round(flow, trainer, 3, workers)

@@ -1,0 +1,309 @@
+"""A trainer of several ranks whose weights are sharded by FSDP, between real processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+NUM_ROUNDS = 20
+NUM_TENSORS = 6
+NUMEL = 4097  # uneven on two ranks and on three
+
+
+@pytest.fixture
+def ranks(flow):
+    """Maker of the ranks of a trainer: the one that publishes, and the others."""
+
+    def make(num_ranks=2, **options):
+        flow.size = {"num_tensors": NUM_TENSORS, "numel": NUMEL}
+        target, common = "flow_sharded:main", {"num_ranks": num_ranks}
+        first = flow._start(target, "trainer", {"rank": 0, **common, **options})
+        common["port"] = first.ask("port")
+        if "deadline_s" in options:
+            common["deadline_s"] = options["deadline_s"]
+        others = [
+            flow._start(target, f"rank{rank}", {"rank": rank, **common})
+            for rank in range(1, num_ranks)
+        ]
+        together([first, *others], "init")
+        flow.where = first.ask("where")
+        return first, *others
+
+    return make
+
+
+def together(puppets, order, **options):
+    """Give all the same order, and return what came of it."""
+    for puppet in puppets:
+        puppet.order(order, **options)
+    return [puppet.answer() for puppet in puppets]
+
+
+def begin(first, others, number, **options):
+    """Begin to publish on every rank, as training loops do."""
+    for other in others:
+        other.order("take_part", number=number, **options)
+    first.order("publish", number=number)
+
+
+def publish(flow, first, others, number, workers):
+    """Publish on every rank, and check that all say what every worker holds."""
+    begin(first, others, number)
+    report = first.answer()
+    assert report["ok"], report["text"]
+    assert {report["fingerprint"]} == {other.answer() for other in others}
+    assert {worker.name for worker in workers} == set(report["workers"])
+    for worker in workers:
+        receipt = report["workers"][worker.name]
+        assert ("committed", f"v{number}") == (receipt["outcome"], receipt["version"])
+        assert report["fingerprint"] == receipt["fingerprint"]
+        assert report["fingerprint"] == flow.holds(worker, number)["fingerprint"]
+    return report["fingerprint"]
+
+
+def in_step(first, others):
+    """Check that the trainer's own group is as good as before."""
+    assert {1.0 + len(others)} == set(together([first, *others], "all_reduce"))
+
+
+# -- what works
+
+
+def test_two_ranks_publish_round_after_round_to_three_workers(flow, ranks):
+    first, *others = ranks(engine="gloo")
+    workers = flow.workers(3)
+    first.ask("wait", n=3)
+    seen, holdings = [], []
+    for number in range(1, NUM_ROUNDS + 1):
+        seen.append(publish(flow, first, others, number, workers))
+        holdings.append([puppet.holdings() for puppet in (first, *others)])
+    assert len(set(seen)) == NUM_ROUNDS
+    assert holdings[3] == flow.settled(
+        lambda: [puppet.holdings() for puppet in (first, *others)], holdings[3]
+    )
+    for worker in workers:
+        versions = [version for version, _, _ in worker.looks() if version]
+        assert [f"v{number}" for number in range(1, NUM_ROUNDS + 1)] == versions
+    in_step(first, others)
+
+
+def test_three_ranks_publish_as_well(flow, ranks):
+    first, *others = ranks(3, engine="shm")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    for number in (1, 2):
+        publish(flow, first, others, number, [worker])
+
+
+def test_a_rank_need_not_wait_for_the_commit(flow, ranks):
+    first, other = ranks(engine="shm")
+    worker = flow.worker(auto=False)
+    first.ask("wait", n=1)
+    begin(first, [other], 1, wait=False)
+    assert other.answer() == ""
+    worker.ask("commit", within_s=5.0)
+    assert first.answer()["ok"]
+
+
+# -- what fails, and what is left then
+
+
+def fails_everywhere(failing, first, others, cls, text):
+    """Expect all ranks to fail with the same error, all at once."""
+    ended = []
+    for puppet in (first, *others):
+        with failing(cls) as seen:
+            puppet.answer()
+        assert text in seen.error.text
+        ended.append(seen.ended)
+    assert max(ended) - min(ended) < 1
+    return seen
+
+
+def test_a_plan_that_workers_refuse_ends_the_round_on_every_rank(flow, failing, ranks):
+    first, other = ranks(engine="shm")
+    stranger = flow.worker(numel=8)
+    first.ask("wait", n=1)
+    begin(first, [other], 1)
+    fails_everywhere(failing, first, [other], "SchemaError", "layers.0: wanted float32 [8]")
+    in_step(first, [other])
+    stranger.end()
+    worker = flow.worker()
+    flow.until(lambda: len(first.ask("workers")) == 1)
+    first.ask("wait", n=1)
+    publish(flow, first, [other], 2, [worker])
+
+
+def test_a_rank_that_comes_when_all_is_over_is_told_so(flow, failing, ranks):
+    first, other = ranks(engine="shm")
+    with failing("NoWorkersError"):
+        first.ask("publish", number=1)
+    with failing("NoWorkersError") as told:
+        other.ask("take_part", number=1)
+    assert told.error.seconds < 1
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    publish(flow, first, [other], 1, [worker])
+
+
+def test_weights_that_are_rejected_are_so_on_every_rank(flow, failing, ranks):
+    first, other = ranks(engine="gloo", nonfinite="reject")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.ask("spoil")
+    other.order("take_part", number=0, fill=False)
+    first.order("publish", number=0)
+    fails_everywhere(failing, first, [other], "NonfiniteError", "first 'layers.0' with 1 elements")
+    publish(flow, first, [other], 1, [worker])
+
+
+@pytest.mark.parametrize("num_tensors", [NUM_TENSORS - 1, NUM_TENSORS + 1])
+def test_ranks_that_have_other_tensors_are_refused(flow, failing, ranks, num_tensors):
+    first, other = ranks(engine="shm")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.ask("distribute", number=num_tensors)
+    begin(first, [other], 1)
+    text = (
+        "the trainer's ranks differ at tensor 0: rank 0 has 'layers.0': float32 [4097] as (S(0)) "
+        "over 2 ranks on ranks [0, 1], rank 1 has 'layers.0': float32 [64] as (S(0)) over 2 ranks "
+        "on ranks [0, 1]"
+    )
+    fails_everywhere(failing, first, [other], "SourceError", text)
+    flow.holds(worker, 0)
+    in_step(first, [other])
+
+
+@pytest.mark.parametrize("how", ["name", "shape", "raises"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(
+    flow, failing, ranks, which, how
+):
+    first, other = ranks(engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    (first, other)[which].ask("diverge", how=how)
+    begin(first, [other], 1)
+    text = {
+        "name": "yields ('layers.other', torch.float32,",
+        "shape": "its metadata says ('layers.3', torch.float32,",
+        "raises": "raised OSError: the disk is gone",
+    }
+    fails_everywhere(failing, first, [other], "SourceError", text[how])
+    flow.holds(worker, 0)
+    in_step(first, [other])
+    (first, other)[which].ask("diverge", how=None)
+    publish(flow, first, [other], 2, [worker])
+
+
+def test_a_rank_that_is_killed_in_mid_pass_is_named_within_a_second(flow, failing, ranks):
+    first, other = ranks(engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.witness.hold("midst")
+    begin(first, [other], 1)
+    other.until_held()
+    killed = other.kill()
+    with failing("PeerLostError") as lost:
+        first.answer()
+    assert "trainer rank 1" in lost.error.text
+    assert lost.ended - killed < 1
+    flow.holds(worker, 0)
+
+
+def test_a_publishing_rank_that_is_killed_lets_the_others_go(flow, failing, ranks):
+    first, other = ranks(engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    first.witness.hold("midst")
+    begin(first, [other], 1)
+    first.until_held()
+    killed = first.kill()
+    with failing("PeerLostError") as lost:
+        other.answer()
+    assert "the publishing rank of this trainer was lost" in lost.error.text
+    assert lost.ended - killed < 1
+    flow.holds(worker, 0)
+
+
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(flow, failing, ranks):
+    first, other = ranks(engine="gloo", deadline_s=2.0)
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.witness.hold("midst")
+    begin(first, [other], 1)
+    other.until_held()
+    stopped = other.signal(signal.SIGSTOP)
+    with failing("StallError") as stalled:
+        first.answer()
+    assert "trainer rank 1 was lost: trainer rank 1 has been silent" in stalled.error.text
+    assert stalled.ended - stopped < 2.2
+    flow.holds(worker, 0)
+
+
+def test_a_rank_that_is_forgotten_is_named_at_the_deadline(flow, failing, ranks):
+    first, other = ranks(engine="gloo", deadline_s=2.0)
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    with failing("StallError") as stalled:
+        first.ask("publish", number=1)
+    assert "the arrival of trainer ranks [1], which hold parts of the weights" in stalled.error.text
+    assert "each must call TrainerRank.publish('v1')" in stalled.error.text
+    assert stalled.error.seconds < 2.5
+    with failing("StallError") as told:
+        other.ask("take_part", number=1)
+    assert told.error.seconds < 1
+    publish(flow, first, [other], 2, [worker])
+
+
+def test_a_rank_that_is_alone_is_told_so_at_the_deadline(flow, failing, ranks):
+    first, other = ranks(engine="gloo", deadline_s=1.0)
+    with failing("StallError") as stalled:
+        other.ask("take_part", number=1)
+    assert "one must make a Publisher and call publish()" in stalled.error.text
+    assert stalled.error.seconds < 1.5
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    publish(flow, first, [other], 1, [worker])
+    with failing("StallError") as stalled:
+        other.ask("take_part", number=2)
+    assert "did not call publish() for this version" in stalled.error.text
+    publish(flow, first, [other], 3, [worker])
+
+
+def test_a_rank_that_publishes_another_version_is_sent_away(flow, failing, ranks):
+    first, other = ranks(engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.order("take_part", number=1)
+    first.order("publish", number=2)
+    with failing("RoundAbortedError") as refused:
+        other.answer()
+    assert "rank 0 publishes 'v2', rank 1 called publish('v1')" in refused.error.text
+    # It goes on, and comes for the round that the first still waits in.
+    other.ask("take_part", number=2)
+    assert first.answer()["ok"]
+    flow.holds(worker, 2)
+
+
+def test_a_round_that_is_called_off_ends_on_every_rank(flow, failing, ranks):
+    first, other = ranks(engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.witness.hold("midst")
+    other.order("take_part", number=1)
+    first.ask("begin", number=1)
+    other.until_held()
+    aborted = time.monotonic()
+    first.ask("abort")
+    with failing("RoundAbortedError") as ended:
+        first.ask("result")
+    assert ended.ended - aborted < 1
+    other.go_on()
+    with failing("RoundAbortedError") as ended:
+        other.answer()
+    assert ended.ended - aborted < 1
+    in_step(first, [other])
+    publish(flow, first, [other], 2, [worker])

@@ -1,0 +1,328 @@
+"""Groups of several processes: what they carry, how they break, and that nothing of them stays."""
+
+import contextlib
+import runpy
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from wtransfer.errors import GroupError, StallError
+from wtransfer.transport import process_group
+from wtransfer.transport.connections import listening
+from wtransfer.transport.process_group import GlooCommunicator
+from wtransfer.transport.rendezvous import host_rendezvous
+from wtransfer.transport.zygote import Zygote
+
+HERE = Path(__file__).parent
+HOST = "127.0.0.1"
+MIB = 1 << 20
+SETTLE_S = 5.0
+ABORT_S = 1.0
+ranks_module = runpy.run_path(str(HERE / "process_group_ranks.py"))
+Rank, form = ranks_module["Rank"], ranks_module["form"]
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    with Zygote(preload=["torch", "process_group_jobs"], paths=[HERE]) as made:
+        yield made
+
+
+@pytest.fixture
+def make_rank(zygote, tmp_path):
+    """Maker of processes, which are killed at the end of the test."""
+    made = []
+
+    def make():
+        name = f"process-{len(made)}"
+        rank = Rank(name, tmp_path, lambda path: zygote.spawn("process_group_jobs:serve", path))
+        made.append(rank)
+        # Torch's first store makes a pipe that it keeps, once per process.
+        rank.ask("leave", name=rank.ask("host")["name"])
+        return rank
+
+    yield make
+    for rank in made:
+        rank.end()
+        with contextlib.suppress(ProcessLookupError):
+            rank.kill()
+        rank.process.wait(10.0)
+
+
+@pytest.fixture
+def three(make_rank):
+    return [make_rank() for _ in range(3)]
+
+
+def results(answers):
+    return [answer.result() for answer in answers]
+
+
+def all_begin(ranks, order, **options):
+    return [rank.begin(order, **options) for rank in ranks]
+
+
+def all_do(ranks, order, **options):
+    return results(all_begin(ranks, order, **options))
+
+
+def settled(rank, wanted):
+    """Return what a rank holds, once it is what is wanted or time is over."""
+    end = time.monotonic() + SETTLE_S
+    while (held := rank.ask("holdings")) != wanted and time.monotonic() < end:
+        time.sleep(0.02)
+    return held
+
+
+def until_flowing(rank):
+    end = time.monotonic() + SETTLE_S
+    while rank.ask("done") < 3:
+        assert time.monotonic() < end, "nothing flows"
+        time.sleep(0.005)
+
+
+# -- what they carry
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_a_broadcast_of_any_size_arrives_whole(three, root):
+    form(three, "group")
+    for nbytes in (0, 1, 4097, 3 * MIB + 1):
+        digests = all_do(three, "broadcast", group="group", nbytes=nbytes, root=root, seed=nbytes)
+        assert len(set(digests)) == 1, nbytes
+        twin = torch.Generator().manual_seed(nbytes)
+        content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=twin)
+        assert digests[0] == _digest(content)
+    assert all_do(three, "has_default_group") == [False] * 3
+
+
+def _digest(tensor):
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest(tensor.numpy())
+
+
+def test_messages_go_between_two_ranks(three):
+    form(three, "group")
+    for nbytes in (0, 1, 4097, 3 * MIB + 1):
+        sent = three[2].begin("send", group="group", nbytes=nbytes, to=1, seed=5)
+        received = three[1].ask("recv", group="group", nbytes=nbytes, source=2)
+        sent.result()
+        twin = torch.Generator().manual_seed(5)
+        content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=twin)
+        assert received == _digest(content)
+
+
+def test_a_process_is_in_several_groups_and_one_may_break_alone(three):
+    form(three, "all")
+    form(three[1:], "pair", root=1)
+    all_do(three[1:], "broadcast", group="pair", nbytes=10, root=1)
+    three[1].ask("abort", group="pair")
+    three[2].begin("broadcast", group="pair", nbytes=10, root=1).error()
+    digests = all_do(three, "broadcast", group="all", nbytes=MIB, root=1)
+    assert len(set(digests)) == 1
+    assert all_do(three, "has_default_group") == [False] * 3
+
+
+# -- who listens
+
+
+def test_store_and_gloo_listen_at_the_address_that_was_given_and_nowhere_else(make_rank):
+    ranks = [make_rank(), make_rank()]
+    form(ranks, "group", hosts=["127.0.0.2", "127.0.0.3"])
+    listeners = all_do(ranks, "listeners")
+    # The kernel writes an address as one number, as it stands in memory.
+    assert [{each.partition(":")[0] for each in own} for own in listeners] == [
+        {"0200007F"},
+        {"0300007F"},
+    ]
+    assert [len(own) for own in listeners] == [2, 1]
+
+
+# -- how they break
+
+
+def test_who_waits_for_a_killed_rank_is_free_once_the_group_is_aborted(three):
+    form(three, "group")
+    # Rank 2 never broadcasts, so the others cannot end by themselves.
+    waiting = all_begin(three[:2], "broadcast", group="group", nbytes=MIB, root=2)
+    three[2].kill()
+    aborted = time.monotonic()
+    all_do(three[:2], "abort", group="group")
+    for answer in waiting:
+        assert answer.error(ABORT_S + 1.0).kind == "GroupError"
+        assert answer.ended - aborted < ABORT_S
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_who_streams_beside_a_stopped_rank_is_free_once_the_group_is_aborted(three, victim):
+    form(three, "group")
+    streams = all_begin(three, "stream", group="group", nbytes=MIB, root=0)
+    until_flowing(three[1])
+    three[victim].stop()
+    survivors = [number for number in range(3) if number != victim]
+    aborted = time.monotonic()
+    all_do([three[number] for number in survivors], "abort", group="group")
+    for number in survivors:
+        error = streams[number].error(ABORT_S + 1.0)
+        assert error.kind == "GroupError"
+        assert error.text.startswith(f"rank {number} of 3: ")
+        assert streams[number].ended - aborted < ABORT_S
+    # Nor does the destructor wait for the stopped one.
+    closing = time.monotonic()
+    for number in survivors:
+        three[number].ask("close", group="group")
+    assert time.monotonic() - closing < ABORT_S
+
+
+def test_who_waits_for_a_rank_that_aborts_is_free(three):
+    form(three, "group")
+    waiting = all_begin(three[:2], "broadcast", group="group", nbytes=MIB, root=2)
+    aborted = time.monotonic()
+    three[2].ask("abort", group="group")
+    for answer in waiting:
+        assert answer.error(ABORT_S + 1.0).kind == "GroupError"
+        assert answer.ended - aborted < ABORT_S
+
+
+def test_an_aborted_group_takes_no_more_operations(three):
+    form(three, "group")
+    three[0].ask("abort", group="group")
+    three[0].ask("abort", group="group")
+    error = three[0].begin("broadcast", group="group", nbytes=1, root=0).error()
+    assert (error.kind, error.text) == ("GroupError", "rank 0 of 3: the group was aborted")
+
+
+def test_a_rank_that_dies_while_the_group_forms_is_noticed(three):
+    meeting = three[0].ask("host")
+    three[1].ask("join", **meeting)
+    answers = [
+        three[number].begin(
+            "form", group="group", name=meeting["name"], rank=number, size=3, timeout_s=60.0
+        )
+        for number in (0, 1)
+    ]
+    three[0].kill()
+    error = answers[1].error(2.0)
+    assert error.kind == "PeerLostError"
+
+
+# -- what stays
+
+
+def test_after_abort_and_close_nothing_is_left_and_the_next_group_works(three):
+    before = all_do(three, "holdings")
+    # An operation that gloo forgets while connections break holds the group until it times out.
+    form(three, "group", gloo_timeout_s=2.0)
+    assert all(held["threads"] > 0 for held in all_do(three, "holdings"))
+    streams = all_begin(three, "stream", group="group", nbytes=MIB, root=0)
+    until_flowing(three[2])
+    all_do(three, "abort", group="group")
+    for stream in streams:
+        stream.error()
+    all_do(three, "close", group="group")
+    assert [settled(rank, held) for rank, held in zip(three, before, strict=True)] == before
+    form(three, "group")
+    assert len(set(all_do(three, "broadcast", group="group", nbytes=MIB, root=0))) == 1
+
+
+def test_closing_under_operations_frees_everything_though_their_pendings_live(make_rank):
+    rank = make_rank()
+    before = rank.ask("holdings")
+    form([rank, make_rank()], "group")
+    # The process keeps them, and every error that it sees.
+    rank.ask("begin_and_keep", group="group", nbytes=MIB, root=1)
+    waiting = rank.begin("broadcast", group="group", nbytes=MIB, root=1)
+    rank.ask("close", group="group")
+    waiting.error()
+    assert settled(rank, before) == before
+    assert rank.ask("wait_for_kept") == ["rank 0 of 2: the group was aborted"] * 3
+
+
+def test_fifty_groups_leave_nothing(make_rank):
+    ranks = [make_rank(), make_rank()]
+    before = all_do(ranks, "holdings")
+    for number in range(50):
+        form(ranks, "group")
+        if number % 2:
+            ranks[number // 2 % 2].ask("abort", group="group")
+        all_do(ranks, "close", group="group")
+    assert [settled(rank, held) for rank, held in zip(ranks, before, strict=True)] == before
+
+
+def test_a_group_that_was_not_formed_leaves_nothing_though_its_error_lives(leaves_nothing):
+    rendezvous = host_rendezvous(HOST)
+    before = listening()
+    with pytest.raises(StallError, match=r"the arrival of ranks \[1\] of 2") as caught:
+        GlooCommunicator(rendezvous, 0, 2, host=HOST, timeout_s=0.1)
+    assert listening() == before
+    rendezvous.close()
+    assert caught.value.__traceback__ is not None
+
+
+def test_a_rank_that_cannot_connect_says_so_and_leaves_nothing(leaves_nothing, monkeypatch):
+    monkeypatch.setattr(process_group, "CONNECT_TIMEOUT_S", 0.3)
+    rendezvous = host_rendezvous(HOST)
+    before = listening()
+    # Rank 1 leaves its card, and then never connects.
+    with pytest.raises(StallError):
+        rendezvous.meet(1, 2, f"{HOST} 1", 0.05)
+    with pytest.raises(GroupError, match="rank 0 of 2 cannot connect") as caught:
+        GlooCommunicator(rendezvous, 0, 2, host=HOST, timeout_s=5.0)
+    assert listening() == before
+    rendezvous.close()
+    assert caught.value.__traceback__ is not None
+
+
+# -- in a process that does other things
+
+
+def test_aborting_leaves_other_connections_of_the_process_alone(make_rank):
+    ranks = [make_rank(), make_rank()]
+    with socket.create_server((HOST, 0)) as listener:
+        ranks[0].ask("dial", host=HOST, port=listener.getsockname()[1])
+        bystander = listener.accept()[0]
+    form(ranks, "group")
+    ranks[0].ask("abort", group="group")
+    with bystander:
+        bystander.settimeout(SETTLE_S)
+        bystander.sendall(b"ping")
+        assert ranks[0].ask("echo") == "ping"
+        assert bystander.recv(4) == b"ping"
+
+
+def test_gloo_is_found_among_listeners_that_come_and_go(leaves_nothing):
+    over = threading.Event()
+
+    def storm(stay_s):
+        while not over.is_set():
+            with (
+                socket.create_server((HOST, 0)) as listener,
+                socket.create_connection(listener.getsockname()),
+            ):
+                over.wait(stay_s)
+
+    threads = [threading.Thread(target=storm, args=(stay_s,)) for stay_s in (0.0, 0.001, 0.01)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(30):
+            device, endpoint = process_group._device_at(HOST)
+            # What is found outlives the storm around it, as only gloo's own listener does.
+            time.sleep(0.02)
+            assert endpoint in listening()
+            del device
+            assert endpoint not in listening()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_gloo_cannot_listen_at_another_machines_address():
+    with pytest.raises(GroupError, match=r"gloo cannot listen at '192\.0\.2\.1'"):
+        process_group._device_at("192.0.2.1")

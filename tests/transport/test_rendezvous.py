@@ -1,0 +1,228 @@
+"""Ranks meet at one address, are named when they are missing, and nobody waits for ever."""
+
+import contextlib
+import os
+import runpy
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from wtransfer.errors import (
+    AddressError,
+    AddressInUseError,
+    GroupError,
+    PeerLostError,
+    StallError,
+)
+from wtransfer.transport import rendezvous as rendezvous_module
+from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous, own_address
+from wtransfer.transport.zygote import Zygote
+
+HERE = Path(__file__).parent
+HOST = "127.0.0.1"
+Rank = runpy.run_path(str(HERE / "process_group_ranks.py"))["Rank"]
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    with Zygote(preload=["torch", "process_group_jobs"], paths=[HERE]) as made:
+        # Torch's first store makes a pipe that it keeps; not what the tests look for.
+        host_rendezvous(HOST).close()
+        yield made
+
+
+def num_threads():
+    """Count all, also those that Python does not know."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(zygote, leaves_nothing):
+    before = num_threads()
+    yield
+    assert num_threads() == before
+
+
+@pytest.fixture
+def meeting(nothing_left):
+    """A hosted rendezvous; maker of others at the same store."""
+    with contextlib.ExitStack() as stack:
+        hosted = host_rendezvous(HOST)
+        stack.callback(hosted.close)
+
+        def join():
+            joined = join_rendezvous(hosted.host, hosted.port, hosted.name)
+            stack.callback(joined.close)
+            return joined
+
+        yield hosted, join
+
+
+@pytest.fixture
+def other_host(zygote, tmp_path):
+    """A process that hosts a rendezvous, and this process's place at it."""
+    rank = Rank("host", tmp_path, lambda path: zygote.spawn("process_group_jobs:serve", path))
+    where = rank.ask("host")
+    joined = join_rendezvous(where["at"], where["port"], where["name"])
+    yield rank, joined
+    joined.close()
+    rank.end()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rank.pid, signal.SIGKILL)
+    rank.process.wait(10.0)
+
+
+def test_every_rank_learns_every_card(meeting):
+    hosted, join = meeting
+    with ThreadPoolExecutor(3) as pool:
+        places = [hosted, join(), join()]
+        meets = [
+            pool.submit(place.meet, number, 3, f"card of {number}", 10.0)
+            for number, place in enumerate(places)
+        ]
+        cards = [meet.result() for meet in meets]
+    assert cards == [["card of 0", "card of 1", "card of 2"]] * 3
+
+
+def test_a_rank_that_is_taken_twice_is_refused_at_once(meeting):
+    hosted, join = meeting
+    with pytest.raises(StallError):
+        hosted.meet(1, 2, "first", 0.05)
+    with pytest.raises(GroupError, match=r"rank 1 of 2 is taken; two workers were given one place"):
+        join().meet(1, 2, "first", 10.0)
+
+
+def test_missing_ranks_are_named(meeting):
+    hosted, join = meeting
+    with pytest.raises(StallError):
+        join().meet(2, 4, "", 0.05)
+    with pytest.raises(StallError, match=r"the arrival of ranks \[1, 3\] of 4 within 0.2 s"):
+        hosted.meet(0, 4, "", 0.2)
+
+
+def test_meetings_with_other_names_do_not_meet(meeting):
+    hosted, _ = meeting
+    stranger = join_rendezvous(hosted.host, hosted.port, "wtransfer/guessed")
+    with pytest.raises(StallError):
+        stranger.meet(1, 2, "", 0.05)
+    with pytest.raises(StallError, match=r"ranks \[1\] of 2"):
+        hosted.meet(0, 2, "", 0.05)
+    stranger.close()
+
+
+def test_it_can_be_called_off_from_another_thread(meeting):
+    hosted, _ = meeting
+    with ThreadPoolExecutor(1) as pool:
+        meet = pool.submit(hosted.meet, 0, 2, "", 60.0)
+        time.sleep(0.05)
+        hosted.cancel()
+        with pytest.raises(GroupError, match="called off"):
+            meet.result(5.0)
+    with pytest.raises(GroupError, match="called off"):
+        hosted.meet(0, 2, "", 60.0)
+
+
+def test_a_closed_rendezvous_says_so(meeting):
+    hosted, _ = meeting
+    hosted.close()
+    hosted.close()
+    with pytest.raises(GroupError, match="this rendezvous was closed"):
+        hosted.meet(0, 1, "", 1.0)
+
+
+def test_a_host_that_is_killed_is_lost_at_once(other_host):
+    host, joined = other_host
+    with ThreadPoolExecutor(1) as pool:
+        meet = pool.submit(joined.meet, 1, 2, "", 60.0)
+        time.sleep(0.05)
+        host.kill()
+        killed = time.monotonic()
+        with pytest.raises(PeerLostError, match=rf"the rendezvous at tcp:{HOST}:\d+ is gone"):
+            meet.result(10.0)
+    assert time.monotonic() - killed < 1.0
+
+
+def test_a_stopped_host_holds_nobody_longer_than_the_deadline(other_host, monkeypatch):
+    monkeypatch.setattr(rendezvous_module, "GRACE_S", 0.1)
+    host, joined = other_host
+    host.stop()
+    begun = time.monotonic()
+    with pytest.raises(StallError, match=rf"{HOST}:\d+: its host does not answer within 0.3 s"):
+        joined.meet(1, 2, "", 0.3)
+    assert time.monotonic() - begun < 1.4
+
+
+def test_who_waits_for_a_stopped_host_can_be_called_off(other_host):
+    host, joined = other_host
+    host.stop()
+    with ThreadPoolExecutor(1) as pool:
+        meet = pool.submit(joined.meet, 1, 2, "", 60.0)
+        time.sleep(0.05)
+        joined.cancel()
+        cancelled = time.monotonic()
+        with pytest.raises(GroupError, match="called off"):
+            meet.result(10.0)
+    assert time.monotonic() - cancelled < 1.0
+
+
+def test_nobody_listening_is_said_at_once():
+    with socket.create_server((HOST, 0)) as closed:
+        port = closed.getsockname()[1]
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match=f"no rendezvous at tcp:{HOST}:{port}: .*refused"):
+        join_rendezvous(HOST, port, "name")
+    assert time.monotonic() - begun < 1.0
+
+
+def test_a_listener_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(rendezvous_module, "CONNECT_TIMEOUT_S", 0.3)
+    with socket.create_server((HOST, 0)) as mute:
+        port = mute.getsockname()[1]
+        begun = time.monotonic()
+        with pytest.raises(PeerLostError, match=f"no rendezvous at tcp:{HOST}:{port}"):
+            join_rendezvous(HOST, port, "name")
+        assert time.monotonic() - begun < 2.0
+
+
+def test_a_port_in_use_is_named_at_once_and_nothing_stays_half_open():
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        begun = time.monotonic()
+        with pytest.raises(AddressInUseError, match=f"listens at 'tcp:{HOST}:{port}' already"):
+            host_rendezvous(HOST, port)
+        assert time.monotonic() - begun < 0.1
+    host_rendezvous(HOST, port).close()
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(AddressError, match=r"192\.0\.2\.1"):
+        host_rendezvous("192.0.2.1")
+
+
+def test_it_listens_at_its_address_only():
+    hosted = host_rendezvous("127.0.0.3")
+    tables = [Path(f"/proc/self/net/{each}").read_text().splitlines() for each in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    listeners = [row[1] for row in rows if row[3] == "0A"]
+    own = [each for each in listeners if each.endswith(f":{hosted.port:04X}")]
+    hosted.close()
+    # The kernel writes 127.0.0.3 as one number, as it stands in memory.
+    assert own == [f"0300007F:{hosted.port:04X}"]
+
+
+def test_a_host_may_be_joined_by_name(meeting):
+    hosted, _ = meeting
+    joined = join_rendezvous("localhost", hosted.port, hosted.name)
+    assert joined.host == HOST
+    joined.close()
+
+
+def test_one_s_own_address_is_the_one_that_the_route_has():
+    assert own_address("127.0.0.9", 1) == HOST
+    assert own_address("::1", 1) == "::1"
+    with pytest.raises(PeerLostError, match="no way to 'no such host'"):
+        own_address("no such host", 1)
