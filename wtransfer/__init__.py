@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from wtransfer.engines.publisher import Publisher
     from wtransfer.engines.session import WorkerSession
+    from wtransfer.engines.sharded import ShardedSource
+    from wtransfer.engines.trainer_rank import TrainerRank
     from wtransfer.engines.worker_server import WorkerServer
     from wtransfer.errors import WTransferError
     from wtransfer.host import hooks
@@ -47,7 +49,9 @@ __all__ = [
     "ParallelConfig",
     "Publisher",
     "ServingConfig",
+    "ShardedSource",
     "TrainerInitInfo",
+    "TrainerRank",
     "TrainerWeightTransferEngine",
     "WTransferError",
     "WeightTransferConfig",
@@ -89,6 +93,8 @@ _MEMBERS = {
     "wtransfer.engines.checkpoint": ("CheckpointSource",),
     "wtransfer.engines.publisher": ("Publisher",),
     "wtransfer.engines.session": ("WorkerSession",),
+    "wtransfer.engines.sharded": ("ShardedSource",),
+    "wtransfer.engines.trainer_rank": ("TrainerRank",),
     "wtransfer.engines.worker_server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.host.hooks": ("hookimpl",),

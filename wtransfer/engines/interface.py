@@ -117,9 +117,10 @@ class ParamMeta:
     owners: tuple[int, ...] | None = None
     """Trainer ranks that hold a part; None: every rank holds all of it."""
     mesh: Any = None
-    """Device mesh of a sharded tensor."""
+    """Torch device mesh of a sharded tensor; it is gathered over the mesh's groups."""
     placements: tuple[Any, ...] | None = None
-    """Placement per mesh axis of a sharded tensor."""
+    """Torch placement per mesh axis of a sharded tensor; given together with `mesh`. Such a tensor
+    is gathered from what each rank's ``iter_local`` yields."""
     digest: str | None = None
     """xxh3-128 that its bytes must have, where the source knows it (a checkpoint that was sealed):
     a round in which they come out otherwise is ended."""

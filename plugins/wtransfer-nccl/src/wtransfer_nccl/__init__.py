@@ -1,0 +1,1 @@
+"""Engine ``nccl`` of wtransfer: weights from GPU to GPU."""

@@ -1,0 +1,130 @@
+"""Engine ``nccl``: weights from the trainer's GPU to the workers', on one or several hosts.
+
+How engines move tensors by collectives is said in `wtransfer.engines.collective`. What this one
+adds: memory of devices, a stream of its own, digests that are computed on the device (``wsum64``),
+and a group by NCCL, or by gloo (`communicator`) where there is no GPU: all else is the same code.
+
+What travels is neither encrypted nor authenticated: use a network of your own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from wtransfer.engines.collective import (
+    JOIN_TIMEOUT_S,
+    CollectiveWeightTransferEngine,
+)
+from wtransfer.errors import NotInitializedError
+from wtransfer.transport.memory import require_memory
+
+from wtransfer_nccl.infos import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import ClassVar
+
+    from wtransfer.config import HasBackend, ParallelConfig
+    from wtransfer.engines.collective import CollectiveUpdateInfo
+    from wtransfer.engines.incoming import Landing
+    from wtransfer.engines.interface import LoadWeights
+    from wtransfer.transport.communicator import Communicator
+
+    from wtransfer_nccl.devices import Lane
+
+
+class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransferInitInfo]):
+    """Receives by NCCL broadcasts.
+
+    Args:
+        config: Names the backend.
+        parallel_config: This worker's place, and thereby its rank in the group.
+    """
+
+    init_info_cls = NCCLWeightTransferInitInfo
+    update_info_cls = NCCLWeightTransferUpdateInfo
+    trainer_cls = "wtransfer_nccl.trainer:NCCLTrainerEngine"
+    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+
+    def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
+        super().__init__(config, parallel_config)
+        self._info: NCCLWeightTransferInitInfo | None = None
+        self._lane: Lane | None = None
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Meet the other ranks and form the group.
+
+        Raises:
+            GroupError: NCCL or a GPU is missing here, this engine cannot meet that way, the
+                workers' places do not add up to the group, or a rank is taken.
+            PeerLostError: The trainer's rendezvous is gone.
+            StallError: Ranks are missing.
+        """
+        from wtransfer_nccl.devices import worker_lane
+
+        init_info.check_joinable()
+        self._lane = worker_lane(init_info.communicator, self.parallel_config.rank)
+        self._info = init_info
+        with self._lane.entered():
+            super().init_transfer_engine(init_info)
+
+    def form_group(self, init_info: NCCLWeightTransferInitInfo, rank: int) -> Communicator:
+        """Join the trainer's group."""
+        from wtransfer.transport.rendezvous import join_rendezvous
+
+        from wtransfer_nccl.group import form
+
+        return form(
+            init_info.communicator,
+            join_rendezvous(init_info.master_address, init_info.master_port, init_info.rendezvous),
+            rank,
+            init_info.world_size,
+            device=self._entered_lane().device,
+            timeout_s=JOIN_TIMEOUT_S,
+        )
+
+    def make_room(self, nbytes: int) -> str:
+        """Check the memory that an update is to be staged in, and say which that is."""
+        lane, info = self._entered_lane(), self._joined()
+        what = "staging an update"
+        if info.atomic == "pinned":
+            require_memory(nbytes, what)
+            return f"stages {nbytes} bytes in pinned host memory (atomic=pinned)"
+        lane.require_room(nbytes, what)
+        return f"stages {nbytes} bytes on {lane.device} (atomic=device)"
+
+    def landing(self, nbytes: int, note_progress: Callable[[], object]) -> Landing:
+        """Return the memory that one update is received into."""
+        from wtransfer_nccl.memory import DeviceLanding, PinnedLanding
+
+        note_progress()
+        lane, info = self._entered_lane(), self._joined()
+        if info.atomic == "pinned":
+            return PinnedLanding(nbytes, info.packed_buffer_size_bytes, lane)
+        return DeviceLanding(nbytes, lane)
+
+    def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
+        """Receive the whole update on the own stream, and hand out views bucket by bucket.
+
+        Raises:
+            GroupError: A rank is gone, or the group was aborted.
+            NotInitializedError: There is no group yet.
+            StagingMemoryError: There is no memory for the update.
+        """
+        lane = self._lane
+        with contextlib.nullcontext() if lane is None else lane.entered():
+            super().receive_weights(update_info, load_weights)
+        if lane is not None:
+            # Whoever reads the tensors next does so on another stream.
+            lane.finish()
+
+    def _entered_lane(self) -> Lane:
+        if self._lane is None:
+            raise NotInitializedError("not initialized: call init_transfer_engine first")
+        return self._lane
+
+    def _joined(self) -> NCCLWeightTransferInitInfo:
+        if self._info is None:
+            raise NotInitializedError("not initialized: call init_transfer_engine first")
+        return self._info

@@ -1,0 +1,96 @@
+"""Engine ``nccl``, trainer side."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from wtransfer.engines.collective import JOIN_TIMEOUT_S
+from wtransfer.engines.collective_trainer import CollectiveTrainerEngine
+
+from wtransfer_nccl.devices import trainer_lane
+from wtransfer_nccl.group import form
+from wtransfer_nccl.infos import NCCLTrainerInitInfo
+from wtransfer_nccl.memory import DeviceOutgoing
+
+if TYPE_CHECKING:
+    import torch
+    from wtransfer.engines.interface import RoundSource, WeightSyncClient
+    from wtransfer.manifest import Algorithm
+    from wtransfer.transport.communicator import Communicator
+    from wtransfer.transport.rendezvous import Rendezvous
+
+
+class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
+    """Broadcasts by NCCL.
+
+    Args:
+        init_info: Options.
+        client: Reaches all workers.
+        source: The weights, on any device.
+
+    Raises:
+        GroupError: NCCL or a GPU is missing here.
+    """
+
+    init_info_cls = NCCLTrainerInitInfo
+    digest_algorithm: ClassVar[Algorithm] = "wsum64"
+
+    def __init__(
+        self,
+        init_info: NCCLTrainerInitInfo,
+        *,
+        client: WeightSyncClient,
+        source: RoundSource | None = None,
+    ) -> None:
+        # First of all: nothing is to be open yet where it cannot be used.
+        self._lane = trainer_lane(init_info.communicator, init_info.device)
+        self._buckets: torch.Tensor | None = None
+        super().__init__(init_info, client=client, source=source)
+
+    def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
+        """Form it as rank 0."""
+        with self._lane.entered():
+            return form(
+                self.init_info.communicator,
+                rendezvous,
+                0,
+                world_size,
+                device=self._lane.device,
+                timeout_s=JOIN_TIMEOUT_S,
+            )
+
+    def worker_init_info(self) -> dict[str, Any]:
+        """Return where the ranks meet, and what they must agree on."""
+        info = self.init_info
+        return {
+            **super().worker_init_info(),
+            "packed_num_buffers": info.packed_num_buffers,
+            "communicator": info.communicator,
+            "atomic": info.atomic,
+        }
+
+    def outgoing(self, source: RoundSource, communicator: Communicator) -> DeviceOutgoing:
+        """Return the places for the tensors of one round, in the device's buckets."""
+        made = DeviceOutgoing(
+            source.metadata,
+            communicator,
+            self.init_info.packed_buffer_size_bytes,
+            self._buckets,
+            source.note_progress,
+            num_buckets=self.init_info.packed_num_buffers,
+            device=self._lane.device,
+        )
+        self._buckets = made.memory
+        return made
+
+    def send_weights(self) -> None:
+        """Announce the update, and broadcast it while the workers receive."""
+        with self._lane.entered():
+            # The weights are written on streams of the trainer's, which we do not know.
+            self._lane.settle()
+            super().send_weights()
+
+    def shutdown(self) -> None:
+        """Leave the group, close the rendezvous, and let go of the buckets."""
+        super().shutdown()
+        self._buckets = None
