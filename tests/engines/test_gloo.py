@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.gloo_trainer import GlooTrainerEngine, GlooTrainerInitInfo
 from wtransfer.engines.origin import Origin
 from wtransfer.engines.roster import Exchange
 from wtransfer.engines.rules import Rules
 from wtransfer.engines.seating import Seating
 from wtransfer.engines.source import StateDictSource
 from wtransfer.engines.watch import Watch
-from wtransfer.errors import EngineError, GroupError, PeerLostError, StallError
+from wtransfer.errors import AddressError, EngineError, GroupError, PeerLostError, StallError
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.faults import Fault
 from wtransfer.transport.rendezvous import host_rendezvous
@@ -138,3 +140,39 @@ def test_where_all_answer_all_are_named_and_who_is_behind_comes_first(watch):
         made.until(lambda _exchange: False, "a receipt")
     assert stalled.value.worker == "worker-1"
     assert str(stalled.value).startswith("worker-1, worker-0, worker-2 (all of them answer")
+
+
+class CannotForm(GlooTrainerEngine):
+    """Fails on its own, while the workers wait for it."""
+
+    def form_group(self, rendezvous, world_size):
+        raise GroupError("no network here")
+
+
+def test_a_trainer_that_cannot_form_the_group_says_so_and_blames_no_worker(fleet):
+    made = fleet(
+        {"weight": torch.ones(3)}, engine="gloo", trainer=CannotForm, options={}, deadline_s=20.0
+    )
+    made.join()
+    begun = time.monotonic()
+    with pytest.raises(GroupError, match="no network here") as caught:
+        made.publish("never")
+    assert caught.value.worker is None
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_nobody_can_dial_is_refused_with_what_to_give(fleet, host):
+    made = fleet({"weight": torch.ones(3)}, engine="gloo", options={"host": host})
+    made.join()
+    with pytest.raises(AddressError, match="name the one at which workers reach this machine"):
+        made.publish("never")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("packed_buffer_size_bytes", "abc"), ("packed_buffer_size_bytes", 0), ("world_size", 1)],
+)
+def test_an_option_that_cannot_be_is_named(option, value):
+    with pytest.raises(ValueError, match=f"{option} is {value!r}, expected a whole number"):
+        GlooTrainerInitInfo(**{option: value})

@@ -76,7 +76,12 @@ class Server:
         return JSONResponse({"world_size": self._says})
 
     def _init(self, body):
-        self.invitation = body["init_info"]["wtransfer"]
+        invitation = body["init_info"]["wtransfer"]
+        if invitation.get("leave"):
+            for session in self.sessions:
+                session.leave(invitation["address"])
+            return {}
+        self.invitation = invitation
         for number in range(len(self.sessions), len(self.replicas) - self.late):
             self.bring(number)
         if self.late_s is not None:

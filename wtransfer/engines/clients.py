@@ -88,10 +88,20 @@ class HttpClient:
         """Let the worker leave every publisher, and drop its engine."""
         self._post("/shutdown_weight_transfer_engine")
 
-    def leave(self, address: str, *, timeout_s: float | None = None) -> None:
-        """Let the worker leave one publisher."""
+    def leave(self, address: str, *, timeout_s: float | None = None, engine: bool = False) -> None:
+        """Let the worker leave one publisher.
+
+        Args:
+            address: The publisher's.
+            timeout_s: Longest wait for the answer, in seconds.
+            engine: Whether it is a serving engine, whose shutdown would leave all publishers.
+        """
         path = "/shutdown_weight_transfer_engine"
-        self._call("POST", path, body={"address": address}, timeout_s=timeout_s).answer()
+        body: dict[str, Any] = {"address": address}
+        if engine:
+            taken_back = {"wtransfer": {"address": address, "leave": True}}
+            path, body = "/init_weight_transfer_engine", {"init_info": taken_back}
+        self._call("POST", path, body=body, timeout_s=timeout_s).answer()
 
     def weight_info(self, *, digests: bool = False) -> Any:
         """Return what the worker holds: label, fingerprint, state, and how that was proven.

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""
+OPERATION_TIMEOUT_S = 120.0
+"""When a rank gives an operation up by itself; the control channel is faster where it can be."""
 
 
 @dataclass
@@ -60,6 +62,14 @@ class CollectiveInitInfo(WeightTransferInitInfo):
     """Rank of the first worker."""
     packed_buffer_size_bytes: int = 16 << 20
     """Bytes of a bucket, about."""
+    timeout_s: float = OPERATION_TIMEOUT_S
+    """When a rank gives a bucket up by itself."""
+
+    def __post_init__(self) -> None:
+        for name in ("master_port", "world_size", "rank_offset", "packed_buffer_size_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int or value <= 0:
+                raise ValueError(f"`{name}` is {value!r:.80}, expected a whole number > 0")
 
 
 @dataclass
@@ -78,6 +88,9 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
         unknown = set(self.dtype_names) - DTYPES.keys()
         if unknown:
             raise ManifestError(f"{unknown.pop()!r:.80} is no wire dtype")
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if any(type(size) is not int or size < 0 for size in shape):
+                raise ManifestError(f"{name!r:.80} has the shape {shape!r:.80}")
 
     @property
     def pieces(self) -> list[Piece]:
@@ -206,7 +219,8 @@ def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
         raise GroupError(
             f"wrong world size: {place.data_parallel_size} instances of {per_replica} ranks after "
             f"{rank_offset} of the trainer make {expected}, the trainer says {world_size}; all "
-            "instances must have the same number of ranks"
+            "instances must have the same number of ranks, and an option `world_size` is best left "
+            "out"
         )
     return rank_offset + place.data_parallel_index * per_replica + place.rank
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from wtransfer.engines.announcing import Announcer
-from wtransfer.engines.collective import JOIN_TIMEOUT_S
+from wtransfer.engines.collective import OPERATION_TIMEOUT_S
 from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.interface import (
     ParamMeta,
@@ -23,15 +23,12 @@ from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Self
 
     from wtransfer.transport.communicator import Communicator
     from wtransfer.transport.tensors import ByteArray
-
-FORM_GRACE_S = 1.0
-"""Seconds that forming a group gets to end after it was called off."""
 
 
 @dataclass
@@ -43,20 +40,21 @@ class CollectiveTrainerInitInfo(TrainerInitInfo):
     port: int = 0
     """Port of the rendezvous; 0: one that is free."""
     world_size: int | None = None
-    """Ranks of the group, this one included; None: as many as workers take part."""
+    """Ranks of the group, this one included; None: as many as workers take part, now and later."""
     packed_buffer_size_bytes: int = 16 << 20
     """Bytes of a bucket, about; two are kept, as large as the largest tensor at least."""
+    timeout_s: float = OPERATION_TIMEOUT_S
+    """When a rank gives a bucket up by itself: longer than the source may take for one."""
 
     def __post_init__(self) -> None:
         # The CLI hands over strings.
-        self.port = int(self.port)
-        self.packed_buffer_size_bytes = int(self.packed_buffer_size_bytes)
+        self.port = _whole("port", self.port, 0)
+        self.packed_buffer_size_bytes = _whole(
+            "packed_buffer_size_bytes", self.packed_buffer_size_bytes, 1
+        )
+        self.timeout_s = float(self.timeout_s)
         if self.world_size is not None:
-            self.world_size = int(self.world_size)
-        if self.packed_buffer_size_bytes <= 0:
-            raise ValueError(
-                f"packed_buffer_size_bytes is {self.packed_buffer_size_bytes}, expected > 0"
-            )
+            self.world_size = _whole("world_size", self.world_size, 2)
 
 
 TInfo = TypeVar("TInfo", bound=CollectiveTrainerInitInfo)
@@ -82,7 +80,16 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
 
     @abstractmethod
     def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
-        """Join the group as rank 0; called once, beside the workers, on a thread of its own."""
+        """Join the group as rank 0; called once, while the workers are asked to join.
+
+        Args:
+            rendezvous: Where the ranks meet; cancelled if a worker cannot come.
+            world_size: Ranks of the group, this one included.
+
+        Raises:
+            GroupError: It cannot be formed.
+            StallError: Ranks are missing.
+        """
 
     def outgoing(self, source: RoundSource, communicator: Communicator) -> Outgoing:
         """Return the places for the tensors of one round; host memory, used again and again."""
@@ -117,6 +124,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
             "rendezvous": self._rendezvous.name,
             "world_size": self._world_size,
             "packed_buffer_size_bytes": self.init_info.packed_buffer_size_bytes,
+            "timeout_s": self.init_info.timeout_s,
         }
 
     def send_weights(self) -> None:
@@ -166,66 +174,60 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         return None
 
     def _meet_workers(self) -> None:
-        forming = Forming(lambda: self.form_group(self._rendezvous, self._world_size))
+        asking = Asking(
+            lambda: self.client.init_weight_transfer_engine(self.worker_init_info()),
+            on_error=self._rendezvous.cancel,
+        )
         try:
-            self.client.init_weight_transfer_engine(self.worker_init_info())
-        except BaseException:
-            self._rendezvous.cancel()
-            forming.give_up()
+            self._communicator = self.form_group(self._rendezvous, self._world_size)
+        except GroupError:
+            # Called off because a worker refused, or is lost: that is the cause.
+            asking.check()
             raise
-        self._communicator = forming.result()
+        asking.wait()
 
 
-class Forming:
-    """Forming a group on a thread of its own: it takes all ranks at the same time.
+class Asking:
+    """Asks the workers to join, on a thread of its own: all ranks have to come at the same time.
 
     Args:
-        form: Returns the communicator.
+        ask: Returns when every worker is ready, and raises when the round has failed.
+        on_error: Called when it has raised, after that can be seen by `check`.
     """
 
-    def __init__(self, form: Any) -> None:
-        self._form = form
-        self._formed: Communicator | None = None
+    def __init__(self, ask: Callable[[], object], on_error: Callable[[], object]) -> None:
+        self._ask = ask
+        self._on_error = on_error
         self._error: BaseException | None = None
-        self._given_up = False
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="wtransfer-group", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="wtransfer-init", daemon=True)
         self._thread.start()
 
-    def result(self) -> Communicator:
-        """Wait for the group.
-
-        Raises:
-            GroupError: It cannot be formed; or whatever `form` has raised.
-        """
-        self._thread.join(2 * JOIN_TIMEOUT_S)
+    def check(self) -> None:
+        """Raise what it has failed with, if it has."""
         if self._error is not None:
             raise self._error
-        if self._formed is None:
-            self.give_up()
-            raise GroupError("the group was not formed, though every worker is in it")
-        return self._formed
 
-    def give_up(self) -> None:
-        """Close the group, now or when it comes about."""
-        with self._lock:
-            self._given_up = True
-            formed = self._formed
-        if formed is not None:
-            formed.close()
-        self._thread.join(FORM_GRACE_S)
+    def wait(self) -> None:
+        """Wait until every worker is ready; raise what it has failed with."""
+        self._thread.join()
+        self.check()
 
     def _run(self) -> None:
         try:
-            formed = self._form()
+            self._ask()
         except BaseException as error:
             self._error = error
-            return
-        with self._lock:
-            self._formed = formed
-            given_up = self._given_up
-        if given_up:
-            formed.close()
+            self._on_error()
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} is {value!r}, expected a whole number >= {least}")
+    return number
 
 
 def _world_size(init_info: CollectiveTrainerInitInfo, client: WeightSyncClient) -> int:

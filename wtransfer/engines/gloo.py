@@ -41,4 +41,5 @@ class GlooWeightTransferEngine(CollectiveWeightTransferEngine[CollectiveInitInfo
             init_info.world_size,
             host=own_address(host, port),
             timeout_s=JOIN_TIMEOUT_S,
+            operation_timeout_s=init_info.timeout_s,
         )

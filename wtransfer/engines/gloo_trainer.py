@@ -32,5 +32,10 @@ class GlooTrainerEngine(CollectiveTrainerEngine[GlooTrainerInitInfo]):
     def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
         """Form it as rank 0, at the rendezvous' own address."""
         return GlooCommunicator(
-            rendezvous, 0, world_size, host=rendezvous.host, timeout_s=JOIN_TIMEOUT_S
+            rendezvous,
+            0,
+            world_size,
+            host=rendezvous.host,
+            timeout_s=JOIN_TIMEOUT_S,
+            operation_timeout_s=self.init_info.timeout_s,
         )

@@ -177,10 +177,15 @@ class Hosts:
         }
         all_at_once(calls, 2 * self._timeout_s + _GRACE_S)
 
+    def _kind(self, name: str) -> dict[str, bool]:
+        """Return what `HttpClient.leave` has to know, which cannot tell what it talks to."""
+        by_url = isinstance(self._clients[name], HttpClient)
+        return {"engine": True} if by_url and name in self.engines else {}
+
     def dismiss(self, address: str) -> None:
         """Ask the hosts to leave; what comes of it changes nothing for the publisher."""
         calls: dict[str, Callable[[], object]] = {
-            name: functools.partial(client.leave, address, timeout_s=LEAVE_S)
+            name: functools.partial(client.leave, address, timeout_s=LEAVE_S, **self._kind(name))
             for name, client in self._clients.items()
             if name in self._asked and hasattr(client, "leave")
         }

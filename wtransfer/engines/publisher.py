@@ -30,6 +30,7 @@ from wtransfer.errors import (
     RoundAbortedError,
     RoundBusyError,
     VersionNotKeptError,
+    WTransferError,
 )
 from wtransfer.transport.auth import new_token, resolve_token
 from wtransfer.transport.channel import Listener
@@ -359,9 +360,22 @@ class Publisher:
             raise NoWorkersError(
                 f"{', '.join(map(str, torn()))}: the rest was lost and did not come back within "
                 f"{self._rules.deadline_s:g} s; a round would leave it on old weights behind the "
-                "same address. Restart that host, or let rounds go on without what is lost "
-                "(on_lost_worker='drop')"
+                "same address. Restart that host and call invite(), or let rounds go on without "
+                "what is lost (on_lost_worker='drop')"
             ) from self._refusal
+
+    def _apply_what_is_left(self) -> None:
+        """Have serving engines apply what they still hold, verified: they take no plan before."""
+        with self._changed:
+            current = self._current
+            pending = {w.hello.host for w in self._roster.workers() if w.state == "pending"}
+        if current is None or self._active is not None:
+            return
+        try:
+            self._hosts.apply(current.version, filter(None, pending))
+        except WTransferError as error:
+            # The round will say what it means for that host.
+            logger.warning("an engine could not apply what it was ordered to: %s", error)
 
     # -- rounds
 
@@ -372,6 +386,7 @@ class Publisher:
     def _begin(self, version: str, instead: WeightSource | None, *, dry_run: bool) -> Round:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
+        self._apply_what_is_left()
         with self._changed:
             self._await_whole_hosts(deadline)
             while (active := self._active) is not None:
@@ -390,6 +405,7 @@ class Publisher:
                 active.abort("a new round begins")
                 deadline.check("a joiner's catch-up", round_id=active.round_id)
                 self._changed.wait(patience.remaining() or deadline.remaining())
+                self._await_whole_hosts(deadline)
             instances = self._taking_part()
             if len(instances) < self._rules.min_workers:
                 raise too_few(len(instances), self._rules.min_workers) from self._refusal
@@ -562,8 +578,6 @@ def _settle_device() -> None:
 
 
 def _wait_quietly(round_: Round) -> None:
-    from wtransfer.errors import WTransferError
-
     try:
         round_.result(timeout_s=5.0)
     except WTransferError as error:

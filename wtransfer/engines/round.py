@@ -555,7 +555,8 @@ def too_few(found: int, wanted: int) -> NoWorkersError:
     """Return the error for a fleet that is too small."""
     return NoWorkersError(
         f"{found} workers have joined, {wanted} are needed (ranks of one instance count as one); "
-        "start them with join= the publisher's address, or wait with wait_for_workers()"
+        "start them with join= the publisher's address, ask hosts that were restarted again with "
+        "invite(), or wait with wait_for_workers()"
     )
 
 

@@ -150,7 +150,7 @@ class ShardedSource:
 
     def _others(self, metadata: Sequence[ParamMeta]) -> frozenset[int]:
         """Return the other ranks whose part is needed."""
-        spread = [meta for meta in metadata if meta.owners or meta.placements is not None]
+        spread = [meta for meta in metadata if meta.owners or meta.placements]
         found = frozenset(rank for meta in spread for rank in ranks_of(meta))
         own = own_rank()
         strange = [meta.name for meta in spread if is_sharded(meta) and own not in ranks_of(meta)]

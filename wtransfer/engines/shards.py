@@ -27,7 +27,7 @@ Layout: TypeAlias = "list[tuple[str, str]]"
 
 def is_sharded(meta: ParamMeta) -> bool:
     """Whether a tensor must be gathered to be whole."""
-    return meta.placements is not None
+    return bool(meta.placements)
 
 
 def ranks_of(meta: ParamMeta) -> tuple[int, ...]:
@@ -36,9 +36,9 @@ def ranks_of(meta: ParamMeta) -> tuple[int, ...]:
     Raises:
         SourceError: The metadata says that several ranks own it, but not how.
     """
-    if meta.placements is None and len(meta.owners or ()) <= 1:
+    if not is_sharded(meta) and len(meta.owners or ()) <= 1:
         return ()
-    if meta.placements is None or meta.mesh is None:
+    if not is_sharded(meta) or meta.mesh is None:
         raise SourceError(
             f"{meta.name!r} has owners, ranks {list(meta.owners or ())}, but no mesh and no "
             "placements that say which part each of them holds; give all three in its ParamMeta, "

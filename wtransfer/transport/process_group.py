@@ -104,6 +104,7 @@ class GlooCommunicator:
         size: Ranks of the group.
         host: Address of this machine at which the other ranks reach it; nothing else listens.
         timeout_s: Longest wait for the other ranks to arrive, in seconds.
+        operation_timeout_s: When gloo gives an operation up by itself, in seconds.
 
     Raises:
         GroupError: The rank is taken, or the ranks cannot connect to each other.
@@ -112,7 +113,14 @@ class GlooCommunicator:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, rank: int, size: int, *, host: str, timeout_s: float
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        timeout_s: float,
+        operation_timeout_s: float | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -125,6 +133,8 @@ class GlooCommunicator:
             cards = rendezvous.meet(rank, size, f"{own[0]} {own[1]}", timeout_s)
             self._endpoints = {_endpoint(card) for card in cards}
             self._group = self._connect(rendezvous)
+            limit = OPERATION_TIMEOUT_S if operation_timeout_s is None else operation_timeout_s
+            self._group.set_timeout(dt.timedelta(seconds=limit))
         finally:
             # It listens for as long as anybody has it, and a frame of an error would.
             self._device = None
@@ -193,7 +203,6 @@ class GlooCommunicator:
             raise GroupError(f"rank {self.rank} of {self.size} cannot connect: {error}") from error
         finally:
             options._devices = []  # noqa: SLF001
-        group.set_timeout(dt.timedelta(seconds=OPERATION_TIMEOUT_S))
         return group
 
 

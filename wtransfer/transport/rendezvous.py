@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import GroupError, PeerLostError
+from wtransfer.errors import AddressError, GroupError, PeerLostError
 from wtransfer.transport.addresses import ListeningSocket, tcp_text
 from wtransfer.transport.connections import hang_up
 
@@ -140,6 +140,11 @@ def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
         AddressInUseError: Somebody listens at that port.
         AddressError: The address is not this machine's.
     """
+    if host in ("0.0.0.0", "::", ""):  # noqa: S104  (refused, not bound)
+        raise AddressError(
+            f"{host!r} is no address that ranks could dial; name the one at which workers reach "
+            "this machine"
+        )
     listener = ListeningSocket(tcp_text((host, port)), allow_remote=True)
     bound_host, bound_port = listener.socket.getsockname()[:2]
     store = dist.TCPStore(
@@ -211,4 +216,7 @@ def _reached(host: str, port: int) -> str:
         with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as probe:
             return str(probe.getpeername()[0])
     except OSError as error:
-        raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error
+        raise PeerLostError(
+            f"no rendezvous at {tcp_text((host, port))}: {error}; the trainer has to listen where "
+            "this host can dial it (option host=)"
+        ) from error

@@ -38,13 +38,31 @@ class Executor:
     def __init__(self, workers):
         self.workers = workers
         self.sleeping_tags = set()
+        self.fails_in = None
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        if method == self.fails_in:
+            raise OSError("half way")
         if callable(method):
             return [method(worker, *args) for worker in self.workers]
         for worker in self.workers:
             worker.called.append((method, kwargs))
         return [None] * len(self.workers)
+
+
+class Connector:
+    """A KV connector that finds something for every request, and forgets as it is told to."""
+
+    def __init__(self, forgets):
+        self.forgets = forgets
+
+    def get_num_new_matched_tokens(self, request, num_computed):
+        return (16, True)
+
+    def reset_cache(self):
+        if isinstance(self.forgets, Exception):
+            raise self.forgets
+        return self.forgets
 
 
 class Core:
@@ -116,7 +134,7 @@ def test_a_commit_of_all_ranks_resets_every_cache_and_sets_the_label(make):
     for worker in workers:
         worker.will(applied=True, touched=True, state="serving", version="b")
     finish(core)
-    assert core.resets == [("prefix", True, True), "encoder"]
+    assert core.resets == [("prefix", True, False), "encoder"]
     assert core.label == "b"
     for worker in workers:
         assert names_of(worker) == ["start_weight_update", "finish_weight_update"]
@@ -129,7 +147,7 @@ def test_ranks_that_hold_different_versions_have_no_label(make):
     with pytest.raises(RuntimeError, match="could not be restored"):
         finish(core)
     assert core.label == "empty"
-    assert core.resets == [("prefix", True, True), "encoder"]
+    assert core.resets == [("prefix", True, False), "encoder"]
 
 
 def test_nothing_committed_is_an_error_and_leaves_caches_and_label(make):
@@ -159,6 +177,19 @@ def test_a_cache_that_cannot_be_reset_is_not_read_until_it_can(make, refused):
     core.prefix_reset = lambda: True
     finish(core)
     assert core.scheduler.kv_cache_manager.enable_caching is True
+
+
+@pytest.mark.parametrize("silent", [None, False, OSError("the store is gone")], ids=repr)
+def test_a_connector_that_does_not_say_that_it_forgot_is_not_asked_until_it_does(make, silent):
+    core, workers = make()
+    connector = core.scheduler.connector = Connector(silent)
+    for forgets, found in ((silent, (0, False)), (True, (16, True))):
+        connector.forgets = forgets
+        for worker in workers:
+            worker.will(applied=True, touched=True, state="serving", version="b")
+        finish(core)
+        assert connector.get_num_new_matched_tokens(object(), 0) == found
+        assert core.label == "b"
 
 
 def test_a_cache_that_was_never_on_stays_off(make):
@@ -204,7 +235,7 @@ def test_an_update_that_nobody_ended_is_ended_by_the_next_start(make):
             "finish_weight_update",
             "start_weight_update",
         ]
-    assert (core.label, core.resets) == ("b", [("prefix", True, True), "encoder"])
+    assert (core.label, core.resets) == ("b", [("prefix", True, False), "encoder"])
 
 
 def test_a_worker_is_not_left_with_a_started_update_when_it_is_shut_down(make):
@@ -310,7 +341,7 @@ def test_in_the_seed_era_a_commit_is_an_update(make):
     for worker in workers:
         worker.will(applied=True, touched=True, state="serving", version="b")
     core.collective_rpc("update_weights", None, (), {"update_info": {"is_checkpoint_format": True}})
-    assert (core.label, core.resets) == ("b", [("prefix", True, True), "encoder"])
+    assert (core.label, core.resets) == ("b", [("prefix", True, False), "encoder"])
 
 
 def test_in_the_seed_era_nothing_is_committed_but_in_an_update(make):
@@ -322,6 +353,27 @@ def test_in_the_seed_era_nothing_is_committed_but_in_an_update(make):
     core.sleep(2)
     core.wake_up()
     assert names_of(workers[0]) == ["init_weight_transfer_engine"]
+
+
+def test_a_label_that_a_caller_gives_does_not_name_other_weights(make):
+    core, workers = make()
+    core.set_weight_version("as it was started")
+    assert core.label == "as it was started"
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    finish(core)
+    core.set_weight_version("theirs")
+    assert core.label == "b"
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "reset_weights"])
+def test_weights_that_are_replaced_are_lost_before_that_can_fail(make, method):
+    core, workers = make()
+    core.model_executor.fails_in = method
+    with pytest.raises(OSError, match="half way"):
+        core.collective_rpc(method)
+    assert core.label == "empty"
+    assert [worker.lost for worker in workers] == [[f"{method} was called"]] * 2
 
 
 def test_other_backends_are_not_watched(make):

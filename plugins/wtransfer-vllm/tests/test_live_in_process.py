@@ -345,6 +345,51 @@ def test_float32_masters_are_taken_where_the_environment_allows_it(
         engine.close()
 
 
+def test_kv_of_a_connector_is_not_served_under_other_weights(models, tmp_path, weights, fresh):
+    engine = Engine(
+        tmp_path,
+        model=str(models / "A"),
+        weight_transfer_config={"backend": "shm"},
+        kv_transfer_config={
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
+        },
+    )
+    try:
+        assert engine.tokens(PROMPTS) == fresh["A"]
+        assert list((tmp_path / "kv").iterdir()), "the connector has stored nothing"
+        with wtransfer.Publisher(weights["B"], deadline_s=10) as publisher:
+            engine.invite(publisher)
+            publisher.wait_for_workers(1, timeout_s=20)
+            publish(publisher, engine, "b")
+            assert engine.tokens(PROMPTS) == fresh["B"]
+    finally:
+        engine.close()
+
+
+def test_a_reload_that_fails_takes_the_label_with_it(engine, trainer, weights, fresh):
+    publisher, held = trainer
+    engine.do("rpc", "break_loader", 7)
+    with pytest.raises(HostError, match="broken at"):
+        engine.do("rpc", "reload_weights")
+    assert (engine.do("label"), engine.do("session")["state"]) == ("empty", "empty")
+    become(held, weights["B"])
+    publish(publisher, engine, "b")
+    assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["B"], "b")
+
+
+def test_a_label_is_that_of_the_weights_and_not_of_who_calls(engine, trainer, weights, fresh):
+    publisher, held = trainer
+    become(held, weights["B"])
+    round_ = publisher.publish("b", wait=False)
+    await_commit(round_)
+    engine.do("start")
+    engine.do("finish", "theirs")
+    assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
+    assert (engine.do("label"), engine.tokens(PROMPTS)) == ("b", fresh["B"])
+
+
 def test_weights_reloaded_from_disk_are_not_called_by_the_old_label(engine, trainer, fresh):
     engine.do("rpc", "reload_weights")
     assert (engine.do("label"), engine.do("session")["state"]) == ("empty", "empty")

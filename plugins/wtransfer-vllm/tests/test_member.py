@@ -101,14 +101,48 @@ def test_a_set_that_waits_is_still_there_after_the_loss(member):
         assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
 
 
-def test_who_has_joined_nobody_or_has_ended_loses_nothing(member):
-    member.lose_weights("asleep at level 2")
+def test_weights_that_were_lost_before_anybody_was_joined_are_not_the_way_back(member):
+    member.lose_weights("reload_weights was called")
     assert (member.session, member.has_left) == (None, False)
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        invite(member, publisher)
+        assert (member.outcome.state, member.outcome.error) == ("empty", None)
+        publisher.wait_for_workers(1, timeout_s=20)
+        assert [worker.state for worker in publisher.workers()] == ["empty"]
+
+
+def test_who_has_ended_loses_nothing(member):
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
     member.session.close()
     member.lose_weights("at exit")
     assert member.outcome.state == "fresh"
+
+
+def test_an_invitation_that_is_taken_back_leaves_that_publisher_and_no_other(member):
+    with (
+        wtransfer.Publisher({"w": torch.ones(4)}) as first,
+        wtransfer.Publisher({"w": torch.zeros(4)}) as second,
+    ):
+        for publisher in (first, second):
+            invite(member, publisher)
+            publisher.wait_for_workers(1, timeout_s=20)
+        for _ in range(2):
+            invite(member, second, leave=True)
+            assert member.outcome.error is None
+        assert [link.address for link in member.session.links] == [first.address]
+        assert len(first.workers()) == 1
+
+
+def test_whatever_goes_wrong_in_joining_is_noted_and_not_raised(member, monkeypatch):
+    monkeypatch.setattr(wtransfer.WorkerSession, "join", _no_threads)
+    with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
+        invite(member, publisher)
+    assert member.outcome.error == "can't start new thread"
+
+
+def _no_threads(*_, **__):
+    raise RuntimeError("can't start new thread")
 
 
 @pytest.mark.parametrize(("value", "casts"), [(None, False), ("0", False), ("1", True)])

@@ -150,7 +150,10 @@ def _cuda_device(text: str, default: int, num_devices: int) -> torch.device:
     index = device.index if ":" in text else None
     if index is None:
         # With one process per device that sees only its own, whatever the rank says.
-        index = int(os.environ.get(LOCAL_RANK_VARIABLE, default)) % num_devices
+        local_rank = os.environ.get(LOCAL_RANK_VARIABLE, str(default))
+        if not local_rank.isdecimal():
+            raise GroupError(f"{LOCAL_RANK_VARIABLE} is {local_rank!r}, expected a number")
+        index = int(local_rank) % num_devices
     if index >= num_devices:
         raise GroupError(f"there is no device {text!r}: this process sees {num_devices}")
     return torch.device("cuda", index)

@@ -12,6 +12,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
+from wtransfer_vllm.invitation import taken_back
 from wtransfer_vllm.requests import init_request, is_of_the_seed_era, update_request
 
 if TYPE_CHECKING:
@@ -66,10 +67,8 @@ class LLMClient:
                 self._llm.finish_weight_update(weight_version)
 
     def leave(self, address: str, *, timeout_s: float | None = None) -> None:  # noqa: ARG002
-        """Let every worker leave its publishers; the seed era has no call for it."""
-        with self.lock:
-            if not is_of_the_seed_era(self._llm):
-                self._llm.shutdown_weight_transfer_engine()
+        """Let every worker leave one publisher."""
+        self.init_weight_transfer_engine(taken_back(address))
 
 
 class AsyncLLMClient:
@@ -110,10 +109,16 @@ class AsyncLLMClient:
         else:
             self._wait(self._engine.finish_weight_update(weight_version))
 
-    def leave(self, address: str, *, timeout_s: float | None = None) -> None:  # noqa: ARG002
-        """Let every worker leave its publishers; the seed era has no call for it."""
-        if not is_of_the_seed_era(self._engine):
-            self._wait(self._engine.shutdown_weight_transfer_engine(), timeout_s)
+    def leave(self, address: str, *, timeout_s: float | None = None) -> None:
+        """Let every worker leave one publisher."""
+        request = init_request(taken_back(address))
+        self._wait(self._engine.init_weight_transfer_engine(request), timeout_s)
+
+    def get_world_size(self) -> int | None:
+        """Return how many ranks the engine has, its replicas' included."""
+        parallel = getattr(self._engine.vllm_config, "parallel_config", None)
+        size = getattr(parallel, "world_size_across_dp", None)
+        return size if isinstance(size, int) else None
 
     def _wait(self, call: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)

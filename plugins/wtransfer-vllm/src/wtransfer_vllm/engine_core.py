@@ -38,6 +38,8 @@ FINISH = "finish_weight_update"
 SHUTDOWN = "shutdown_weight_transfer_engine"
 REPLACING = frozenset({"reload_weights", "reset_weights"})
 """Workers' methods that put other weights into the model behind our back."""
+LED = ("sleep", "wake_up", "set_weight_version")
+"""The engine core's methods that concern the weights, beside its calls to the workers."""
 
 
 def watch(engine_core: type[Any], generation: Generation) -> None:
@@ -50,8 +52,6 @@ def watch(engine_core: type[Any], generation: Generation) -> None:
     if hasattr(engine_core.collective_rpc, "wtransfer_call"):
         return
     call_workers = engine_core.collective_rpc
-    fall_asleep = getattr(engine_core, "sleep", None)
-    get_up = getattr(engine_core, "wake_up", None)
 
     def watch_of(core: Any) -> Watch | None:
         if not _is_watched(core):
@@ -70,26 +70,27 @@ def watch(engine_core: type[Any], generation: Generation) -> None:
             return call_workers(self, method, timeout, args, kwargs)
         return watching.pass_on(method, timeout, args, kwargs)
 
-    @functools.wraps(fall_asleep or call_workers)
-    def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        assert fall_asleep is not None
-        sleep = functools.partial(fall_asleep, self, level, *args, **kwargs)
-        watching = watch_of(self) if level > 1 else None
-        return sleep() if watching is None else watching.fall_asleep(sleep)
-
-    @functools.wraps(get_up or call_workers)
-    def wake_up(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assert get_up is not None
-        wake = functools.partial(get_up, self, *args, **kwargs)
-        watching = watch_of(self)
-        return wake() if watching is None else watching.wake_up(wake)
-
     collective_rpc.wtransfer_call = call_workers  # type: ignore[attr-defined]  # the mark
     engine_core.collective_rpc = collective_rpc
-    if fall_asleep is not None:
-        engine_core.sleep = sleep
-    if get_up is not None:
-        engine_core.wake_up = wake_up
+    for name in LED:
+        _lead(engine_core, name, watch_of)
+
+
+def _lead(engine_core: type[Any], name: str, watch_of: Callable[[Any], Watch | None]) -> None:
+    """Lead a method through the `Watch` method of its name, where the engine core has it."""
+    method = getattr(engine_core, name, None)
+    if method is None:
+        return
+
+    @functools.wraps(method)
+    def led(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(method, self)
+        watching = watch_of(self)
+        if watching is None:
+            return call(*args, **kwargs)
+        return getattr(watching, name)(call, *args, **kwargs)
+
+    setattr(engine_core, name, led)
 
 
 def _is_watched(core: Any) -> bool:
@@ -114,6 +115,7 @@ class Watch:
         self._commits_anytime = generation.commits_in == FINISH
         self._started = False
         self._falling_asleep = False
+        self._held: str | None = None
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     @classmethod
@@ -143,6 +145,9 @@ class Watch:
         elif method == UPDATE:
             _refuse_foreign(*args, **(kwargs or {}))
         self._check_time(method)
+        if method in REPLACING:
+            # Before: where it fails half way, the weights are gone all the same.
+            self.lose_weights(f"{method} was called")
         result = self._call(method, timeout, args, kwargs)
         self._note(method)
         return result
@@ -169,19 +174,29 @@ class Watch:
             if error is not None:
                 what = "the worker cannot join" if method == INIT else "nothing was committed"
                 raise RuntimeError(f"{what}: {error}")
-        elif method in REPLACING:
-            self.lose_weights(f"{method} was called")
 
-    def fall_asleep(self, sleep: Callable[[], Any]) -> Any:
-        """Say first that the weights go; return what `sleep` returns.
+    def set_weight_version(self, call: Callable[..., Any], weight_version: str) -> Any:
+        """Name the weights by what the ranks hold, whatever a caller says; as he says before that.
+
+        vLLM's front end names the weights after every finish, by what its caller has passed.
+        """
+        if self._held is None or weight_version == self._held:
+            return call(weight_version)
+        logger.warning("the weights stay %r and are not named %r", self._held, weight_version)
+        return call(self._held)
+
+    def sleep(self, call: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        """Say first that the weights go, if they do; return what `call` returns.
 
         That may be a promise: running requests are waited for. Nothing is committed from here on,
         for it would go with the rest.
         """
+        if level <= 1:
+            return call(level, *args, **kwargs)
         self.lose_weights("asleep at level 2")
         self._falling_asleep = True
         try:
-            promise = sleep()
+            promise = call(level, *args, **kwargs)
         except BaseException:
             self._falling_asleep = False
             raise
@@ -195,13 +210,13 @@ class Watch:
         # From here on the executor's tags say it; where it failed, they say that.
         self._falling_asleep = False
 
-    def wake_up(self, wake: Callable[[], Any]) -> Any:
-        """Return what `wake` returns, and commit what was ordered while there was no memory.
+    def wake_up(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what `call` returns, and commit what was ordered while there was no memory.
 
         No step comes in between: this is still the same call of the engine core.
         """
         was_asleep = self._asleep
-        fully = wake()
+        fully = call(*args, **kwargs)
         if was_asleep and not self._asleep and self._commits_anytime:
             self._commit_left()
         return fully
@@ -251,6 +266,7 @@ class Watch:
         return next((outcome["error"] for outcome in outcomes if outcome["error"]), None)
 
     def _label(self, label: str | None) -> None:
+        self._held = label or self._held
         if label is not None and hasattr(self._core, "set_weight_version"):
             self._core.set_weight_version(label)
 

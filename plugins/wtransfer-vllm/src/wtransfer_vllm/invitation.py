@@ -21,6 +21,8 @@ class Invitation:
     """What the publisher calls this host."""
     instance: str | None = None
     """Serving instance, the same in all its ranks; the engine core names it."""
+    leave: bool = field(default=False, compare=False)
+    """Whether it is taken back: this worker shall leave that publisher, and no other."""
     may_commit: bool = field(default=True, compare=False)
     """Whether the weights have memory, so that an older order to commit may be carried out."""
 
@@ -60,8 +62,18 @@ def read_invitation(init_info: Any) -> Invitation:
         raise ValueError(f"{', '.join(wrong)} in an invitation of wtransfer must be text")
     may_commit = fields.get("may_commit") is not False
     return Invitation(
-        fields["address"], known["token"], known["host"], known["instance"], may_commit
+        fields["address"],
+        known["token"],
+        known["host"],
+        known["instance"],
+        leave=fields.get("leave") is True,
+        may_commit=may_commit,
     )
+
+
+def taken_back(address: str) -> dict[str, Any]:
+    """Return what has workers leave one publisher."""
+    return {KEY: {"address": address, "leave": True}}
 
 
 def addressed(init_info: dict[str, Any], instance: str, *, may_commit: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from wtransfer import WorkerSession
-from wtransfer.errors import ClosedError, WTransferError
+from wtransfer.errors import ClosedError
 
 from wtransfer_vllm.casting import HINT, may_cast
 from wtransfer_vllm.invitation import Invitation, read_invitation
@@ -43,6 +43,7 @@ class Member:
         self._place = place
         self._session: WorkerSession | None = None
         self._joined: dict[str, Invitation] = {}
+        self._lost: str | None = None
 
     @property
     def session(self) -> WorkerSession | None:
@@ -60,15 +61,19 @@ class Member:
         error = None
         try:
             invitation = read_invitation(init_info)
-            if invitation.may_commit:
+            if invitation.leave:
+                self._leave(invitation.address)
+                return
+            if invitation.may_commit and not self._connected:
                 # A publisher that was lost after its order to commit has left a verified set.
                 # From there it only goes forward, and this is the first moment between two steps.
                 self.commit(wait_s=0.0)
             self._join(invitation)
-        except (WTransferError, ValueError) as refused:
+        except Exception as refused:
             error = str(refused)
             logger.error("cannot join the publisher: %s", error)  # noqa: TRY400  # said in full
-        self.outcome = replace(self.outcome, error=error)
+        state = self.outcome.state if self._session is None else self._session.state
+        self.outcome = replace(self.outcome, state=state, error=error)
 
     def commit(self, wait_s: float = COMMIT_WAIT_S) -> None:
         """Apply what the publisher has ordered, if anything."""
@@ -100,6 +105,8 @@ class Member:
         """Enter that the model consists of nothing that could be named, until the next commit."""
         session = self._session
         if session is None:
+            # Said by the session that a publisher will ask for.
+            self._lost = why
             return
         # Closed where the interpreter ends: nobody asks any more.
         with contextlib.suppress(ClosedError):
@@ -119,9 +126,13 @@ class Member:
         session.join(invitation.address, token=invitation.token, host=invitation.host)
         self._joined[invitation.address] = invitation
 
+    @property
+    def _connected(self) -> bool:
+        return self._session is not None and self._session.connected
+
     def _leave(self, address: str) -> None:
-        del self._joined[address]
-        assert self._session is not None
+        if self._joined.pop(address, None) is None or self._session is None:
+            return
         # Closed before its engine, where the interpreter ends: then it has left already.
         with contextlib.suppress(ClosedError):
             self._session.leave(address)
@@ -138,6 +149,8 @@ class Member:
         )
         self._session.cast_hint = HINT
         self._session.host_ranks = place.host_ranks
+        if self._lost is not None:
+            self._session.weights_lost(self._lost)
         return self._session
 
     @staticmethod

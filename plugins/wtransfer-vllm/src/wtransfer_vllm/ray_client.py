@@ -10,6 +10,7 @@ from typing import Any
 
 from wtransfer.errors import PeerLostError, PluginError, RemoteError, StallError
 
+from wtransfer_vllm.invitation import taken_back
 from wtransfer_vllm.requests import InitRequest, UpdateRequest, is_of_the_seed_era
 
 TIMEOUT_S = 30.0
@@ -76,10 +77,10 @@ class RayClient:
         else:
             self._call("finish_weight_update", weight_version)
 
-    def leave(self, address: str, *, timeout_s: float | None = None) -> None:  # noqa: ARG002
-        """Let every worker leave its publishers; the seed era has no call for it."""
-        if not is_of_the_seed_era(self._actor):
-            self._call("shutdown_weight_transfer_engine", timeout_s=timeout_s)
+    def leave(self, address: str, *, timeout_s: float | None = None) -> None:
+        """Let every worker leave one publisher."""
+        request = InitRequest(taken_back(address))
+        self._call("init_weight_transfer_engine", request, timeout_s=timeout_s)
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         ray = _ray()

@@ -1,0 +1,157 @@
+"""One rank of a small trainer, for `test_sharded.py`: all kinds of placements, in one process each.
+
+The first prints the port of the store. Then each prints one line of JSON per round: what was
+published, and whether the worker, which is the first's, has what the ranks hold together.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import wtransfer
+
+PLACEMENTS = {
+    "rows": (Shard(0), (8, 3)),
+    "uneven": (Shard(0), (7, 3)),
+    "one": (Shard(0), (1, 5)),
+    "columns": (Shard(1), (4, 5)),
+    "all": (Replicate(), (3, 2)),
+    "scalar": (Replicate(), ()),
+    "none": (Shard(0), (0, 4)),
+}
+
+
+def tensors(mesh):
+    """Return tensors of all placements, and a plain one between them."""
+    made = {}
+    for name, (placement, shape) in PLACEMENTS.items():
+        numel = torch.Size(shape).numel()
+        whole = torch.arange(float(numel)).view(shape) + len(made)
+        made[name] = distribute_tensor(whole.to(torch.bfloat16), mesh, [placement])
+        made[f"plain.{name}"] = whole
+    return made
+
+
+def network():
+    """Return a small model, the same on every rank."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
+
+
+def step(model):
+    """Take a step of training in which every weight changes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.ones(2, 5)).square().sum().backward()
+    optimizer.step()
+
+
+class Trained:
+    """A model that is trained between two rounds, here and, for comparison, whole."""
+
+    def __init__(self, mesh):
+        self.published = network()
+        for part in (self.published[0], self.published[2], self.published):
+            fully_shard(part, mesh=mesh)
+        self.whole = network()
+
+    def expected(self):
+        return dict(self.whole.state_dict())
+
+    def advance(self):
+        step(self.published)
+        step(self.whole)
+
+
+class Distributed:
+    """Tensors by name, which grow by one between two rounds."""
+
+    def __init__(self, mesh):
+        self.published = self.tensors = tensors(mesh)
+
+    def expected(self):
+        whole = {}
+        for name, tensor in self.tensors.items():
+            gather = getattr(tensor, "full_tensor", None)
+            whole[name] = gather() if gather else tensor.clone()
+        return whole
+
+    def advance(self):
+        for tensor in self.tensors.values():
+            tensor.add_(1)
+
+
+class ByMetadata(Distributed):
+    """The same through a source of the user's own: no DTensor is ever seen, only local parts."""
+
+    class Source:
+        def __init__(self, model):
+            self._source = wtransfer.ShardedSource(model)
+
+        @property
+        def metadata(self):
+            return self._source.metadata
+
+        def iter_local(self):
+            return self._source.iter_local()
+
+        def iter_full(self):
+            raise AssertionError("what has placements is gathered from its parts")
+
+    def __init__(self, mesh):
+        super().__init__(mesh)
+        self.published = self.Source(self.tensors)
+
+
+KINDS = {"fsdp": Trained, "dtensors": Distributed, "metadata": ByMetadata}
+
+
+def serve(target, publisher, stopped):
+    with wtransfer.WorkerSession(target, join=publisher.address, token=publisher.token) as session:
+        while not stopped.is_set():
+            session.commit_pending(0.01)
+
+
+def main(kind, engine, rank, num_ranks, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=not rank, wait_for_workers=False)
+    if not rank:
+        print(store.port, flush=True)  # noqa: T201 (the test reads it)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    model = KINDS[kind](init_device_mesh("cpu", (num_ranks,)))
+    expected = model.expected()
+    target = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    stopped = threading.Event()
+    if rank:
+        publisher = wtransfer.TrainerRank(model.published, deadline_s=10)
+    else:
+        publisher = wtransfer.Publisher(model.published, engine=engine, deadline_s=10)
+        worker = threading.Thread(target=serve, args=(target, publisher, stopped))
+        worker.start()
+        publisher.wait_for_workers(1)
+    for number in range(3):
+        told = publisher.publish(f"v{number}")
+        fingerprint = told if rank else told.fingerprint
+        expected = model.expected()
+        equal = {name: torch.equal(target[name], expected[name]) for name in expected}
+        line = json.dumps({"fingerprint": fingerprint, "equal": equal})
+        print(line, flush=True)  # noqa: T201 (the test reads it)
+        model.advance()
+    stopped.set()
+    if not rank:
+        worker.join()
+    publisher.close()
+    # The default group is the trainer's: it works on after its publisher is closed.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
