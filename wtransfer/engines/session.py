@@ -309,6 +309,15 @@ class WorkerSession:
         return any(link.connected for link in self._links)
 
     @property
+    def orphaned(self) -> bool:
+        """Whether the update that waits for `commit_pending` has lost its publisher.
+
+        It is verified and was ordered, so it may still be applied; nobody waits for it any more.
+        """
+        pending = self.ledger.pending
+        return pending is not None and not getattr(pending.link, "connected", False)
+
+    @property
     def links(self) -> tuple[Link | Follower, ...]:
         """The link to every publisher that was joined and not left."""
         return tuple(self._links)

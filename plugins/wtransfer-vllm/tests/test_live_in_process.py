@@ -370,12 +370,14 @@ def test_kv_of_a_connector_is_not_served_under_other_weights(models, tmp_path, w
 
 def test_a_reload_that_fails_takes_the_label_with_it(engine, trainer, weights, fresh):
     publisher, held = trainer
+    become(held, weights["B"])
+    publish(publisher, engine, "b")
     engine.do("rpc", "break_loader", 7)
     with pytest.raises(HostError, match="broken at"):
         engine.do("rpc", "reload_weights")
     assert (engine.do("label"), engine.do("session")["state"]) == ("empty", "empty")
-    become(held, weights["B"])
-    publish(publisher, engine, "b")
+    # The publisher knows, and has brought it again.
+    catch_up(engine, "b")
     assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["B"], "b")
 
 

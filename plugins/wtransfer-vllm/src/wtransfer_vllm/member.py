@@ -64,7 +64,7 @@ class Member:
             if invitation.leave:
                 self._leave(invitation.address)
                 return
-            if invitation.may_commit and not self._connected:
+            if invitation.may_commit and self._session is not None and self._session.orphaned:
                 # A publisher that was lost after its order to commit has left a verified set.
                 # From there it only goes forward, and this is the first moment between two steps.
                 self.commit(wait_s=0.0)
@@ -125,10 +125,6 @@ class Member:
             self._leave(invitation.address)
         session.join(invitation.address, token=invitation.token, host=invitation.host)
         self._joined[invitation.address] = invitation
-
-    @property
-    def _connected(self) -> bool:
-        return self._session is not None and self._session.connected
 
     def _leave(self, address: str) -> None:
         if self._joined.pop(address, None) is None or self._session is None:
