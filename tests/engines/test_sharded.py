@@ -129,6 +129,13 @@ def test_metadata_follows_a_tensor_that_is_placed_anew(sharded, mesh):
     assert (Replicate(),) == source.metadata[0].placements
 
 
+@pytest.mark.parametrize(("own_s", "expected_s"), [(None, 300.0), (7.0, 7.0)])
+def test_the_publishers_deadline_holds_unless_the_source_has_one(own_s, expected_s):
+    source = wtransfer.ShardedSource({"w": torch.ones(2)}, deadline_s=own_s)
+    with wtransfer.Publisher(source, deadline_s=300.0):
+        assert source.deadline_s == expected_s
+
+
 def test_what_is_not_sharded_passes_through():
     tensors = {"a": torch.ones(2), "b": torch.zeros(3)}
     source = ShardedSource(tensors)

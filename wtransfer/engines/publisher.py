@@ -118,8 +118,9 @@ class Publisher:
         self._source = (
             model_or_source
             if isinstance(model_or_source, ShardedSource)
-            else ShardedSource(model_or_source, deadline_s=deadline_s)
+            else ShardedSource(model_or_source)
         )
+        self._source.take_deadline(deadline_s)
         self._sender_args = (engine, trainer, dict(options or {}), self._source)
         self._sender = Sender(*self._sender_args)
         self._current: Sealed | None = None

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEADLINE_S = 30.0
+"""The deadline where no publisher has said another, in seconds."""
 OWN_SHARE = 0.9
 """Part of the deadline after which a wait for ranks ends: the round's own watch, which ends it
 at the whole, could only say that the engine hangs."""
@@ -44,7 +46,8 @@ class ShardedSource:
         listen: Address for the other ranks. Default: an abstract Unix socket, which only this user
             on this host can reach; ``tcp:host:port`` for trainers of several hosts.
         store: A torch store that all ranks share. Default: the one of torch's default group.
-        deadline_s: Longest wait for the other ranks and for a collective, in seconds.
+        deadline_s: Longest wait for the other ranks and for a collective, in seconds. Default: the
+            publisher's.
     """
 
     def __init__(
@@ -54,17 +57,24 @@ class ShardedSource:
         name: str = "default",
         listen: str | None = None,
         store: Any = None,
-        deadline_s: float = 30.0,
+        deadline_s: float | None = None,
     ) -> None:
         self._source = as_source(model_or_source)
         self._whereabouts = Whereabouts(name, store)
         self._listen = listen
-        self._deadline_s = deadline_s * OWN_SHARE
+        self.deadline_s = DEADLINE_S if deadline_s is None else deadline_s
+        """Longest wait for the other ranks and for a collective, in seconds."""
+        self._has_own_deadline = deadline_s is not None
         self._ranks: TrainerRanks | None = None
         self._thread = LeavableThread("wtransfer-gather")
         self._version: str | None = None
         self._agreed = False
         self._metadata: Sequence[ParamMeta] | None = None
+
+    def take_deadline(self, deadline_s: float) -> None:
+        """Take the publisher's deadline, in seconds, unless this source has one of its own."""
+        if not self._has_own_deadline:
+            self.deadline_s = deadline_s
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -165,7 +175,10 @@ class ShardedSource:
     def _ranks_now(self) -> TrainerRanks:
         if self._ranks is None:
             self._ranks = TrainerRanks(
-                self._whereabouts, own_rank(), listen=self._listen, deadline_s=self._deadline_s
+                self._whereabouts,
+                own_rank(),
+                listen=self._listen,
+                deadline_s=self.deadline_s * OWN_SHARE,
             )
             if self._version is not None:
                 self._ranks.begin(self._version)
@@ -188,7 +201,9 @@ class ShardedSource:
     ) -> torch.Tensor:
         what = f"gathering {meta.name!r}"
         try:
-            return self._thread.call(lambda: gathered(meta, shard), what, self._deadline_s)
+            return self._thread.call(
+                lambda: gathered(meta, shard), what, self.deadline_s * OWN_SHARE
+            )
         except WTransferError:
             raise
         except Exception as error:
