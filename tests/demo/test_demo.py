@@ -101,6 +101,7 @@ def test_a_live_model_that_is_not_what_the_session_says_fails_the_demo(run, sabo
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_named_with_its_own_words(run, sabotage):
     sabotage(
         "from wtransfer.demo import generate\n"

@@ -34,6 +34,7 @@ class TestGloo(EngineConformance):
     engine = "gloo"
 
 
+@pytest.mark.slow
 class TestGlooInSmallBuckets(EngineConformance):
     engine = "gloo"
     options: ClassVar = {"packed_buffer_size_bytes": 4096}

@@ -253,6 +253,13 @@ class Cast:
         """Look until there is what is wanted, or time is up; return what there is then."""
         return self._wait_until(look, timeout_s, wanted=wanted)
 
+    def left_over(self, before, look, timeout_s=5.0):
+        """Return by how much each process has more than before, when that was given back or not."""
+        none = [collections.Counter() for _ in before]
+        return self.settled(
+            lambda: [now - then for now, then in zip(look(), before, strict=True)], none, timeout_s
+        )
+
     def holds(self, worker, number, timeout_s=PATIENCE_S):
         """Wait until a worker serves a version, then check that it is that one, whole."""
         version = f"v{number}" if number else None

@@ -124,7 +124,7 @@ def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
     assert time.monotonic() - begun > DEADLINE_S
 
 
-@pytest.mark.parametrize("phase", ["midst", "seal"])
+@pytest.mark.parametrize("phase", ["midst", pytest.param("seal", marks=pytest.mark.slow)])
 def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, serving, phase):
     trainer, workers = serving
     trainer.witness.hold(phase)

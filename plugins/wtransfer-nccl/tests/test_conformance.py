@@ -3,6 +3,7 @@
 import threading
 from typing import ClassVar
 
+import pytest
 from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.engine import EngineConformance
 
@@ -17,6 +18,7 @@ class TestOnDevice(EngineConformance):
     options: ClassVar = {"communicator": "gloo"}
 
 
+@pytest.mark.slow
 class TestPinnedInSmallBuckets(EngineConformance):
     engine = "nccl"
     options: ClassVar = {
@@ -62,6 +64,7 @@ class TestWhereNCCLWouldHang(EngineConformance):
     options: ClassVar = {"communicator": "gloo", "packed_buffer_size_bytes": SMALL}
 
 
+@pytest.mark.slow
 class TestPinnedWhereNCCLWouldHang(EngineConformance):
     """The slots that take turns are never received into before they are free."""
 
