@@ -16,7 +16,7 @@ HOST = Path(__file__).with_name("host.py")
 TRAINER = Path(__file__).with_name("trainer.py")
 START_S = 240.0
 ANSWER_S = 120.0
-NUM_RUNNING = 300
+NUM_RUNNING = 100
 """Tokens of a request that is to be running at a commit: other processes do not wait for us."""
 RANKS_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """Without it vLLM wants a NUMA node for each rank."""
