@@ -64,13 +64,14 @@ def test_the_server_streams_while_a_transfer_takes_its_time(server, weights, rec
     with wtransfer.Publisher(source, hosts=[server.url], deadline_s=10) as publisher:
         stream = Stream(server.url, PROMPTS[1], 400)
         # The second half is not sent before more tokens have come.
-        source.act = lambda: stream.wait_for(len(stream.at) + 20)
+        source.act = lambda: stream.wait_for(min(len(stream.at) + 20, 400))
         begun = time.monotonic()
         publisher.publish("slow")
         ended = time.monotonic()
         stream.end()
     assert stream.ended_by == "length"
-    gaps, all_gaps = stream.gaps(begun, ended), stream.gaps()
+    # None where a busy server has sent everything at once.
+    gaps, all_gaps = stream.gaps(begun, ended) or [0.0], stream.gaps() or [0.0]
     record_property("longest_gap_s", max(gaps))
     median = sorted(all_gaps)[len(all_gaps) // 2]
     print(f"longest gap {max(gaps):.4f} s during the round, median {median:.4f} s")  # noqa: T201

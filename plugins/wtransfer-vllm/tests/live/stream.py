@@ -28,7 +28,6 @@ class Stream:
 
     def __init__(self, url, prompt, max_tokens, **more):
         self.at = []
-        self.tokens = []
         self.ended_by = None
         self._failure = None
         body = {
@@ -96,7 +95,6 @@ class Stream:
                 (choice,) = event["choices"]
                 self.ended_by = choice["finish_reason"]
                 # A server that is behind sends several at once.
-                self.tokens += choice["token_ids"]
                 self.at += [time.monotonic()] * len(choice["token_ids"])
 
 
