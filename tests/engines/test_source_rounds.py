@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wtransfer.engines.digesting import DigestingSource, Places
-from wtransfer.engines.shm_trainer import Layout
+from wtransfer.engines.shm_trainer import SegmentLayout
 from wtransfer.engines.source import StateDictSource
 from wtransfer.transport.digests import digest
 
@@ -25,7 +25,7 @@ class Custom(StateDictSource):
 
 def packed(source):
     """What one pass copies into a piece of memory, by name."""
-    layout = Layout(source.metadata)
+    layout = SegmentLayout(source.metadata)
     memory = np.full(layout.nbytes, 0xFF, dtype=np.uint8)
     found = {
         meta.name: bytes(place) for meta, place in source.iter_into(Places(memory, layout.spans))

@@ -23,9 +23,9 @@ from wtransfer.engines.interface import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.engines.update_lists import check_lengths
+from wtransfer.engines.update_lists import check_dtypes, check_lengths
 from wtransfer.errors import GroupError, ManifestError, NotInitializedError
-from wtransfer.manifest import DTYPES, Piece
+from wtransfer.manifest import Piece
 from wtransfer.transport.buckets import Layout
 from wtransfer.transport.recycling import RecycledMemory
 
@@ -85,9 +85,7 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
 
     def __post_init__(self) -> None:
         check_lengths(self, ("dtype_names", "shapes"))
-        unknown = set(self.dtype_names) - DTYPES.keys()
-        if unknown:
-            raise ManifestError(f"{unknown.pop()!r:.80} is no wire dtype")
+        check_dtypes(self.dtype_names)
         for name, shape in zip(self.names, self.shapes, strict=True):
             if any(type(size) is not int or size < 0 for size in shape):
                 raise ManifestError(f"{name!r:.80} has the shape {shape!r:.80}")

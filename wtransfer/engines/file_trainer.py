@@ -25,6 +25,7 @@ from wtransfer.engines.store.manifest_file import ManifestFile
 from wtransfer.engines.store.shards import lay_out
 from wtransfer.engines.store.versions import MAX_KEPT, Version, VersionStore, check_identity
 from wtransfer.errors import NotInitializedError
+from wtransfer.transport.buckets import aligned
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
     from wtransfer.manifest import Piece
     from wtransfer.transport.tensors import ByteArray
-
-ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes in the bucket: any dtype's need."""
 
 
 @dataclass
@@ -108,7 +106,7 @@ class Bucket:
     def take(self, nbytes: int) -> memoryview:
         """Return memory for one more tensor."""
         start = self._end
-        self._end += _aligned(nbytes)
+        self._end += aligned(nbytes)
         return self._memory[start : start + nbytes].data
 
 
@@ -246,7 +244,7 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
 
     def _roomy(self, pieces: Sequence[Piece]) -> Bucket:
         """Return a bucket that holds the largest tensor; the one from before, if it does."""
-        largest = max((_aligned(piece.nbytes) for piece in pieces), default=0)
+        largest = max((aligned(piece.nbytes) for piece in pieces), default=0)
         nbytes = max(largest, self.init_info.bucket_nbytes)
         return self._bucket if self._bucket.nbytes == nbytes else Bucket(nbytes)
 
@@ -274,7 +272,3 @@ def _update_info(incoming: Incoming, bucket: Bucket) -> dict[str, Any]:
         "shapes": [list(meta.shape) for meta in metas],
         "offsets": [incoming.offset_of(meta.name) for meta in metas],
     }
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

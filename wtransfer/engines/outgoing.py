@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from wtransfer.engines.digesting import Places
-from wtransfer.transport.buckets import ALIGNMENT, Layout, slices
+from wtransfer.transport.buckets import Layout, aligned, slices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,8 +52,7 @@ class Outgoing(Places):
         self._nbytes = nbytes
         layout = Layout([meta.nbytes for meta in metadata])
         self._buckets = list(layout.cut(nbytes))
-        room = max((bucket.nbytes for bucket in self._buckets), default=0)
-        self._room = -(-room // ALIGNMENT) * ALIGNMENT
+        self._room = aligned(max((bucket.nbytes for bucket in self._buckets), default=0))
         self._spans = self._placed(metadata, layout)
         self._filling = 0
         self._travelling: list[list[Pending]] = [[] for _ in range(num_buckets)]

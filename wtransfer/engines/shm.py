@@ -19,9 +19,8 @@ from wtransfer.engines.interface import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.engines.update_lists import check_lengths
-from wtransfer.errors import ManifestError, NotInitializedError
-from wtransfer.manifest import DTYPES
+from wtransfer.engines.update_lists import check_dtypes, check_lengths
+from wtransfer.errors import NotInitializedError
 from wtransfer.transport.handover import Borrower
 from wtransfer.transport.memory import populate
 from wtransfer.transport.tensors import tensor_from
@@ -70,9 +69,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
     def __post_init__(self) -> None:
         check_lengths(self, ("dtype_names", "shapes", "offsets"))
-        unknown = set(self.dtype_names) - DTYPES.keys()
-        if unknown:
-            raise ManifestError(f"{unknown.pop()!r:.80} is no wire dtype")
+        check_dtypes(self.dtype_names)
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):

@@ -15,6 +15,7 @@ from wtransfer.engines.interface import (
     WeightSyncClient,
 )
 from wtransfer.errors import NotInitializedError
+from wtransfer.transport.buckets import Layout
 from wtransfer.transport.handover import Lender
 from wtransfer.transport.memory import Segment
 from wtransfer.transport.tensors import dtype_name
@@ -22,8 +23,6 @@ from wtransfer.transport.tensors import dtype_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes: a cache line, and any dtype's need."""
 MAX_BUCKET_TENSORS = 2048
 """Most tensors announced at a time: small ones cost workers by their number."""
 NUM_UNDER_WAY = 2
@@ -57,7 +56,7 @@ class Slot:
     announced: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Layout:
+class SegmentLayout(Layout):
     """Where each tensor of an update lies in a segment, in the words of an announcement.
 
     Args:
@@ -65,43 +64,28 @@ class Layout:
     """
 
     def __init__(self, metadata: Sequence[ParamMeta]) -> None:
+        super().__init__([meta.nbytes for meta in metadata])
         self.metadata = tuple(metadata)
-        self.spans: dict[str, slice] = {}
-        self.ends: list[int] = []
+        places = zip(metadata, self.starts, self.stops, strict=True)
+        self.spans = {meta.name: slice(start, stop) for meta, start, stop in places}
         self._names = [meta.name for meta in metadata]
         self._dtype_names = [dtype_name(meta.dtype) for meta in metadata]
         self._shapes = [m.shape[0] if len(m.shape) == 1 else list(m.shape) for m in metadata]
-        self._offsets: list[int] = []
-        self._place()
-
-    def _place(self) -> None:
-        end = 0
-        for meta in self.metadata:
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            end = start + meta.nbytes
-            self.spans[meta.name] = slice(start, end)
-            self._offsets.append(start)
-            self.ends.append(end)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole."""
-        return self.ends[-1] if self.ends else 0
 
     def start(self, number: int) -> int:
         """Return the first byte of a tensor, or the end of the last one."""
-        return self._offsets[number] if number < len(self._offsets) else self.nbytes
+        return self.starts[number] if number < len(self.starts) else self.nbytes
 
     def announcement(self, segment_id: int, first: int, stop: int) -> dict[str, Any]:
         """Return what workers need to find the tensors from number `first` up to `stop`."""
         start = self.start(first)
-        end = self.ends[stop - 1] if stop > first else start
+        end = self.stops[stop - 1] if stop > first else start
         return {
             "segment": segment_id,
             "names": self._names[first:stop],
             "dtype_names": self._dtype_names[first:stop],
             "shapes": self._shapes[first:stop],
-            "offsets": self._offsets[first:stop],
+            "offsets": self.starts[first:stop],
             "start": start,
             "nbytes": end - start,
         }
@@ -134,7 +118,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         self._committed: Slot | None = None
         self._next: Slot | None = None
         self._num_contents = 0
-        self._layout = Layout(())
+        self._layout = SegmentLayout(())
 
     def worker_init_info(self) -> dict[str, Any]:
         """Return where segments are handed over."""
@@ -171,7 +155,9 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
                 slot.segment.close()
         self._committed = self._next = None
 
-    def _copy(self, source: RoundSource, slot: Slot, layout: Layout, announcer: Announcer) -> None:
+    def _copy(
+        self, source: RoundSource, slot: Slot, layout: SegmentLayout, announcer: Announcer
+    ) -> None:
         places = Places(slot.segment.buffer, layout.spans)
         first = stop = 0
 
@@ -182,15 +168,15 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
 
         for _ in source.iter_into(places):
             stop += 1
-            nbytes = layout.ends[stop - 1] - layout.start(first)
+            nbytes = layout.stops[stop - 1] - layout.start(first)
             if nbytes >= self.init_info.bucket_nbytes or stop - first >= MAX_BUCKET_TENSORS:
                 announce()
                 first = stop
         announce()
 
-    def _layout_of(self, metadata: Sequence[ParamMeta]) -> Layout:
+    def _layout_of(self, metadata: Sequence[ParamMeta]) -> SegmentLayout:
         if not same_metadata(metadata, self._layout.metadata):
-            self._layout = Layout(metadata)
+            self._layout = SegmentLayout(metadata)
         return self._layout
 
     def _take_slot(self, nbytes: int, on_step: Callable[[], None]) -> Slot:

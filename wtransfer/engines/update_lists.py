@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from wtransfer.errors import ManifestError
+from wtransfer.manifest import DTYPES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -23,3 +26,14 @@ def check_lengths(info: object, fields: Iterable[str]) -> None:
         found = len(getattr(info, field))
         if found != wanted:
             raise ValueError(f"`{field}` has {found} entries, `names` has {wanted}")
+
+
+def check_dtypes(dtype_names: Iterable[str]) -> None:
+    """Raise unless every name is one of the table's.
+
+    Raises:
+        ManifestError: One is not; nothing of a peer's is looked up in torch.
+    """
+    unknown = set(dtype_names) - DTYPES.keys()
+    if unknown:
+        raise ManifestError(f"{unknown.pop()!r:.80} is no wire dtype")

@@ -12,6 +12,11 @@ ALIGNMENT = 64
 """Tensors start at multiples of this many bytes: a cache line, and any dtype's need."""
 
 
+def aligned(nbytes: int) -> int:
+    """Return the next place at which a tensor may start."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 class Bucket(NamedTuple):
     """Some tensors that follow each other."""
 
@@ -44,7 +49,7 @@ class Layout:
         """Byte behind each tensor."""
         stop = 0
         for size in sizes:
-            start = -(-stop // ALIGNMENT) * ALIGNMENT
+            start = aligned(stop)
             stop = start + size
             self.starts.append(start)
             self.stops.append(stop)
