@@ -17,7 +17,7 @@ PACKAGE = ROOT / "wtransfer"
 FLOORS = [
     {"errors"},
     {"deadline"},
-    {"config", "manifest", "blocks"},
+    {"config", "manifest", "blocks", "weights"},
     {"transport"},
     {"host"},
     {"engines", "connectors", "specs"},

@@ -7,7 +7,10 @@ objects can be handed in unchanged.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @runtime_checkable
@@ -73,6 +76,8 @@ class KVCacheConfig:
     """Number of blocks."""
     block_size: int = 16
     """Tokens per block."""
+    bytes_per_block: int = 0
+    """KV bytes of one block, of this worker and over all its layers."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +90,78 @@ class ServingConfig:
     """This process's place."""
     kv_transfer_config: KVTransferConfig | None = None
     """The connector; None where KV stays in the instance."""
+
+
+# -- what an offloading spec is made with ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OffloadingGroupConfig:
+    """One group of layers whose KV cache has blocks of its own."""
+
+    tokens_per_block: int = 16
+    """Tokens that one block covers."""
+    layer_names: tuple[str, ...] = ()
+    """Layers of the group."""
+    group_id: int = 0
+    """Number of the group."""
+
+
+@dataclass(frozen=True)
+class OffloadingModelConfig:
+    """The model whose KV cache is kept."""
+
+    name: str = ""
+    """Name or path."""
+    dtype: str = "bfloat16"
+    """Dtype of the KV cache."""
+
+
+@dataclass(frozen=True)
+class OffloadingCacheConfig:
+    """How tokens become hashes and blocks become chunks."""
+
+    tokens_per_hash: int = 16
+    """Tokens per block hash."""
+    blocks_per_chunk: int = 1
+    """Blocks of the device that are kept as one."""
+
+
+@dataclass(frozen=True)
+class OffloadingParallelConfig:
+    """Where this process stands among those that share the spec's tier."""
+
+    rank: int = 0
+    """Rank in ``[0, world_size)``; 0 on the scheduler's side."""
+    world_size: int = 1
+    """Number of workers."""
+    tp_size: int = 1
+    """Number of tensor-parallel ranks."""
+    pp_size: int = 1
+    """Number of pipeline stages."""
+    data_parallel_index: int = 0
+    """Index of this replica."""
+    data_parallel_size: int = 1
+    """Number of replicas."""
+
+
+@dataclass(frozen=True)
+class OffloadingConfig:
+    """Everything that a spec of today's shape is made with; vLLM's own object fits, too."""
+
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+    """Options, from ``kv_connector_extra_config``."""
+    engine_id: str = ""
+    """Identity of the serving instance; its ranks find each other by it."""
+    worker_kv_bytes_per_block: int = 0
+    """KV bytes of one rank in one block, over all groups."""
+    groups: tuple[OffloadingGroupConfig, ...] = (OffloadingGroupConfig(),)
+    """The groups of layers."""
+    model: OffloadingModelConfig = field(default_factory=OffloadingModelConfig)
+    """The model."""
+    cache: OffloadingCacheConfig = field(default_factory=OffloadingCacheConfig)
+    """Hashes and chunks."""
+    parallel: OffloadingParallelConfig = field(default_factory=OffloadingParallelConfig)
+    """This process's place."""
+    enable_kv_cache_events: bool = False
+    """Whether the host takes events from the manager."""

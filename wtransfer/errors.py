@@ -205,6 +205,17 @@ class ForkedError(WTransferError, RuntimeError):
     """The object belongs to the parent process; make a new one after ``fork()``."""
 
 
+# -- KV cache ---------------------------------------------------------------------------------
+
+
+class BlockNotKeptError(WTransferError, LookupError):
+    """A KV block was to be loaded that is not kept, or not whole yet."""
+
+
+class OffloadingOptionError(WTransferError, ValueError):
+    """An option of an offloading spec is missing or cannot be used; the text says what can."""
+
+
 # -- peers ------------------------------------------------------------------------------------
 
 

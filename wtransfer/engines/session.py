@@ -23,6 +23,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +49,7 @@ from wtransfer.transport.addresses import parse_address
 from wtransfer.transport.auth import resolve_token
 from wtransfer.transport.digests import digest
 from wtransfer.transport.tensors import torch_dtype
+from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -135,6 +137,8 @@ class WorkerSession:
         # Held by whoever changes the model or decides not to: one thing at a time.
         self._model = threading.Lock()
         self._model_thread: int | None = None
+        self._weights = process_weights.hold(self.ledger.held.fingerprint)
+        weakref.finalize(self, self._weights.close)
         close_at_exit(self)
         if join is not None:
             self.join(join)
@@ -276,6 +280,7 @@ class WorkerSession:
         # Told under the lock: publishers take the last message for what is held.
         with ledger.changed:
             ledger.lose()
+            self._weights.settle(ledger.held.fingerprint)
             lost = Lost(ledger.held.fingerprint, ledger.standing, reason)
             for link in self._links:
                 link.send(lost)
@@ -364,6 +369,7 @@ class WorkerSession:
         """Leave every publisher. The model keeps the weights that it has."""
         if os.getpid() != self._pid or not self.ledger.close():
             return
+        self._weights.close()
         for link in self._links:
             link.close()
 
@@ -434,12 +440,14 @@ class WorkerSession:
         pending = self.ledger.begin()
         if pending is None:
             return False, None
-        if pending.revert_reason is not None:
-            return False, self._go_back(pending)
-        failure = self._apply(pending)
-        if failure is None and self.num_ranks > 1:
-            failure = self._await_release(pending)
-        return True, failure
+        # KV cache of the old weights is not served from here on, nor any that is not surely new.
+        with self._weights.changing(lambda: self.fingerprint):
+            if pending.revert_reason is not None:
+                return False, self._go_back(pending)
+            failure = self._apply(pending)
+            if failure is None and self.num_ranks > 1:
+                failure = self._await_release(pending)
+            return True, failure
 
     def _apply(self, pending: Pending) -> Failure | None:
         begun = time.monotonic()

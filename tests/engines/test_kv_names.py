@@ -1,0 +1,116 @@
+"""What a session says its process computes with: KV cache of other weights is told by it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from wtransfer.engines import session as session_module
+from wtransfer.engines.session import WorkerSession
+from wtransfer.engines.target import StateDictTarget
+from wtransfer.testing.contents import contents
+from wtransfer.weights import ProcessWeights
+
+
+class Watching(StateDictTarget):
+    """Notes what the process is said to compute with while its weights change."""
+
+    def __init__(self, tensors, process):
+        super().__init__(tensors, "copy")
+        self.process = process
+        self.seen = []
+        self.refuses = lambda _tensors: False
+
+    def apply(self, tensors):
+        self.seen.append(self.process.stamp())
+        super().apply(tensors)
+        if self.refuses(tensors):
+            raise RuntimeError("the model says no")
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """The names of this process as if the test were alone in it."""
+    made = ProcessWeights()
+    monkeypatch.setattr(session_module, "process_weights", made)
+    return made
+
+
+@pytest.fixture
+def joined(fleet, weights, process):
+    made = fleet(weights, engine="shm")
+    target = Watching({name: torch.zeros_like(each) for name, each in weights.items()}, process)
+    member = made.join(target)
+    return made, member, target
+
+
+def test_a_commit_changes_the_name_and_meanwhile_there_is_none(joined, process):
+    made, member, target = joined
+    before = process.stamp()
+    assert before.fingerprint == member.session.fingerprint
+    report = made.publish("v1")
+    assert target.seen == [None]
+    assert process.stamp().fingerprint == report.fingerprint == member.session.fingerprint
+    assert process.stamp().epoch > before.epoch
+
+
+def test_steps_without_an_update_change_nothing(joined, process):
+    _, member, _ = joined
+    before = process.stamp()
+    assert not member.session.commit_pending()
+    assert process.stamp() == before
+
+
+def test_after_a_failed_commit_the_old_name_is_back_with_another_epoch(joined, process):
+    made, member, target = joined
+    assert made.publish("v1").ok
+    before = process.stamp()
+    made.source["layer.0"] += 1
+    refused = contents(made.source)
+    target.refuses = lambda tensors: contents(tensors) == refused
+    assert not made.publish("v2").ok
+    assert process.stamp().fingerprint == before.fingerprint == member.session.fingerprint
+    assert process.stamp().epoch > before.epoch
+    assert target.seen[-2:] == [None, None]
+
+
+def test_weights_that_cannot_be_restored_have_a_name_that_nobody_knows(joined, process, caplog):
+    made, member, target = joined
+    assert made.publish("v1").ok
+    before = process.stamp()
+    made.source["layer.0"] += 1
+    target.refuses = lambda _tensors: True
+    assert not made.publish("v2").ok
+    assert member.session.state == "empty"
+    assert process.stamp().fingerprint.startswith("local:")
+    assert process.stamp().fingerprint == member.session.fingerprint != before.fingerprint
+    # What it has logged holds tensors, by the traceback.
+    caplog.clear()
+
+
+def test_lost_weights_lose_their_name(joined, process):
+    made, member, _ = joined
+    assert made.publish("v1").ok
+    member.session.weights_lost("asleep")
+    assert process.stamp().fingerprint.startswith("local:")
+    assert member.session.commit_pending(5.0)
+    assert process.stamp().fingerprint == member.session.fingerprint
+
+
+def test_a_closed_session_watches_over_nothing(joined, process):
+    made, member, _ = joined
+    report = made.publish("v1")
+    member.session.close()
+    assert process.stamp().fingerprint.startswith("local:")
+    assert process.stamp().fingerprint != report.fingerprint
+
+
+def test_a_forgotten_session_watches_over_nothing(process):
+    WorkerSession({"w": torch.zeros(1)})
+    gc.collect()
+    before = process.stamp()
+    with WorkerSession({"w": torch.zeros(1)}) as session:
+        assert process.stamp().fingerprint == session.fingerprint
+        assert process.stamp().fingerprint != before.fingerprint

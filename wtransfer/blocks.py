@@ -1,0 +1,213 @@
+"""KV blocks: the keys they are asked for by, and the header they are kept with.
+
+A key says what a block is: which tokens, which position, which weights. A header stands beside the
+bytes of a block wherever they rest and says what they are, so that whoever loads them needs to
+trust neither a table nor a disk.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NewType
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+# -- keys -------------------------------------------------------------------------------------
+
+OffloadKey = NewType("OffloadKey", bytes)
+"""A block's hash, then the number of its KV cache group in four bytes (as in vLLM)."""
+
+GROUP_NBYTES = 4
+"""Bytes of a group number at the end of a key."""
+FENCE_NBYTES = 16
+"""Bytes that `fence_key` puts before a key."""
+MAX_KEY_NBYTES = 48
+"""Longest key of a host, before it is fenced."""
+
+
+def make_offload_key(block_hash: bytes, group_index: int = 0) -> OffloadKey:
+    """Return the key of a block: its hash and its group."""
+    return OffloadKey(block_hash + group_index.to_bytes(GROUP_NBYTES, "big"))
+
+
+def hash_blocks(
+    tokens: Sequence[int],
+    block_size: int,
+    root: bytes = b"",
+    hash_function: Callable[[bytes], bytes] = xxhash.xxh3_128_digest,
+) -> Iterator[bytes]:
+    """Yield the hash of every whole block of a sequence; each contains all that is before it.
+
+    Args:
+        tokens: Token ids, non-negative.
+        block_size: Tokens per block.
+        root: What else the KV depends on: model, adapter, salt of a tenant.
+        hash_function: Hash of bytes. Where tenants must not be able to find each other's blocks,
+            give a cryptographic one.
+    """
+    parent = hash_function(root)
+    for words in _words(tokens, block_size):
+        parent = hash_function(parent + words)
+        yield parent
+
+
+def witness_blocks(tokens: Sequence[int], block_size: int, root: bytes = b"") -> Iterator[bytes]:
+    """Yield, for every whole block, 16 bytes that tell it from others of the same hash.
+
+    It is the same chain under a function that no caller chooses. `fence_key` adds it to a key, and
+    two sequences that a weak hash confuses have different keys again.
+
+    Args:
+        tokens: Token ids.
+        block_size: Tokens per block.
+        root: As for `hash_blocks`.
+    """
+    parent = xxhash.xxh3_128_digest(root, seed=_WITNESS_SEED)
+    for words in _words(tokens, block_size):
+        parent = xxhash.xxh3_128_digest(parent + words, seed=_WITNESS_SEED)
+        yield parent
+
+
+_WITNESS_SEED = 0x57495430
+
+
+def _words(tokens: Sequence[int], block_size: int) -> Iterable[bytes]:
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        yield struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
+
+
+def fence_key(key: bytes, fingerprint: str, witness: bytes = b"") -> OffloadKey:
+    """Return the key under which a block of these weights is kept.
+
+    Args:
+        key: The host's key.
+        fingerprint: Identity of the weights that computed the block.
+        witness: What tells it from other blocks with this key, if the host can say.
+    """
+    mark = xxhash.xxh3_128_digest(fingerprint.encode() + b"\0" + witness)
+    return OffloadKey(mark + key)
+
+
+def host_key(fenced: bytes) -> OffloadKey:
+    """Return the host's key that was fenced."""
+    return OffloadKey(fenced[FENCE_NBYTES:])
+
+
+# -- headers ----------------------------------------------------------------------------------
+
+HEADER_NBYTES = 128
+"""Bytes that a packed header takes."""
+CHECKSUM_NBYTES = 16
+"""Bytes of a checksum: xxh3-128."""
+
+_MAGIC = b"wtkv"
+_FORMAT = 1
+# magic, format, rank, key length, payload bytes, geometry, payload checksum, key, header checksum
+_LAYOUT = struct.Struct("<4sBxHIQ16s16s64s4xQ")
+assert _LAYOUT.size == HEADER_NBYTES
+
+Mismatch = Literal["absent", "torn", "format", "key", "geometry", "rank", "length", "checksum"]
+"""Why a block is not the one that was asked for. *absent*: nothing was ever stored there, or it was
+taken back. *torn*: the header itself is damaged or half written."""
+
+
+def checksum(payload: object) -> bytes:
+    """Return the checksum of a block's bytes.
+
+    Args:
+        payload: Anything with the buffer protocol, contiguous.
+    """
+    return xxhash.xxh3_128_digest(payload)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What the bytes of one block, of one rank, are."""
+
+    key: bytes
+    """Fenced key."""
+    geometry: bytes
+    """`BlockGeometry.digest` of what stored it."""
+    nbytes: int
+    """Payload bytes."""
+    checksum: bytes
+    """Of the payload."""
+    rank: int = 0
+    """Whose part of the block it is."""
+
+    def pack(self) -> bytes:
+        """Return the header as `HEADER_NBYTES` bytes.
+
+        Raises:
+            ValueError: The key is longer than `MAX_KEY_NBYTES` and the fence's part.
+        """
+        if len(self.key) > FENCE_NBYTES + MAX_KEY_NBYTES:
+            raise ValueError(
+                f"a block key of {len(self.key)} bytes; at most {FENCE_NBYTES + MAX_KEY_NBYTES} "
+                "fit into a header: let the host hash what it is made of"
+            )
+        fields = (_MAGIC, _FORMAT, self.rank, len(self.key), self.nbytes)
+        packed = _LAYOUT.pack(*fields, self.geometry, self.checksum, self.key, 0)
+        return packed[:-8] + xxhash.xxh3_64_digest(packed[:-8])
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> BlockHeader | Mismatch:
+        """Return the header that was packed, or why there is none.
+
+        Args:
+            packed: `HEADER_NBYTES` bytes, or fewer where a file is cut short.
+        """
+        if len(packed) != HEADER_NBYTES:
+            return "torn"
+        if not any(packed):
+            return "absent"
+        if xxhash.xxh3_64_digest(packed[:-8]) != packed[-8:]:
+            return "torn"
+        magic, number, rank, key_nbytes, nbytes, geometry, total, key, _ = _LAYOUT.unpack(packed)
+        if (magic, number) != (_MAGIC, _FORMAT) or key_nbytes > len(key):
+            return "format"
+        return cls(key[:key_nbytes], geometry, nbytes, total, rank)
+
+    def mismatch(self, key: bytes, geometry: bytes, nbytes: int, rank: int = 0) -> Mismatch | None:
+        """Return in what the block differs from the one that is wanted; None if it is that one.
+
+        The bytes themselves are not looked at: compare `checksum`.
+        """
+        if self.key != key:
+            return "key"
+        if self.geometry != geometry:
+            return "geometry"
+        if self.rank != rank:
+            return "rank"
+        return None if self.nbytes == nbytes else "length"
+
+
+@dataclass(frozen=True)
+class BlockGeometry:
+    """How a rank's part of a block is laid out: what two sides must have in common."""
+
+    block_size: int
+    """Tokens per block."""
+    pages: tuple[tuple[str, int], ...]
+    """Dtype and bytes of each page of a block, in the order in which they are laid out: one per
+    layer, or per key and value of a layer."""
+    num_ranks: int = 1
+    """Among how many ranks the heads are divided."""
+    model: str = ""
+    """Model that the KV belongs to, as its users name it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one rank's part of a block."""
+        return sum(nbytes for _, nbytes in self.pages)
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that are equal where everything here is."""
+        pages = "".join(f"{dtype}:{nbytes}," for dtype, nbytes in self.pages)
+        text = f"{self.block_size}|{self.num_ranks}|{self.model}|{pages}"
+        return xxhash.xxh3_128_digest(text.encode())

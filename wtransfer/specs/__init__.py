@@ -1,0 +1,1 @@
+"""KV cache to cheaper tiers: host memory, disks, remote stores."""

@@ -1,0 +1,411 @@
+"""The contract of an offloading spec: what an author writes, and when it is called.
+
+A spec keeps blocks of KV cache in a cheaper tier and brings them back. It has two sides, which may
+live in two processes: the *manager* beside the scheduler decides what is kept and where, the
+*worker* beside the model moves bytes. One spec object is made on each side::
+
+    [project.entry-points."wtransfer.specs"]
+    MySpec = "my_package.spec:MySpec"
+
+The life of a block, S in the scheduler's process, W in every worker's:
+
+1. S ``on_new_request(ctx)``, once for each request.
+2. S ``lookup(key, ctx)``, block after block from the first one on, until one is no hit.
+3. S ``prepare_load(keys, ctx)``: the blocks are pinned; what it returns travels to W with the step.
+4. W ``submit_load(job_id, source, destination)``; a copy in the background.
+5. W ``get_finished()`` after every step; what it returns travels back. Where one rank of several
+   has failed, the load has failed, and the host computes the blocks instead.
+6. S ``complete_load(keys, ctx)``: unpinned, whatever the outcome was.
+7. S ``prepare_store(keys, ctx)`` for blocks that the model has filled: room is made for all that
+   are new, or for none. W ``submit_store(job_id, source, destination)``.
+8. S ``complete_store(keys, ctx, success)`` when all ranks have finished. From then on it is a hit.
+9. S ``on_request_finished(ctx)``: no more prepare calls for this request; completions may follow.
+
+A spec knows nothing of weights. Keys contain the fingerprint of the weights that computed a block,
+and jobs are compared with what the worker holds, by `wtransfer.specs.fenced`, around every spec.
+
+Source: names and signatures are those of vLLM's ``v1.kv_offload``, of today and of the seed
+(``get_handlers``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    import torch
+
+    from wtransfer.blocks import OffloadKey
+
+T = TypeVar("T")
+
+# -- plain data -------------------------------------------------------------------------------
+
+
+class LookupResult(Enum):
+    """What is known of one block."""
+
+    MISS = auto()
+    """Not kept."""
+    HIT = auto()
+    """Kept, and may be loaded."""
+    HIT_PENDING = auto()
+    """Its store is still under way."""
+    RETRY = auto()
+    """Not known yet: ask again in the next step."""
+
+
+class Medium(Enum):
+    """Where blocks rest."""
+
+    CPU = "CPU"
+    STORAGE = "STORAGE"
+
+
+class OffloadPolicy(Enum):
+    """Which blocks of a request the host offers."""
+
+    CHUNK_LEVEL = "chunk_level"
+    """Those that it has computed."""
+    REQUEST_LEVEL = "request_level"
+    """All, also those that were kept before."""
+
+
+@dataclass
+class RequestOffloadingContext:
+    """How the blocks of one request shall be offered."""
+
+    policy: OffloadPolicy = OffloadPolicy.CHUNK_LEVEL
+    """Which of them."""
+
+
+@dataclass(eq=False)
+class ReqContext:
+    """One request, the same object in every call about it."""
+
+    req_id: str
+    """Identity."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """What the user said of its KV cache."""
+    _state: dict[type, Any] = field(default_factory=dict, repr=False, init=False)
+
+    def set_state(self, value: object) -> None:
+        """Keep one value of each type with the request."""
+        self._state[type(value)] = value
+
+    def get_state(self, cls: type[T]) -> T | None:
+        """Return the value of that type; None if there is none."""
+        return self._state.get(cls)
+
+
+@dataclass(frozen=True)
+class ScheduleEndContext:
+    """What one step of the scheduler was."""
+
+    new_req_ids: Collection[str] = ()
+    """Requests that were scheduled for the first time."""
+    preempted_req_ids: Collection[str] = ()
+    """Requests whose blocks were taken away."""
+
+
+class LoadStoreSpec:
+    """Where blocks are, on one side of a copy. Plain data: it travels between processes."""
+
+
+class BlockIDsLoadStoreSpec(LoadStoreSpec):
+    """Blocks by number.
+
+    Args:
+        block_ids: Their numbers, in the order of the keys.
+    """
+
+    def __init__(self, block_ids: Sequence[int]) -> None:
+        self.block_ids = list(block_ids)
+        """Numbers of the blocks."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.block_ids})"
+
+    @staticmethod
+    def medium() -> str:
+        """Return where these blocks are: the word that handlers of the seed go by."""
+        raise NotImplementedError
+
+
+class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Blocks of the cache that the model works on, on whatever device that is.
+
+    Args:
+        block_ids: Their numbers, ordered by group.
+        group_sizes: How many of them belong to each group; by default all to the first.
+        block_indices: For each group, which block of its sequence the first one is. A kept chunk of
+            several blocks may begin before it.
+    """
+
+    def __init__(
+        self,
+        block_ids: Sequence[int],
+        group_sizes: Sequence[int] | None = None,
+        block_indices: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(block_ids)
+        self.group_sizes = list(group_sizes) if group_sizes is not None else [len(block_ids)]
+        """Number of blocks of each group."""
+        self.block_indices = (
+            list(block_indices) if block_indices is not None else [0] * len(self.group_sizes)
+        )
+        """Position of each group's first block in its sequence."""
+        if sum(self.group_sizes) != len(self.block_ids):
+            raise ValueError(
+                f"group sizes {self.group_sizes} do not add up to {len(self.block_ids)} blocks"
+            )
+        if len(self.block_indices) != len(self.group_sizes):
+            raise ValueError(
+                f"{len(self.block_indices)} block indices for {len(self.group_sizes)} groups"
+            )
+
+    @staticmethod
+    def medium() -> str:
+        """Return ``"GPU"``, whatever the device is."""
+        return "GPU"
+
+
+@dataclass
+class PrepareStoreOutput:
+    """Room that was made for blocks."""
+
+    keys_to_store: list[OffloadKey]
+    """Those that are not kept yet, in the order in which they were given."""
+    store_spec: LoadStoreSpec
+    """Where they go, in this order."""
+    evicted_keys: list[OffloadKey]
+    """Those that gave way."""
+
+
+@dataclass
+class OffloadingEvent:
+    """Blocks that came to be kept, or ceased to."""
+
+    keys: list[OffloadKey]
+    """Which."""
+    medium: Medium
+    """Where."""
+    removed: bool
+    """Whether they are gone."""
+
+
+@dataclass
+class TransferResult:
+    """How a job of a worker ended."""
+
+    job_id: int
+    """Which."""
+    success: bool
+    """Whether every block was moved and, on the way back, found to be the one asked for."""
+    transfer_size: int | None = None
+    """Bytes."""
+    transfer_time: float | None = None
+    """Seconds."""
+
+
+# -- the cache of a worker --------------------------------------------------------------------
+
+
+@dataclass
+class CanonicalKVCacheTensor:
+    """Memory that holds one page of every block."""
+
+    tensor: torch.Tensor
+    """Shape ``(num_blocks, ...)``; the pages of a block lie together."""
+    page_size_bytes: int
+    """Bytes of a page, padding included."""
+
+
+@dataclass
+class CanonicalKVCacheRef:
+    """The page of one layer."""
+
+    tensor_idx: int
+    """Which of the tensors."""
+    page_size_bytes: int
+    """Bytes that are used."""
+
+
+@dataclass
+class CanonicalKVCaches:
+    """A worker's whole KV cache, as far as copying it is concerned."""
+
+    tensors: list[CanonicalKVCacheTensor]
+    """The memory, each piece once."""
+    group_data_refs: list[list[CanonicalKVCacheRef]]
+    """For each group, the pages that a block of it consists of, in order."""
+
+
+# -- the scheduler's side ---------------------------------------------------------------------
+
+
+class OffloadingManager(ABC):
+    """Decides what is kept, and where. One thread calls it; nothing in it may block."""
+
+    @abstractmethod
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Hear of a request before anything else is asked about it."""
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Say what is known of one block. It changes nothing."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin blocks that were hits, until `complete_load`, and say where they are.
+
+        Raises:
+            BlockNotKeptError: One of them is no hit; nothing is pinned then.
+        """
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Note that blocks are in use, also those that were found in the model's own cache."""
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin what `prepare_load` pinned. Called once for it, whatever became of the load."""
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Make room for those of these blocks that are not kept, all of them or none.
+
+        Returns:
+            Where they go; they are pinned until `complete_store`. None if there is no room: then
+            nothing has changed, and nothing was evicted.
+        """
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Let stored blocks be hits, or forget them if they could not be stored.
+
+        Args:
+            keys: The ``keys_to_store`` of one `prepare_store`.
+            req_context: The request.
+            success: Whether every rank has stored every one of them.
+        """
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Hear that no more is prepared for a request. Completions may still follow."""
+
+    def weights_changed(self) -> None:
+        """Hear that nothing that is kept now will be asked for: let it give way first.
+
+        What is pinned stays until its completion. By default nothing happens: keys of other weights
+        are other keys, so old blocks are merely in the way.
+        """
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what happened since the last call: of one `prepare_store`, removals first."""
+        return ()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Hear that the scheduler has finished a step."""
+
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed though no request is."""
+        return False
+
+    def reset_cache(self) -> None:
+        """Forget every block that is not pinned, and the pinned ones when they are completed."""
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return numbers for people: counters only rise, everything else may do both."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Let go of everything. A second call does nothing."""
+
+
+# -- the worker's side ------------------------------------------------------------------------
+
+
+class OffloadingWorker(ABC):
+    """Moves blocks between a worker's cache and one tier.
+
+    Jobs run in the background; a block of the cache belongs to its job until that is finished. A
+    job that fails is a result, never an exception: the host serves on.
+    """
+
+    @abstractmethod
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Begin to copy blocks of the cache into the tier; return whether that was begun."""
+
+    @abstractmethod
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        """Begin to copy blocks of the tier into the cache; return whether that was begun.
+
+        A block that turns out to be another one, or damaged, fails the job and is not written.
+        """
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that have ended since the last call, each once."""
+
+    @abstractmethod
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these jobs have ended; unknown and ended ones count as ended.
+
+        Raises:
+            StallError: They made no progress within the worker's deadline.
+        """
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return numbers for people: counters only rise, everything else may do both."""
+        return {}
+
+    def shutdown(self) -> None:
+        """End what runs, and let go of everything. A second call does nothing."""
+
+
+class OffloadingHandler(ABC):
+    """Copies in one direction: the worker's side in the shape of the seed."""
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> bool:
+        """Begin a job from the first to the second; return whether that was begun."""
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that have ended since the last call."""
+
+    @abstractmethod
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these jobs have ended."""
+
+
+# -- the spec ---------------------------------------------------------------------------------
+
+
+class OffloadingSpec(ABC):
+    """Names both sides of a tier.
+
+    The constructor takes one argument, an `wtransfer.config.OffloadingConfig`, as in today's vLLM,
+    or two, ``(config, kv_cache_config)``, as in the seed: its signature decides. It must be cheap:
+    memory is taken by `get_worker`.
+    """
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler's side; the same object in every call."""
+
+    @abstractmethod
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the side of one worker; the same object in every call.
+
+        Args:
+            kv_caches: The cache that it copies from and into.
+        """
