@@ -17,6 +17,14 @@ if TYPE_CHECKING:
         ServingConfig,
         WeightTransferConfig,
     )
+    from wtransfer.connectors.factory import KVConnectorFactory
+    from wtransfer.connectors.interface import (
+        ConnectorScheduler,
+        ConnectorWorker,
+        KVConnectorBase,
+        KVConnectorBase_V1,
+        KVConnectorRole,
+    )
     from wtransfer.engines.checkpoint import CheckpointSource
     from wtransfer.engines.factory import (
         WeightTransferEngineFactory,
@@ -44,7 +52,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointSource",
+    "ConnectorScheduler",
+    "ConnectorWorker",
     "KVCacheConfig",
+    "KVConnectorBase",
+    "KVConnectorBase_V1",
+    "KVConnectorFactory",
+    "KVConnectorRole",
     "KVTransferConfig",
     "ParallelConfig",
     "Publisher",
@@ -79,6 +93,14 @@ _MEMBERS = {
         "ParallelConfig",
         "ServingConfig",
         "WeightTransferConfig",
+    ),
+    "wtransfer.connectors.factory": ("KVConnectorFactory",),
+    "wtransfer.connectors.interface": (
+        "ConnectorScheduler",
+        "ConnectorWorker",
+        "KVConnectorBase",
+        "KVConnectorBase_V1",
+        "KVConnectorRole",
     ),
     "wtransfer.engines.factory": ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"),
     "wtransfer.engines.interface": (

@@ -212,6 +212,18 @@ class BlockNotKeptError(WTransferError, LookupError):
     """A KV block was to be loaded that is not kept, or not whole yet."""
 
 
+class ConnectorGenerationError(WTransferError, ValueError):
+    """A connector of a generation was asked for that this process does not run."""
+
+
+class ConnectorRoleError(WTransferError, RuntimeError):
+    """A method of a connector's other side was called, or one out of its time."""
+
+
+class KVTransferConfigError(WTransferError, ValueError, AssertionError):
+    """A config says nothing of where KV cache goes, and something that moves it was asked for."""
+
+
 class OffloadingOptionError(WTransferError, ValueError):
     """An option of an offloading spec is missing or cannot be used; the text says what can."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Distributions: TypeAlias = Callable[[], Iterable[Distribution]]
     """Returns the installed distributions, those that shadow others first."""
 
-Origin: TypeAlias = Literal["built-in", "discovered", "run time", "application"]
+Origin: TypeAlias = Literal["built-in", "discovered", "run time", "module path", "application"]
 """Where a backend comes from: our entry points, another distribution's, ``register_*``, or an
 application's ``wtransfer_load`` hook."""
 

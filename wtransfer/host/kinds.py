@@ -54,7 +54,7 @@ CONNECTORS = Kind(
     word="connectors",
     group="wtransfer.connectors",
     noun="connector",
-    base="wtransfer.connectors.interface:KVConnectorBase_V1",
+    base="wtransfer.connectors.interface:Connector",
     unknown="Unsupported connector type: {name}. Available connectors: {available}",
     taken="Connector '{name}' is already registered.",
 )

@@ -11,7 +11,7 @@ import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.errors import AlreadyRegisteredError, RegistrationError
+from wtransfer.errors import AlreadyRegisteredError, RegistrationError, UnknownBackendError
 from wtransfer.host.discovery import Catalog, Record, discover, installed
 from wtransfer.host.kinds import KINDS, Kind
 from wtransfer.host.policy import Policy
@@ -115,6 +115,24 @@ class Registry:
         """
         cls = self._loaded.get(name)
         return self._first(name) if cls is None else cls
+
+    def get_or_import(self, name: str, module_path: str | None) -> type[Any]:
+        """Return the class that a name means, else the class of that name in a module.
+
+        Args:
+            name: The name; as the name of a class it is used exactly as written.
+            module_path: Where to look if nobody offers the name; None: nowhere.
+
+        Raises:
+            PluginError: As for `get`.
+        """
+        try:
+            return self.get(name)
+        except UnknownBackendError:
+            if not module_path:
+                raise
+        place = f"{module_path}:{name}"
+        return self.load(Record(self.kind.word, name, place, None, None, "module path"))
 
     def record(self, name: str) -> Record:
         """Return what is known of a name without importing anything.

@@ -1,0 +1,211 @@
+"""One name, two sides: each role has its methods and refuses the other's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from wtransfer import KVTransferConfig, ServingConfig
+from wtransfer.connectors.interface import (
+    SCHEDULER_METHODS,
+    WORKER_METHODS,
+    ConnectorScheduler,
+    ConnectorWorker,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from wtransfer.errors import ConnectorRoleError
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+SERVING = ServingConfig(kv_transfer_config=KVTransferConfig(kv_connector="c"))
+
+
+@dataclass
+class Metadata(KVConnectorMetadata):
+    blocks: list[int]
+
+
+@dataclass
+class Loaded(KVConnectorWorkerMetadata):
+    blocks: set[int]
+
+    def aggregate(self, other):
+        return Loaded(self.blocks & other.blocks)
+
+
+class Scheduler(ConnectorScheduler):
+    def __init__(self, config, kv_cache_config=None):
+        super().__init__(config, kv_cache_config)
+        self.ended = 0
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 16 - num_computed_tokens, True
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        self.blocks = blocks
+
+    def build_connector_meta(self, scheduler_output):
+        return Metadata(self.blocks)
+
+    def shutdown(self):
+        self.ended += 1
+
+
+class Worker(ConnectorWorker):
+    def start_load_kv(self, forward_context, **kwargs):
+        self.loaded = self.metadata.blocks
+
+    def wait_for_layer_load(self, layer_name):
+        pass
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        self.saved = (layer_name, kwargs)
+
+    def wait_for_save(self):
+        pass
+
+    def build_connector_worker_meta(self):
+        return Loaded(set(self.loaded))
+
+
+class Split(KVConnectorBase_V1):
+    scheduler_cls = Scheduler
+    worker_cls = Worker
+
+
+class Joined(KVConnectorBase_V1):
+    """Both sides in one class, as in the seed; of the optional methods it has one."""
+
+    get_num_new_matched_tokens = Scheduler.get_num_new_matched_tokens
+    update_state_after_alloc = Scheduler.update_state_after_alloc
+    build_connector_meta = Scheduler.build_connector_meta
+    start_load_kv = Worker.start_load_kv
+    wait_for_layer_load = Worker.wait_for_layer_load
+    save_kv_layer = Worker.save_kv_layer
+    wait_for_save = Worker.wait_for_save
+
+    def request_finished(self, request, block_ids):
+        return super().request_finished(request, block_ids)
+
+
+class Narrower(Joined):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return min(found, 4), later
+
+
+@pytest.fixture(params=[Split, Joined], ids=["split", "joined"])
+def cls(request):
+    return request.param
+
+
+def test_a_step_goes_from_one_side_to_the_other(cls):
+    scheduler, worker = cls(SERVING, SCHEDULER), cls(SERVING, WORKER)
+    assert scheduler.get_num_new_matched_tokens("request", 6) == (10, True)
+    scheduler.update_state_after_alloc("request", [4, 5], 10)
+    told = scheduler.build_connector_meta("step")
+    assert not worker.has_connector_metadata()
+    worker.bind_connector_metadata(told)
+    assert worker.has_connector_metadata()
+    worker.start_load_kv("forward")
+    worker.save_kv_layer("layer.0", None, None, extra=1)
+    side = worker.side or worker
+    assert (side.loaded, side.saved) == ([4, 5], ("layer.0", {"extra": 1}))
+    worker.clear_connector_metadata()
+    assert not worker.has_connector_metadata()
+
+
+@pytest.mark.parametrize(
+    ("role", "names"),
+    [(SCHEDULER, WORKER_METHODS), (WORKER, SCHEDULER_METHODS)],
+    ids=["scheduler", "worker"],
+)
+def test_every_method_of_the_other_side_raises(cls, role, names):
+    made = cls(SERVING, role)
+    other = "worker" if role is SCHEDULER else "scheduler"
+    for name in names:
+        with pytest.raises(ConnectorRoleError) as caught:
+            getattr(made, name)()
+        text = f"{cls.__name__}.{name} is for the {other}'s side, and this object was made for"
+        assert str(caught.value).startswith(text)
+
+
+def test_what_an_author_leaves_out_does_nothing(cls):
+    scheduler, worker = cls(SERVING, SCHEDULER), cls(SERVING, WORKER)
+    assert scheduler.request_finished("request", [1]) == (False, None)
+    assert (scheduler.get_finished_count(), scheduler.reset_cache()) == (None, None)
+    assert list(scheduler.take_events()) == []
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.get_block_ids_with_load_errors() == set()
+    scheduler.shutdown()
+    worker.shutdown()
+
+
+def test_only_the_side_of_the_role_is_made():
+    class NoWorkerHere(KVConnectorBase_V1):
+        scheduler_cls = Scheduler
+        worker_cls = "no_such_module:Worker"
+
+    assert isinstance(NoWorkerHere(SERVING, SCHEDULER).side, Scheduler)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        NoWorkerHere(SERVING, WORKER)
+
+
+def test_the_shutdown_of_a_side_is_that_of_its_connector():
+    made = Split(SERVING, SCHEDULER)
+    made.shutdown()
+    assert made.side.ended == 1
+
+
+def test_both_sides_get_the_configuration():
+    cache = object()
+    for role in (SCHEDULER, WORKER):
+        made = Split(SERVING, role, cache)
+        assert (made.side.config, made.side.kv_cache_config) == (SERVING, cache)
+        assert (made.config, made.kv_cache_config, made.role) == (SERVING, cache, role)
+
+
+def test_a_method_of_ones_own_goes_before_the_side():
+    class Counting(Split):
+        def get_num_new_matched_tokens(self, request, num_computed_tokens):
+            return self.side.get_num_new_matched_tokens(request, num_computed_tokens)[0] + 1, False
+
+    assert Counting(SERVING, SCHEDULER).get_num_new_matched_tokens("r", 0) == (17, False)
+    with pytest.raises(ConnectorRoleError):
+        Counting(SERVING, WORKER).get_num_new_matched_tokens("r", 0)
+
+
+def test_a_subclass_reaches_what_it_narrows():
+    assert Narrower(SERVING, SCHEDULER).get_num_new_matched_tokens("r", 0) == (4, True)
+    with pytest.raises(ConnectorRoleError, match=r"Narrower\.get_num"):
+        Narrower(SERVING, WORKER).get_num_new_matched_tokens("r", 0)
+
+
+def test_a_side_alone_leaves_the_other_abstract():
+    class Half(KVConnectorBase_V1):
+        scheduler_cls = Scheduler
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half(SERVING, SCHEDULER)
+
+
+def test_without_a_transfer_config_nothing_is_made():
+    with pytest.raises(ValueError, match="Split needs kv_transfer_config"):
+        Split(ServingConfig(), WORKER)
+
+
+def test_metadata_is_there_within_a_step_only(cls):
+    worker = cls(SERVING, WORKER)
+    side = worker.side or worker
+    with pytest.raises(ConnectorRoleError, match="has no metadata outside a step"):
+        _ = side.metadata
+
+
+def test_what_workers_say_is_aggregated():
+    assert Loaded({1, 2}).aggregate(Loaded({2, 3})) == Loaded({2})
+    assert KVConnectorOutput().is_empty()
+    assert not KVConnectorOutput(invalid_block_ids={1}).is_empty()

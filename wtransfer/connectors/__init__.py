@@ -1,0 +1,1 @@
+"""KV cache from one serving instance to another."""

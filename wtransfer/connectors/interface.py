@@ -1,0 +1,496 @@
+"""The contract of a KV connector: what an author writes, and when it is called.
+
+A connector brings KV cache from another instance before the model computes it, and hands on what
+the model has computed. It has two sides: the *scheduler's* decides what comes from elsewhere, the
+*worker's* moves bytes. They are two objects, usually in two processes. An author writes both, and a
+class that names them::
+
+    class MyConnector(KVConnectorBase_V1):
+        scheduler_cls = "my_package.scheduler:MyScheduler"
+        worker_cls = "my_package.worker:MyWorker"
+
+    [project.entry-points."wtransfer.connectors"]
+    MyConnector = "my_package.connector:MyConnector"
+
+The life of a request, S beside the scheduler, W beside every worker's model:
+
+1.  W ``register_kv_caches(kv_caches)``, once, before any request.
+2.  S ``on_new_request(request)``.
+3.  S ``get_num_new_matched_tokens(request, num_computed_tokens)``: how many more tokens can be
+    loaded, and whether that takes longer than a step.
+4.  S ``update_state_after_alloc(request, blocks, num_external_tokens)``: the blocks to load into.
+5.  S ``build_connector_meta(scheduler_output)``, once a step; the answer travels to every W.
+6.  W ``handle_preemptions(metadata)``, then ``bind_connector_metadata(metadata)``.
+7.  W ``start_load_kv(forward_context)``: before the forward pass if this step's own tokens depend
+    on it, otherwise after it.
+8.  W for each layer, within the forward pass: ``wait_for_layer_load(name)``, attention, then
+    ``save_kv_layer(name, kv_layer, attn_metadata)``.
+9.  W ``wait_for_save()``: from here on blocks may be overwritten.
+10. W ``get_finished(finished_req_ids)``, ``get_block_ids_with_load_errors()``,
+    ``build_connector_worker_meta()``, ``clear_connector_metadata()``.
+11. S ``update_connector_output(output)``: what the workers said, aggregated over all of them.
+12. S ``request_finished(request, block_ids)``, once: whether the blocks must stay until
+    ``get_finished`` of every W has named the request.
+
+A load that fails is a miss: the worker names the blocks, and the host computes them.
+
+Arguments are the serving engine's own objects. What is read of them is what is named here and in
+the methods, under the names that vLLM gives them.
+
+Source: names and signatures are those of vLLM's connectors, of both generations.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from wtransfer.errors import ConnectorRoleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+
+TMetadata = TypeVar("TMetadata", bound="KVConnectorWorkerMetadata")
+
+# -- what travels -----------------------------------------------------------------------------
+
+
+class KVConnectorRole(Enum):
+    """Which side a connector object is."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024  # a marker base, as in the field
+    """What the scheduler's side tells every worker's side for one step. Plain data."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """What one worker's side tells the scheduler's side after a step. Plain data."""
+
+    @abstractmethod
+    def aggregate(self: TMetadata, other: TMetadata) -> TMetadata:
+        """Return what two workers have said, as one."""
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024  # a marker base, as in the field
+    """What the workers of another instance must know before the first block. Plain data."""
+
+
+@dataclass
+class KVConnectorOutput:
+    """What the workers have said after a step, aggregated over all of them."""
+
+    finished_sending: set[str] | None = None
+    """Requests that every worker has sent: their blocks may be freed."""
+    finished_recving: set[str] | None = None
+    """Requests that every worker has received."""
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+    """What the workers' sides said to the scheduler's."""
+    invalid_block_ids: set[int] = field(default_factory=set)
+    """Blocks that any worker could not load: whoever uses them must compute them."""
+    failed_recving: set[str] = field(default_factory=set)
+    """Requests of which any worker could not load a part."""
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was said."""
+        return not any(vars(self).values())
+
+
+# -- the scheduler's side ---------------------------------------------------------------------
+
+
+class ConnectorScheduler(ABC):
+    """Decides what comes from elsewhere. The scheduler's thread calls it; nothing may block.
+
+    Args:
+        config: The serving engine's configuration, with ``kv_transfer_config``.
+        kv_cache_config: Shape of the KV cache; None where the host does not say.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        self.config = config
+        """The serving engine's configuration."""
+        self.kv_cache_config = kv_cache_config
+        """Shape of the KV cache."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say how many tokens of a prompt can be loaded beyond those that are there.
+
+        It may be called again for the same request, and must not change anything.
+
+        Args:
+            request: The request: ``request_id``, ``prompt_token_ids``.
+            num_computed_tokens: Tokens whose KV cache is there already.
+
+        Returns:
+            Number of tokens, None for "ask again in the next step", and whether the load outlasts
+            the step. The number must leave at least one token to compute.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Hear which blocks a request has got.
+
+        Args:
+            request: The request.
+            blocks: All its blocks; ``get_block_ids()`` gives their numbers by group.
+            num_external_tokens: How many tokens are to be loaded; 0: none, whatever the blocks.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Return what the workers have to do in this step. Called once; it forgets what it told.
+
+        Args:
+            scheduler_output: The step.
+        """
+
+    def on_new_request(self, request: Any) -> None:
+        """Hear of a request before anything is asked about it."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Hear what the workers said after a step.
+
+        The same word may come twice, late, or about a request that is long gone.
+        """
+
+    def request_finished(
+        self,
+        request: Any,  # noqa: ARG002
+        block_ids: list[int],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hear that a request has ended, in whatever way; once, before its blocks are freed.
+
+        Returns:
+            Whether its blocks must stay until every worker has said that they are sent, and what
+            the user gets for the instance that takes over.
+        """
+        return False, None
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Hear what the workers' sides say to other instances, by rank. Called once."""
+
+    def get_finished_count(self) -> int | None:
+        """Return how many workers name a request before it counts; None: all."""
+        return None
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what came to be kept, or ceased to, since the last call."""
+        return ()
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything that is kept; return whether that was done, None for "nothing is"."""
+        return None
+
+    def shutdown(self) -> None:
+        """Let go of everything. A second call does nothing."""
+
+
+# -- the worker's side ------------------------------------------------------------------------
+
+
+class ConnectorWorker(ABC):
+    """Moves bytes into and out of a worker's cache. The model's thread calls it.
+
+    Args:
+        config: The serving engine's configuration, with ``kv_transfer_config``.
+        kv_cache_config: Shape of the KV cache; None where the host does not say.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        self.config = config
+        """The serving engine's configuration."""
+        self.kv_cache_config = kv_cache_config
+        """Shape of the KV cache."""
+        self._metadata: KVConnectorMetadata | None = None
+
+    @property
+    def metadata(self) -> Any:
+        """What the scheduler's side told for this step.
+
+        Raises:
+            ConnectorRoleError: There is no step.
+        """
+        if self._metadata is None:
+            raise ConnectorRoleError(
+                f"{type(self).__name__} has no metadata outside a step; read it between "
+                "bind_connector_metadata and clear_connector_metadata"
+            )
+        return self._metadata
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take what the scheduler's side told for the step that begins."""
+        self._metadata = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        """Forget it: the step is over."""
+        self._metadata = None
+
+    def has_connector_metadata(self) -> bool:
+        """Return whether there is a step."""
+        return self._metadata is not None
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin to load what this step's metadata names. It may return before that is done."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return once what this step needs of a layer is there, or has failed."""
+
+    @abstractmethod
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Begin to hand on what this step has computed of a layer.
+
+        Args:
+            layer_name: The layer.
+            kv_layer: Its whole cache; dim 0 counts blocks.
+            attn_metadata: The step's attention metadata.
+            **kwargs: What else a host says.
+        """
+
+    @abstractmethod
+    def wait_for_save(self) -> None:
+        """Return once nothing of this step's blocks is read any more."""
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take the caches, by layer; dim 0 counts blocks. Called once."""
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Let go of blocks that this step takes away from requests, before they are overwritten."""
+
+    def get_finished(
+        self,
+        finished_req_ids: set[str],  # noqa: ARG002
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests that are sent, and those that are received, each once.
+
+        Args:
+            finished_req_ids: Requests that have ended since the last step.
+        """
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that could not be loaded, each once, before or with its request."""
+        return set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Return what the scheduler's side shall hear; None: nothing."""
+        return None
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what workers of other instances must know of this one; None: nothing."""
+        return None
+
+    def shutdown(self) -> None:
+        """Let go of everything. A second call does nothing."""
+
+
+# -- both sides under one name ----------------------------------------------------------------
+
+
+class Connector(ABC):  # noqa: B024  # a marker base
+    """What every connector is, of either generation."""
+
+
+SCHEDULER_METHODS = frozenset(
+    {
+        "build_connector_meta",
+        "get_finished_count",
+        "get_num_new_matched_tokens",
+        "on_new_request",
+        "request_finished",
+        "reset_cache",
+        "set_xfer_handshake_metadata",
+        "take_events",
+        "update_connector_output",
+        "update_state_after_alloc",
+    }
+)
+"""Methods that only the scheduler's side has."""
+WORKER_METHODS = frozenset(
+    {
+        "bind_connector_metadata",
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+        "get_block_ids_with_load_errors",
+        "get_finished",
+        "get_handshake_metadata",
+        "handle_preemptions",
+        "has_connector_metadata",
+        "register_kv_caches",
+        "save_kv_layer",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "wait_for_save",
+    }
+)
+"""Methods that only the worker's side has."""
+
+
+class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noqa: N801  # field's
+    """One side of a connector, chosen by role.
+
+    A subclass names `scheduler_cls` and `worker_cls`, and has nothing else to do. Or it has the
+    methods of both sides itself, in the style of the seed. Either way a method of the other side
+    raises: state that one process changed and another reads would not be there.
+
+    Args:
+        config: The serving engine's configuration, with ``kv_transfer_config``.
+        role: Which side this object is.
+        kv_cache_config: Shape of the KV cache; None where the host does not say.
+
+    Raises:
+        ValueError: ``kv_transfer_config`` is missing.
+    """
+
+    scheduler_cls: ClassVar[type[ConnectorScheduler] | str | None] = None
+    """The scheduler's side: a class, or ``"package.module:Class"``, imported where it is needed."""
+    worker_cls: ClassVar[type[ConnectorWorker] | str | None] = None
+    """The worker's side, likewise."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.scheduler_cls is not None and cls.worker_cls is not None:
+            for name in (*SCHEDULER_METHODS, *WORKER_METHODS, "shutdown"):
+                if not _is_own(cls, name):
+                    setattr(cls, name, _delegating(name))
+        for role, names in _METHODS.items():
+            for name in names:
+                setattr(cls, name, _guarded(role, name, getattr(cls, name)))
+
+    def __init__(self, config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        if config.kv_transfer_config is None:
+            raise ValueError(f"{type(self).__name__} needs kv_transfer_config, and it is None")
+        super().__init__(config, kv_cache_config)
+        self._metadata: KVConnectorMetadata | None = None
+        self._role = role
+        # The field's names, which connectors in the style of the seed read.
+        self._vllm_config = config
+        self._kv_transfer_config = config.kv_transfer_config
+        self._kv_cache_config = kv_cache_config
+        named = self.scheduler_cls if role is KVConnectorRole.SCHEDULER else self.worker_cls
+        self.side: Any = None if named is None else _load(named)(config, kv_cache_config)
+        """The object of this role; None where the connector has the methods itself."""
+
+    @property
+    def role(self) -> KVConnectorRole:
+        """Which side this object is."""
+        return self._role
+
+    def _get_connector_metadata(self) -> Any:
+        """Return `metadata`, under the field's name."""
+        return self.metadata
+
+
+_METHODS = {
+    KVConnectorRole.SCHEDULER: SCHEDULER_METHODS,
+    KVConnectorRole.WORKER: WORKER_METHODS,
+}
+
+
+def _is_own(cls: type, name: str) -> bool:
+    """Whether an author has written a method, rather than this module."""
+    method: Callable[..., Any] = inspect.unwrap(getattr(cls, name))
+    return method.__module__ != __name__
+
+
+def _delegating(name: str) -> Callable[..., Any]:
+    def call(self: KVConnectorBase_V1, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.side, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _guarded(role: KVConnectorRole, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    # An abstract method stays one: the author has not written it.
+    if getattr(method, "__isabstractmethod__", False) or hasattr(method, "_wtransfer_guard"):
+        return method
+
+    @functools.wraps(method)
+    def call(self: KVConnectorBase_V1, *args: Any, **kwargs: Any) -> Any:
+        if self.role is not role:
+            raise ConnectorRoleError(
+                f"{type(self).__name__}.{name} is for the {role.name.lower()}'s side, and this "
+                f"object was made for the {self.role.name.lower()}'s; they share no state"
+            )
+        return method(self, *args, **kwargs)
+
+    call._wtransfer_guard = True  # type: ignore[attr-defined]  # noqa: SLF001
+    return call
+
+
+def _load(named: type | str) -> Any:
+    if isinstance(named, type):
+        return named
+    module, _, qualname = named.partition(":")
+    return functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+
+
+# -- the first generation ---------------------------------------------------------------------
+
+
+class KVConnectorBase(Connector):
+    """A connector of vLLM's first generation: one object that sends and receives.
+
+    Args:
+        rank: Rank of this worker.
+        local_rank: Its rank on this host, which is its device.
+        config: The serving engine's configuration, with ``kv_transfer_config``.
+    """
+
+    @abstractmethod
+    def __init__(self, rank: int, local_rank: int, config: Any) -> None: ...
+
+    @abstractmethod
+    def send_kv_caches_and_hidden_states(
+        self,
+        model_executable: Any,
+        model_input: Any,
+        kv_caches: list[torch.Tensor],
+        hidden_or_intermediate_states: Any,
+    ) -> None:
+        """Hand on what a prefill has computed.
+
+        Args:
+            model_executable: The model.
+            model_input: Its input, with the requests' block tables.
+            kv_caches: The cache of each layer.
+            hidden_or_intermediate_states: What the last layer gave.
+        """
+
+    @abstractmethod
+    def recv_kv_caches_and_hidden_states(
+        self, model_executable: Any, model_input: Any, kv_caches: list[torch.Tensor]
+    ) -> tuple[Any, bool, Any]:
+        """Fill caches with what another instance has computed.
+
+        Args:
+            model_executable: The model.
+            model_input: Its input, with the requests' block tables.
+            kv_caches: The cache of each layer.
+
+        Returns:
+            The hidden states, whether the forward pass can be left out, and the input for it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. A second call does nothing."""
