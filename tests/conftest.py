@@ -59,6 +59,16 @@ def unpickled():
     return UNPICKLED
 
 
+@pytest.fixture
+def leaves_nothing():
+    """Fail a test that leaves threads, descriptors or shared memory behind (FAULTS, C3)."""
+    from wtransfer.testing.leftovers import Leftovers
+
+    leftovers = Leftovers()
+    yield
+    assert leftovers.found(within_s=5.0) == []
+
+
 def pytest_sessionfinish(session):
     """Let the run fail if anything was unpickled where peers are heard."""
     found = UNPICKLED.by_us()

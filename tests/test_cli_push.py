@@ -25,25 +25,18 @@ from wtransfer.cli import main
 from wtransfer.engines.commands.engine_options import typed_options
 from wtransfer.engines.session import WorkerSession
 from wtransfer.testing.contents import contents
-from wtransfer.testing.leftovers import Leftovers
 from wtransfer.transport.zygote import Zygote
 
 ENGINES = Path(__file__).parent / "engines"
 HttpWorker = runpy.run_path(str(ENGINES / "http_worker.py"))["HttpWorker"]
 TOKEN = secrets.token_hex(16)
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 WEIGHTS = {f"layer.{i}": torch.arange(12.0).view(3, 4) + 100 * i for i in range(4)}
 
 
 @pytest.fixture(autouse=True)
 def token_around(monkeypatch):
     monkeypatch.setenv("WTRANSFER_TOKEN", TOKEN)
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing():
-    leftovers = Leftovers()
-    yield
-    assert leftovers.found(within_s=5.0) == []
 
 
 @pytest.fixture
@@ -406,7 +399,9 @@ def until(condition, what=lambda: ""):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_push_with_every_worker_whole(begin, workers, write, number):
     before = [contents(each.tensors) for each in workers]
     # The second never gets to say whether the plan fits.

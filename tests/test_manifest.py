@@ -7,6 +7,7 @@ import tracemalloc
 
 import msgspec
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from wtransfer.errors import LimitError, ManifestError, ProtocolError
 from wtransfer.manifest import (
     DTYPES,
     MAX_PIECES,
+    Identities,
     Manifest,
     Piece,
     fingerprint,
@@ -210,8 +212,23 @@ def test_algorithm_and_base_are_part_of_the_identity():
 
 
 def test_digests_must_be_as_many_as_pieces():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="2 digests for 3 pieces"):
         fingerprint(Manifest(PIECES), DIGESTS[:2])
+
+
+@given(rows=rows, coverage=st.sampled_from(["full", "patch"]))
+def test_all_fingerprints_of_the_same_pieces_are_of_the_canonical_list(rows, coverage):
+    pieces = tuple(piece for piece, _ in rows)
+    manifest = Manifest(pieces, coverage=coverage, base="b" * 32)
+    identities = Identities(manifest)
+    for salt in ("", "x"):
+        digests = [digest + salt for _, digest in rows]
+        listed = [[*msgspec.structs.astuple(p), d] for p, d in zip(pieces, digests, strict=True)]
+        canonical = ["xxh3-128", *sorted(listed, key=lambda row: row[0])]
+        if coverage == "patch":
+            canonical.insert(0, "b" * 32)
+        hashed = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(canonical))
+        assert identities.fingerprint(digests) == hashed
 
 
 def test_a_local_fingerprint_is_never_the_same():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wtransfer.config import (
         KVCacheConfig,
         KVTransferConfig,
+        OffloadingConfig,
         ParallelConfig,
         ServingConfig,
         WeightTransferConfig,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from wtransfer.errors import WTransferError
     from wtransfer.host import hooks
     from wtransfer.host.hooks import hookimpl
+    from wtransfer.specs.factory import OffloadingSpecFactory
+    from wtransfer.specs.interface import OffloadingManager, OffloadingSpec, OffloadingWorker
 
     __version__: str
 
@@ -60,6 +63,11 @@ __all__ = [
     "KVConnectorFactory",
     "KVConnectorRole",
     "KVTransferConfig",
+    "OffloadingConfig",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "OffloadingSpecFactory",
+    "OffloadingWorker",
     "ParallelConfig",
     "Publisher",
     "ServingConfig",
@@ -90,6 +98,7 @@ _MEMBERS = {
     "wtransfer.config": (
         "KVCacheConfig",
         "KVTransferConfig",
+        "OffloadingConfig",
         "ParallelConfig",
         "ServingConfig",
         "WeightTransferConfig",
@@ -120,6 +129,8 @@ _MEMBERS = {
     "wtransfer.engines.worker_server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.host.hooks": ("hookimpl",),
+    "wtransfer.specs.factory": ("OffloadingSpecFactory",),
+    "wtransfer.specs.interface": ("OffloadingManager", "OffloadingSpec", "OffloadingWorker"),
 }
 
 _HOMES = {name: module for module, names in _MEMBERS.items() for name in names}

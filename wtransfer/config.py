@@ -90,6 +90,8 @@ class ServingConfig:
     """This process's place."""
     kv_transfer_config: KVTransferConfig | None = None
     """The connector; None where KV stays in the instance."""
+    cache_config: KVCacheConfig | None = None
+    """Shape of the KV cache, where it is known before the workers have one."""
 
 
 # -- what an offloading spec is made with ---------------------------------------------------------

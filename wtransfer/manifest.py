@@ -5,8 +5,8 @@ Plain data without torch: a peer's manifest is judged here, before a byte is all
 
 from __future__ import annotations
 
+import itertools
 import math
-import operator
 import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -182,10 +182,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     slice: str
-    digest: str
-
-
-_name = operator.attrgetter("name")
+    digest: str | None
 
 
 def fingerprint(manifest: Manifest, digests: Sequence[str]) -> str:
@@ -200,14 +197,44 @@ def fingerprint(manifest: Manifest, digests: Sequence[str]) -> str:
         ``[name, dtype, shape, slice, digest]`` sorted by name. No label and no round enter it; a
         patch is prefixed by the fingerprint it applies to.
     """
-    rows = [
-        _Row(piece.name, piece.dtype, piece.shape, piece.slice, digest)
-        for piece, digest in zip(manifest.pieces, digests, strict=True)
-    ]
-    canonical: list[object] = [manifest.algorithm, *sorted(rows, key=_name)]
-    if manifest.coverage == "patch":
-        canonical.insert(0, manifest.base)
-    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(canonical))
+    return Identities(manifest).fingerprint(digests)
+
+
+class Identities:
+    """Fingerprints of sets that consist of the same pieces, round after round.
+
+    All but the digests of what is hashed follows from the manifest, and is encoded once.
+
+    Args:
+        manifest: The pieces.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        names = [piece.name for piece in manifest.pieces]
+        self._order = sorted(range(len(names)), key=names.__getitem__)
+        canonical: list[object] = [manifest.algorithm, *([None] * len(names))]
+        if manifest.coverage == "patch":
+            canonical.insert(0, manifest.base)
+        # Without the rows, of which each stands for one byte.
+        self._head = _encode(canonical)[: -len(names) or None]
+        self._rows = [_row_head(manifest.pieces[number]) for number in self._order]
+
+    def fingerprint(self, digests: Sequence[str]) -> str:
+        """Return the fingerprint of the set that has these digests, in the manifest's order."""
+        if len(digests) != len(self._rows):
+            raise ValueError(f"{len(digests)} digests for {len(self._rows)} pieces")
+        encoded = [_encode(digest) for digest in digests]
+        in_order = map(encoded.__getitem__, self._order)
+        rows = itertools.chain.from_iterable(zip(self._rows, in_order, strict=True))
+        return xxhash.xxh3_128_hexdigest(b"".join((self._head, *rows)))
+
+
+def _row_head(piece: Piece) -> bytes:
+    """Return the msgpack list of a piece and its digest, up to the digest."""
+    return _encode(_Row(piece.name, piece.dtype, piece.shape, piece.slice, None))[:-1]
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def local_fingerprint() -> str:

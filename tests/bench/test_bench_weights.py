@@ -52,6 +52,7 @@ def wait_until(condition, seconds=30):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_every_row_is_measured():
     done = subprocess.run(
         [*RUN, *SMALL, "--json"], capture_output=True, text=True, timeout=110, check=False

@@ -82,6 +82,7 @@ def test_without_a_terminal_it_writes_lines(run):
     assert "8 of 8 promises kept" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_live_model_that_is_not_what_the_session_says_fails_the_demo(run, sabotage):
     sabotage(
         "from wtransfer.engines import target\n"
@@ -124,6 +125,7 @@ def test_what_cannot_be_shown_is_refused_at_once(arguments):
     assert "Error: Invalid value" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_demo_is_ended(sent):
     command = [sys.executable, "-c", RUN, *SMALLEST]

@@ -9,7 +9,6 @@ from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.store.versions import VersionStore
 from wtransfer.testing.faults import Faults
 from wtransfer.testing.fleet import Fleet
-from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.memory import MemoryEngine
 
 FAULTS = Faults()
@@ -38,11 +37,8 @@ def faults():
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing():
-    """Fail a test that leaves threads, descriptors or shared memory behind (FAULTS, C3)."""
-    leftovers = Leftovers()
-    yield
-    assert leftovers.found(within_s=5.0) == []
+def leaves_nothing(leaves_nothing):
+    """Look at every test of this folder so."""
 
 
 @pytest.fixture

@@ -289,6 +289,7 @@ def read_within(folder):
     Path(folder, "digests").write_text(json.dumps(source.digests()))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_much_larger_than_what_memory_allows_is_read(tmp_path):
     generator = torch.Generator().manual_seed(4)
     tensor = torch.randint(0, 256, (BIG_NBYTES,), dtype=torch.uint8, generator=generator)

@@ -141,6 +141,7 @@ def test_a_restored_worker_catches_up_by_itself(fleet, weights, commit):
     assert member.contents == contents(weights)
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_refusing_is_left_alone_after_some_attempts(fleet, weights):
     made = fleet(weights, engine="shm")
     member = join(made)

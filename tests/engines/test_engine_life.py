@@ -13,6 +13,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
 
 BEFORE_A_COMMIT = ["trainer_init", "__init__", "init", "start", "receive", "finish"]
+IN_EVERY_RUN = ["receive", "trainer_init"]
 HARMLESS = ["round_finished", "shutdown", "trainer_shutdown"]
 
 
@@ -121,7 +122,13 @@ def test_what_raises_before_the_commit_ends_the_round_only(two_workers, trouble,
 
 
 # FAULTS 14, inside the process: promise 4 (nothing hangs).
-@pytest.mark.parametrize("step", BEFORE_A_COMMIT)
+@pytest.mark.parametrize(
+    "step",
+    [
+        step if step in IN_EVERY_RUN else pytest.param(step, marks=pytest.mark.slow)
+        for step in BEFORE_A_COMMIT
+    ],
+)
 def test_what_hangs_before_the_commit_is_left_behind(two_workers, trouble, step):
     trouble.step, trouble.hangs = step, True
     with pytest.raises(StallError) as caught:
@@ -134,7 +141,7 @@ def test_what_hangs_before_the_commit_is_left_behind(two_workers, trouble, step)
     assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", HARMLESS)
 def test_what_fails_after_the_commit_cannot_undo_it(two_workers, trouble, step, hangs, caplog):
     trouble.step, trouble.hangs = step, hangs
@@ -146,6 +153,7 @@ def test_what_fails_after_the_commit_cannot_undo_it(two_workers, trouble, step, 
     caplog.clear()
 
 
+@pytest.mark.slow
 def test_an_engine_that_returns_after_it_was_left_behind_changes_nothing(two_workers, trouble):
     trouble.step, trouble.hangs, trouble.returns = "__init__", True, True
     with pytest.raises(StallError):

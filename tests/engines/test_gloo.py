@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from wtransfer.engines.collective import CollectiveInitInfo
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.gloo_trainer import GlooTrainerEngine, GlooTrainerInitInfo
 from wtransfer.engines.origin import Origin
@@ -21,6 +22,7 @@ from wtransfer.engines.watch import Watch
 from wtransfer.errors import AddressError, EngineError, GroupError, PeerLostError, StallError
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.faults import Fault
+from wtransfer.transport.connections import listening
 from wtransfer.transport.rendezvous import host_rendezvous
 
 
@@ -78,6 +80,35 @@ def test_the_cause_of_a_broken_group_is_told_and_not_the_break(fleet, faults, we
             made.publish("v1")
         assert failed.value.worker == f"worker-{number}"
     assert made.publish("v2").ok
+
+
+def test_what_ends_a_group_leaves_nothing_that_listens(fleet, faults, weights):
+    WeightTransferEngineFactory.register_engine("gloo in groups", faults.wrap("gloo"))
+    before = listening()
+    made = fleet(weights, engine="gloo in groups")
+    for _ in range(2):
+        made.join()
+    for version in ("v1", "v2"):
+        assert made.publish(version).ok
+        assert len(listening() - before) == 4, "the meeting, and each rank for the others"
+    assert made.publisher.publish("dry", dry_run=True).ok
+    eventually(lambda: listening() == before)
+    assert made.publish("v3").ok
+    faults.arm(Fault("raise", tensor=1, worker=1))
+    with pytest.raises(EngineError, match="injected"):
+        made.publish("fails")
+    eventually(lambda: listening() == before)
+    assert made.publish("v4").ok
+    made.publisher.close()
+    eventually(lambda: listening() == before)
+    assert [member.session.version for member in made.members] == ["v4", "v4"]
+
+
+def eventually(condition, within_s=5.0):
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -168,6 +199,15 @@ def test_an_address_that_nobody_can_dial_is_refused_with_what_to_give(fleet, hos
     made.join()
     with pytest.raises(AddressError, match="name the one at which workers reach this machine"):
         made.publish("never")
+
+
+@pytest.mark.parametrize("value", ["soon", "nan", 0, -1.0, "inf"])
+def test_a_time_that_cannot_be_is_named(value):
+    with pytest.raises(ValueError, match=f"timeout_s is {value!r}, expected seconds > 0"):
+        GlooTrainerInitInfo(timeout_s=value)
+    info = {"master_address": "h", "master_port": 1, "rendezvous": "r", "world_size": 2}
+    with pytest.raises(ValueError, match="`timeout_s` is "):
+        CollectiveInitInfo(**info, timeout_s=value)
 
 
 @pytest.mark.parametrize(

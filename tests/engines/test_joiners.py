@@ -52,6 +52,7 @@ def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights)
     made.members.append(lazy)
 
 
+@pytest.mark.slow
 def test_a_plan_beyond_the_limit_ends_the_round_at_once_and_blames_nobody(fleet):
     made = fleet({"w": torch.zeros(1)}, engine="shm")
     made.join()

@@ -38,7 +38,7 @@ class Transfer:
         self.source = DigestingSource(StateDictSource(tensors))
         self.source.plan("v1")
         self.num_parts = 0
-        self.memory = None
+        self.memory = self.stream = None
         self._bucket_nbytes, self._pause_s = bucket_nbytes, worker_pause_s
         self._trainer, *self._workers = memory_group(1 + num_workers)
 
@@ -63,9 +63,14 @@ class Transfer:
     def send(self):
         self.source.plan("v")
         outgoing = Outgoing(
-            self.source.metadata, self._trainer, self._bucket_nbytes, self.memory, self._count
+            self.source.metadata,
+            self._trainer,
+            self._bucket_nbytes,
+            self.memory,
+            self._count,
+            stream=self.stream,
         )
-        self.memory = outgoing.memory
+        self.memory, self.stream = outgoing.memory, outgoing.stream
         for _ in self.source.iter_into(outgoing):
             pass
         outgoing.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import socket
 import threading
@@ -24,6 +25,7 @@ from wtransfer.errors import (
     HostsError,
     NoWorkersError,
     PeerLostError,
+    RoundBusyError,
     StallError,
 )
 from wtransfer.testing.contents import contents
@@ -131,6 +133,38 @@ def test_hosts_are_told_when_the_publisher_closes(start_worker, weights):
     assert (worker.session.version, contents(worker.tensors)) == ("v1", contents(weights))
 
 
+class HttpEngine(HttpWorker):
+    """A serving engine behind HTTP: it names no worker, and its shutdown leaves all publishers."""
+
+    def _join(self, body):
+        invitation = body["init_info"]["wtransfer"]
+        if invitation.get("leave"):
+            self._client.leave(invitation["address"])
+        else:
+            super()._join(body)
+        return {"message": "Weight transfer initialized"}
+
+    def _leave(self, _body):
+        self._client.shutdown_weight_transfer_engine()
+        return {}
+
+
+def test_a_publisher_that_closes_has_an_engine_leave_it_and_no_other(weights):
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    with contextlib.closing(HttpEngine(tensors, token=TOKEN)) as engine:
+        first = Publisher(weights, hosts=[engine.address])
+        with Publisher(weights, hosts=[engine.address]) as second:
+            assert [each.address for each in engine.session.links] == [
+                first.address,
+                second.address,
+            ]
+            first.close()
+            assert [each.address for each in engine.session.links] == [second.address]
+            assert second.publish("v1").ok
+        assert engine.session.links == ()
+    assert contents(tensors) == contents(weights)
+
+
 def test_one_that_cannot_be_reached_is_named_and_the_others_let_go(start_worker, weights, nobody):
     worker = start_worker()
     with pytest.raises(PeerLostError, match=f"cannot reach {nobody}"):
@@ -233,6 +267,25 @@ def test_the_report_has_the_words_of_an_engine_that_did_not_apply(engines, weigh
     applied, left = sorted(report.workers, key=lambda each: each.worker)
     assert (report.outcome, applied.outcome, left.outcome) == ("mixed", "committed", "pending")
     assert "the engine is asleep" in str(left.error)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_call_that_an_engine_fails_blocks_no_later_round(engines, weights, times):
+    with Publisher(weights, hosts=engines, deadline_s=1.0) as publisher:
+        assert publisher.publish("v1").ok
+        engines[1].error = RuntimeError("the engine is asleep")
+        assert publisher.publish("v2").outcome == "mixed"
+        if times > 1:
+            # Asked again, it fails again: it still holds v2, and can take nothing new.
+            with pytest.raises(RoundBusyError, match="worker of two"):
+                publisher.publish("refused")
+        engines[1].error = None
+        weights["layer.0"] += 1
+        report = publisher.publish("v3")
+    assert report.ok, str(report)
+    for each in engines:
+        assert each.session.version == "v3"
+        assert contents(each.tensors) == contents(weights)
 
 
 def test_only_the_engine_that_is_behind_is_called_for_that(engines, weights):

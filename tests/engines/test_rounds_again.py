@@ -16,15 +16,23 @@ def commit(request):
     return request.param
 
 
-def many():
-    """Small tensors of several dtypes and shapes, and one that takes huge pages."""
-    torch.manual_seed(0)
-    return {
-        **{f"norm.{i}": torch.randn(64 + i).bfloat16() for i in range(300)},
-        "large": torch.randn(1024, 1024),
-        **{f"scale.{i}": torch.randn(3, i % 5) for i in range(300)},
-        "step": torch.tensor(0),
-    }
+@pytest.fixture(params=[1, 0], ids=["none-empty", "some-empty"])
+def many(request):
+    """Makes small tensors of several dtypes and shapes, and one that takes huge pages.
+
+    Where some are empty, they are handled one by one.
+    """
+
+    def make():
+        torch.manual_seed(0)
+        return {
+            **{f"norm.{i}": torch.randn(64 + i).bfloat16() for i in range(600)},
+            "large": torch.randn(1024, 1024),
+            **{f"scale.{i}": torch.randn(3, request.param + i % 5) for i in range(300)},
+            "step": torch.tensor(0),
+        }
+
+    return make
 
 
 def step_on(tensors):
@@ -32,7 +40,7 @@ def step_on(tensors):
         each.add_(1)
 
 
-def test_many_tensors_arrive_in_every_round(fleet, commit):
+def test_many_tensors_arrive_in_every_round(fleet, commit, many):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)
     for number in range(5):
@@ -69,10 +77,14 @@ def write(tensors):
     step_on(tensors)
 
 
+def view(tensors):
+    tensors["norm.2"] = tensors["norm.2"].view(-1)
+
+
 @pytest.mark.parametrize(
-    "change", [replace, repoint, set_elsewhere, onto_a_flat_buffer, turn, write]
+    "change", [replace, repoint, set_elsewhere, onto_a_flat_buffer, turn, write, view]
 )
-def test_what_a_worker_did_to_its_tensors_between_rounds_is_seen(fleet, commit, change):
+def test_what_a_worker_did_to_its_tensors_between_rounds_is_seen(fleet, commit, many, change):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)
     for number in range(6):
@@ -83,15 +95,22 @@ def test_what_a_worker_did_to_its_tensors_between_rounds_is_seen(fleet, commit, 
         assert contents(member.model) == contents(made.source)
 
 
-def test_a_tensor_that_no_longer_fits_is_refused_in_the_next_round_and_fits_again(fleet, commit):
+def test_a_tensor_that_no_longer_fits_is_refused_in_the_next_round_and_fits_again(
+    fleet, commit, many
+):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)
     assert made.publish("v1").ok
     before, own = contents(member.model), member.model["norm.1"]
-    member.model["norm.1"] = torch.zeros(7, dtype=torch.bfloat16)
+    others = [
+        (torch.zeros(7, dtype=torch.bfloat16), r"norm\.1: wanted bfloat16 \[7\]"),
+        (own.detach().view(5, 13), r"norm\.1: wanted bfloat16 \[5, 13\]"),
+        (own.detach().view(torch.int16), r"norm\.1: wanted int16 \[65\]"),
+    ]
     step_on(made.source)
-    for _ in range(2):
-        with pytest.raises(SchemaError, match=r"norm\.1: wanted bfloat16 \[7\]"):
+    for other, wanted in others * 2:
+        member.model["norm.1"] = other
+        with pytest.raises(SchemaError, match=wanted):
             made.publish("v2")
     member.model["norm.1"] = own
     assert contents(member.model) == before
@@ -115,7 +134,7 @@ def test_names_that_a_worker_ties_or_parts_between_rounds_stay_as_it_left_them(f
     assert contents(member.model) == contents(made.source)
 
 
-def test_a_trainer_that_changes_its_tensors_is_followed_by_models_that_do(fleet, commit):
+def test_a_trainer_that_changes_its_tensors_is_followed_by_models_that_do(fleet, commit, many):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)
     assert made.publish("v1").ok
@@ -145,7 +164,7 @@ def test_a_modules_parameters_may_be_replaced_on_both_sides(fleet, commit, chang
         assert contents(serving.state_dict()) == contents(trained.state_dict())
 
 
-def test_a_worker_that_comes_back_and_one_that_comes_late_get_everything(fleet, commit):
+def test_a_worker_that_comes_back_and_one_that_comes_late_get_everything(fleet, commit, many):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)
     assert made.publish("v1").ok
@@ -159,7 +178,7 @@ def test_a_worker_that_comes_back_and_one_that_comes_late_get_everything(fleet, 
         made.leave(again)
 
 
-def test_two_publishers_in_turn_are_told_apart(fleet, commit):
+def test_two_publishers_in_turn_are_told_apart(fleet, commit, many):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)
     # The same tensors in another order: equal in every piece, different in every place.

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+import pytest
+
 from wtransfer.testing.engine import EngineConformance
 
 
@@ -9,6 +11,7 @@ class TestShm(EngineConformance):
     engine = "shm"
 
 
+@pytest.mark.slow
 class TestShmInSmallBuckets(EngineConformance):
     engine = "shm"
     options: ClassVar = {"bucket_nbytes": 100}

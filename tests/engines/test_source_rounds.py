@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.engines.digesting import DigestingSource, Places
+from wtransfer.engines.digesting import DigestingSource
+from wtransfer.engines.interface import ParamMeta
 from wtransfer.engines.shm_trainer import SegmentLayout
 from wtransfer.engines.source import StateDictSource
+from wtransfer.errors import RoundAbortedError, SourceError
 from wtransfer.transport.digests import digest
 
 
@@ -27,10 +29,9 @@ def packed(source):
     """What one pass copies into a piece of memory, by name."""
     layout = SegmentLayout(source.metadata)
     memory = np.full(layout.nbytes, 0xFF, dtype=np.uint8)
-    found = {
-        meta.name: bytes(place) for meta, place in source.iter_into(Places(memory, layout.spans))
-    }
-    assert found == {name: memory[span].tobytes() for name, span in layout.spans.items()}
+    places = layout.places(memory)
+    found = {meta.name: bytes(place) for meta, place in source.iter_into(places)}
+    assert found == {meta.name: memory[places[meta.name]].tobytes() for meta in source.metadata}
     return found
 
 
@@ -162,3 +163,130 @@ def test_large_strided_and_empty_tensors_are_packed_among_small_ones():
     assert packed(source) == expected_bytes(tensors)
     assert source.digests() == [digest(each) for each in tensors.values()]
     assert source.nonfinite == {"nan": 1}
+
+
+# -- tensors that are all there
+
+
+SMALL = {f"t{number}": torch.full((100,), float(number)) for number in range(3000)}
+
+
+def standing(read):
+    """A source of `SMALL` whose passes yield another dictionary's tensors."""
+    source = DigestingSource(Custom(SMALL, read))
+    source._own.iter_full = lambda: iter(read().items())
+    source.plan()
+    return source
+
+
+def freed(tensors):
+    tensors["t7"] = tensors["t7"].clone()
+    tensors["t7"].untyped_storage().resize_(0)
+
+
+def cut(tensors):
+    tensors["t7"] = tensors["t7"].clone()
+    tensors["t7"].untyped_storage().resize_(396)
+
+
+def shape(tensors):
+    tensors["t7"] = torch.zeros(10, 10)
+
+
+def dtype(tensors):
+    tensors["t7"] = torch.zeros(100, dtype=torch.int32)
+
+
+def no_tensor(tensors):
+    tensors["t7"] = "a string"
+
+
+def order(tensors):
+    tensors["t7"] = tensors.pop("t7")
+
+
+def short(tensors):
+    del tensors["t2999"]
+
+
+def long(tensors):
+    tensors["t3000"] = torch.zeros(100)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (freed, "'t7' has less memory than its shape needs"),
+        (cut, "'t7' has less memory than its shape needs"),
+        (shape, r"yields \('t7', torch.float32, \(10, 10\)\), its metadata says"),
+        (dtype, r"yields \('t7', torch.int32, \(100,\)\), its metadata says"),
+        (no_tensor, r"yields \('t7', 'str', \(\)\)"),
+        (order, r"yields \('t8', torch.float32, \(100,\)\), its metadata says \('t7'"),
+        (short, "ended before 't2999'"),
+        (long, "yields 't3000' after the last tensor"),
+    ],
+)
+def test_what_contradicts_the_metadata_is_found_among_many(spoil, text):
+    tensors = dict(SMALL)
+    spoil(tensors)
+    with pytest.raises(SourceError, match=text):
+        packed(standing(lambda: tensors))
+
+
+def test_a_source_may_hold_its_tensors_in_any_way():
+    module = torch.nn.Linear(20, 20)
+    views = {"a": torch.arange(8.0)[4:], "w": module.weight, "t": module.weight.t(), "c": 3.0}
+    tensors = {**views, "z": torch.zeros(2, dtype=torch.complex64).conj(), **SMALL}
+    source = DigestingSource(StateDictSource(tensors))
+    source.plan()
+    sent = {name: each for name, each in tensors.items() if name != "c"}
+    sent["z"] = sent["z"].resolve_conj()
+    assert packed(source) == expected_bytes(sent)
+    assert source.digests() == [digest(each) for each in sent.values()]
+
+
+def test_weights_that_change_between_two_passes_are_caught_among_many():
+    tensors = dict(SMALL)
+    source = standing(lambda: tensors)
+    packed(source)
+    packed(source)
+    tensors["t7"] = tensors["t8"]
+    with pytest.raises(SourceError, match="'t7' had other bytes in a second pass"):
+        packed(source)
+
+
+def test_a_digest_that_was_known_before_is_compared_among_many():
+    class Sealed(StateDictSource):
+        @property
+        def metadata(self):
+            return [
+                ParamMeta(m.name, m.dtype, m.shape, digest=digest(SMALL[m.name]))
+                for m in super().metadata
+            ]
+
+    for value in (7.0, 8.0):
+        source = DigestingSource(Sealed({**SMALL, "t7": torch.full((100,), value)}))
+        source.plan()
+        if value == 7:
+            packed(source)
+        else:
+            with pytest.raises(SourceError, match="'t7' has other bytes than when its digest"):
+                packed(source)
+
+
+def test_what_is_not_finite_is_counted_among_many():
+    nan = torch.tensor([float("nan")] * 2 + [1.0] * 98)
+    tensors = {**SMALL, "t7": nan, "t2000": torch.full((100,), float("inf"))}
+    source = standing(lambda: tensors)
+    packed(source)
+    assert source.nonfinite == {"t7": 2, "t2000": 100}
+
+
+def test_a_stopped_round_ends_between_two_runs():
+    source = standing(lambda: SMALL)
+    layout = SegmentLayout(source.metadata)
+    passing = source.iter_into(layout.places(np.zeros(layout.nbytes, dtype=np.uint8)))
+    next(passing)
+    source.stop("a worker was lost")
+    with pytest.raises(RoundAbortedError, match="a worker was lost"):
+        list(passing)

@@ -92,6 +92,7 @@ def test_each_tensor_may_be_the_one_that_is_lost(two_workers, faults):
 
 
 # FAULTS 6
+@pytest.mark.slow
 def test_every_single_bit_of_an_update_is_guarded(fleet, engine, faults):
     source = {
         "half": random_tensor(torch.bfloat16, (3,), seed=1),

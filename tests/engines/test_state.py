@@ -202,6 +202,45 @@ def test_any_change_that_could_matter_is_seen(change):
     assert grouping.of(tensors) is after
 
 
+def onto_one_buffer(tensors):
+    flat = torch.zeros(8)
+    tensors["x"].data, tensors["y"].data = flat[:4], flat[4:]
+
+
+def narrow(tensors):
+    tensors["x"].data = tensors["x"].data[:3]
+
+
+def to_meta(tensors):
+    tensors["x"] = tensors["x"].to("meta")
+
+
+def to_a_subclass(tensors):
+    tensors["x"] = tensors["x"].as_subclass(type("Own", (torch.Tensor,), {}))
+
+
+def to_sparse(tensors):
+    tensors["x"] = tensors["x"].to_sparse()
+
+
+def tie_far_apart(tensors):
+    tensors["y"].data = tensors["x"].data
+
+
+@pytest.mark.parametrize(
+    "change", [onto_one_buffer, narrow, to_meta, to_a_subclass, to_sparse, tie_far_apart]
+)
+def test_a_change_among_many_that_stand_alone_is_seen(change):
+    many = {f"t{number}": torch.zeros(4) for number in range(1500)}
+    grouping, tensors = Grouping(), {"x": torch.zeros(4), **many, "y": torch.zeros(4)}
+    before = grouping.of(tensors)
+    assert grouping.of(tensors) is before
+    change(tensors)
+    after = grouping.of(tensors)
+    assert after is not before
+    assert after == Grouping().of(tensors)
+
+
 def test_a_tensor_without_a_name_that_comes_to_share_memory_is_seen():
     grouping, tensors, beside = Grouping(), {"a": torch.zeros(3)}, [torch.zeros(3)]
     assert grouping.of(tensors, beside) == (Group("a", (), False),)

@@ -426,6 +426,7 @@ def test_a_new_init_frees_the_worker(worker):
     assert worker.lists == NEW
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_costs_its_deadline_and_not_the_worker(start):
     worker = start(deadline_s=1.0)
     worker.begin()
@@ -437,6 +438,7 @@ def test_an_engine_that_hangs_costs_its_deadline_and_not_the_worker(start):
     assert worker.lists == NEW
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_in_its_init_is_given_up(start):
     worker = start(deadline_s=0.5)
     with pytest.raises(StallError, match="init_transfer_engine of engine"):

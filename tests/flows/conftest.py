@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib.util
 import itertools
 import json
@@ -23,6 +24,12 @@ from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
 PATIENCE_S = 20.0
+IMPORT_S = 120.0
+_LISTEN = "0A"
+_BOOT = (
+    "import importlib, json, sys; path, module, name, args, options = json.loads(sys.argv[1]); "
+    "sys.path.insert(0, path); getattr(importlib.import_module(module), name)(*args, **options)"
+)
 
 
 def _stage_module():
@@ -61,20 +68,19 @@ class OrderFailedError(Exception):
 class Puppet:
     """One process, seen by the test."""
 
-    def __init__(self, zygote, target, folder, *, name, stage, options):
+    def __init__(self, spawn, target, folder, *, name, stage, options, address, patience_s):
         self.name = name
         self.log = folder / f"{name}.log"
         witness_path = folder / f"{name}.witness"
         witness_path.write_bytes(bytes(stage.WITNESS_NBYTES))
         if hold := options.pop("hold", None):
             stage.Witness(witness_path).hold(hold)
-        address = f"wt-flow-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(f"\0{address}")
+            listener.bind(address)
             listener.listen(1)
-            listener.settimeout(PATIENCE_S)
+            listener.settimeout(patience_s)
             # In kilobytes of log lies the reason why a test fails.
-            self.child = zygote.spawn(
+            self.child = spawn(
                 target, address, str(witness_path), stdout=self.log, stderr=self.log, **options
             )
             self.pid = self.child.pid
@@ -178,6 +184,28 @@ class Puppet:
 
     # -- what it holds
 
+    def listeners(self):
+        """Return the addresses at which it listens by TCP, once for each port."""
+        return [address for state, address in self.tcp_sockets() if state == _LISTEN]
+
+    def tcp_sockets(self):
+        """Return state and own address of its TCP sockets, as the kernel writes them."""
+        proc = Path(f"/proc/{self.pid}")
+        inodes = set()
+        for fd in (proc / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
+        lines = []
+        for table in ("tcp", "tcp6"):
+            lines += (proc / "net" / table).read_text().splitlines()[1:]
+        rows = [line.split() for line in lines]
+        return [(row[3], row[1].partition(":")[0]) for row in rows if row[9] in inodes]
+
+    def resident_nbytes(self):
+        """Return the memory that it has."""
+        num_pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return num_pages * os.sysconf("SC_PAGE_SIZE")
+
     def holdings(self):
         """Count its descriptors by kind, its threads, and its mappings of shared segments."""
         found = collections.Counter()
@@ -189,6 +217,15 @@ class Puppet:
         lines = (proc / "maps").read_text().splitlines()
         found["mappings"] = sum("/memfd:wtransfer" in line for line in lines)
         return found
+
+
+def _spawn_on(host, target, *args, stdout, stderr, **options):
+    """Do on another host what `Zygote.spawn` does here; torch is imported anew."""
+    assert stdout == stderr
+    job = json.dumps([str(HERE), *target.split(":"), args, options])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with stdout.open("ab") as log:
+        return host.run([sys.executable, "-c", _BOOT, job], stdout=log, stderr=log, env=environment)
 
 
 def _kind_of(target):
@@ -220,34 +257,83 @@ class Cast:
         self.puppets = []
         self.where = {}
 
-    def trainer(self, *, hold=None, **options):
-        """Start a trainer; workers that start later join it."""
-        puppet = self._start("flow_trainer:main", "trainer", {"hold": hold, **options})
+    def trainer(self, *, hold=None, host=None, **options):
+        """Start a trainer; workers that start later join it.
+
+        Args:
+            hold: Phase to hold at.
+            host: Of `namespaces.py`; None: this machine's network.
+            **options: Of the publisher.
+        """
+        puppet = self._start("flow_trainer:main", "trainer", {"hold": hold, **options}, host)
         self.where = puppet.ask("where")
         return puppet
 
-    def worker(self, *, trainer=None, hold=None, **options):
-        """Start a worker that joins a trainer, by default the last one."""
+    def worker(self, *, trainer=None, hold=None, host=None, **options):
+        """Start a worker that joins a trainer, by default the last one; `host` as of a trainer."""
         where = trainer.ask("where") if trainer else self.where
         options = {"join": where["address"], "token": where["token"], **options}
-        return self._start("flow_worker:main", "worker", {"hold": hold, **options})
+        return self._start("flow_worker:main", "worker", {"hold": hold, **options}, host)
 
     def workers(self, number, **options):
         return [self.worker(**options) for _ in range(number)]
 
-    def _start(self, target, role, options):
+    def _start(self, target, role, options, host=None):
         name = f"{role}-{next(self._numbers)}"
         if role == "worker":
             options.setdefault("name", name)
         options = {**self.size, **options}
         puppet = Puppet(
-            self._zygote, target, self._folder, name=name, stage=self._stage, options=options
+            self._zygote.spawn if host is None else functools.partial(_spawn_on, host),
+            target,
+            self._folder,
+            name=name,
+            stage=self._stage,
+            options=options,
+            # Abstract addresses do not reach into another network namespace; paths do.
+            address=f"\0wt-flow-{secrets.token_hex(8)}"
+            if host is None
+            else str(self._folder / f"{name}.socket"),
+            patience_s=PATIENCE_S if host is None else IMPORT_S,
         )
         self.puppets.append(puppet)
         return puppet
 
     def until(self, condition, timeout_s=PATIENCE_S):
         return self._wait_until(condition, timeout_s)
+
+    def held_in(self, trainer, puppet, phase, number=2):
+        """Begin a round in which one process stops where it enters a phase; return the round."""
+        puppet.witness.hold(phase)
+        round_id = trainer.ask("begin", number=number)
+        puppet.until_held()
+        return round_id
+
+    def killed_in(self, trainer, victim, phase, number=2):
+        """Kill a process there, with the round's result asked for; return the round and when."""
+        round_id = self.held_in(trainer, victim, phase, number)
+        trainer.order("result")
+        return round_id, victim.kill()
+
+    def publish(self, trainer, number, workers):
+        """Publish to workers, once just these are there, and check that each holds it whole."""
+        names = {worker.name for worker in workers}
+        self.until(lambda: names == {each["worker"] for each in trainer.ask("workers")})
+        report = trainer.ask("publish", number=number)
+        assert report["ok"], report["text"]
+        assert names == set(report["workers"])
+        for worker in workers:
+            receipt = report["workers"][worker.name]
+            assert ("committed", f"v{number}") == (receipt["outcome"], receipt["version"])
+            holds = self.holds(worker, number)["fingerprint"]
+            assert report["fingerprint"] == receipt["fingerprint"] == holds
+
+    def serve(self, workers, number, since, within_s=1.0):
+        """Check that workers are soon in no round any more, and serve a version, whole."""
+        for worker in workers:
+            assert worker.ask("until_free", within_s=10) - since < within_s
+            look = worker.look()
+            assert (f"v{number}", {number}) == (look["version"], set(look["numbers"]))
 
     def settled(self, look, wanted, timeout_s=5.0):
         """Look until there is what is wanted, or time is up; return what there is then."""

@@ -139,7 +139,7 @@ class Puppet:
         self.witness = witness = Witness(witness_path)
         witness.pace_s = pace_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(f"\0{address}")
+        self._socket.connect(address)
         self._ended = False
 
     def serve(self):

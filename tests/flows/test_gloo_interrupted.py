@@ -30,20 +30,10 @@ def in_broadcast(flow):
     return make
 
 
-def still_on_the_old_version(workers, since):
-    for worker in workers:
-        assert worker.ask("until_free", within_s=5) - since < 1
-        look = worker.look()
-        assert ("v1", {1}) == (look["version"], set(look["numbers"]))
-
-
 def next_rounds_work_and_nothing_is_left(flow, trainer, workers, holdings):
     workers[1].go_on()
     for number in (3, 4):
-        report = trainer.ask("publish", number=number)
-        assert report["ok"], report["text"]
-        for worker in workers:
-            flow.holds(worker, number)
+        flow.publish(trainer, number, workers)
     left_over = flow.left_over(holdings, lambda: [p.holdings() for p in (trainer, *workers)])
     assert not any(left_over), left_over
 
@@ -58,7 +48,7 @@ def test_an_aborted_broadcast_ends_within_a_second_and_a_second_abort_does_nothi
         trainer.ask("result")
     assert aborted.ended - begun < 1
     assert (aborted.version, aborted.phase) == ("v2", "transfer")
-    still_on_the_old_version(workers, begun)
+    flow.serve(workers, 1, begun)
     trainer.ask("abort")
     next_rounds_work_and_nothing_is_left(flow, trainer, workers, holdings)
 
@@ -70,32 +60,32 @@ def test_ctrl_c_in_the_trainer_ends_a_broadcast_within_a_second(flow, failing, i
         trainer.answer()
     # The interruption is let through once the round has wound down, or after its grace.
     assert interrupted.ended - begun < 1.2
-    still_on_the_old_version(workers, begun)
+    flow.serve(workers, 1, begun)
     next_rounds_work_and_nothing_is_left(flow, trainer, workers, holdings)
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_trainer_at_once_and_its_broadcast_with_it(in_broadcast):
+def test_sigterm_ends_a_trainer_at_once_and_its_broadcast_with_it(flow, in_broadcast):
     trainer, workers, _ = in_broadcast("publish")
     begun = trainer.signal(signal.SIGTERM)
     assert trainer.child.wait(1.0) == -signal.SIGTERM
-    still_on_the_old_version(workers, begun)
+    flow.serve(workers, 1, begun)
     trainer.alive = False
 
 
 @pytest.mark.slow
-def test_a_trainer_that_leaves_in_a_broadcast_does_so_within_a_second(in_broadcast):
+def test_a_trainer_that_leaves_in_a_broadcast_does_so_within_a_second(flow, in_broadcast):
     trainer, workers, _ = in_broadcast("begin")
     begun = time.monotonic()
     trainer.ask("end")
     assert trainer.ended - begun < 1.2
-    still_on_the_old_version(workers, begun)
+    flow.serve(workers, 1, begun)
     assert trainer.child.wait(10.0) == 0
     # An interpreter that is torn down says nothing.
     assert trainer.last_words() == ""
 
 
-def test_a_worker_that_leaves_in_a_broadcast_does_so_within_a_second(failing, in_broadcast):
+def test_a_worker_that_leaves_in_a_broadcast_does_so_within_a_second(flow, failing, in_broadcast):
     trainer, workers, _ = in_broadcast("begin")
     trainer.order("result")
     begun = time.monotonic()
@@ -105,5 +95,5 @@ def test_a_worker_that_leaves_in_a_broadcast_does_so_within_a_second(failing, in
         trainer.answer()
     assert lost.ended - begun < 1
     assert workers[0].name == lost.worker
-    still_on_the_old_version(workers[1:], begun)
+    flow.serve(workers[1:], 1, begun)
     assert workers[0].child.wait(10.0) == 0

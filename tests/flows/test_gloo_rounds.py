@@ -16,28 +16,29 @@ def trainer(flow):
     return flow.trainer(engine="gloo", options={"packed_buffer_size_bytes": BUCKET_NBYTES})
 
 
-def publish(flow, trainer, number, workers):
-    """Publish to `workers` and check that each of them holds what its receipt says."""
-    report = trainer.ask("publish", number=number)
-    assert report["ok"], report["text"]
-    assert {worker.name for worker in workers} == set(report["workers"])
-    for worker in workers:
-        receipt = report["workers"][worker.name]
-        assert ("committed", f"v{number}") == (receipt["outcome"], receipt["version"])
-        assert report["fingerprint"] == receipt["fingerprint"]
-        assert report["fingerprint"] == flow.holds(worker, number)["fingerprint"]
+def test_trainer_and_worker_listen_at_the_address_that_was_given_and_nowhere_else(flow):
+    trainer = flow.trainer(engine="gloo", listen="tcp:127.0.0.2:0", options={"host": "127.0.0.2"})
+    worker = flow.worker()
+    trainer.ask("wait", n=1)
+    for number in (1, 2):
+        flow.publish(trainer, number, [worker])
+    # The kernel writes an address as one number, as it stands in memory.
+    assert trainer.listeners() == ["0200007F"] * 3, "channel, meeting and group"
+    # Where a worker listens is the address from which it reaches the trainer.
+    assert worker.listeners() == ["0100007F"]
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])
 def test_three_workers_take_round_after_round(flow, trainer, commit):
     workers = flow.workers(3, commit=commit)
     trainer.ask("wait", n=3)
-    holdings = []
     for number in range(1, NUM_ROUNDS + 1):
-        publish(flow, trainer, number, workers)
-        holdings.append([each.holdings() for each in (trainer, *workers)])
-    # Two pieces of memory that take turns; then nothing grows any more.
-    assert holdings[3] == holdings[-1]
+        flow.publish(trainer, number, workers)
+        if number == 4:
+            # Two pieces of memory that take turns; from now on nothing grows any more.
+            holdings = [each.holdings() for each in (trainer, *workers)]
+    left_over = flow.left_over(holdings, lambda: [p.holdings() for p in (trainer, *workers)])
+    assert not any(left_over), left_over
     for worker in workers:
         looks = worker.looks()
         assert [f"v{number}" for number in range(1, NUM_ROUNDS + 1)] == [
@@ -48,16 +49,16 @@ def test_three_workers_take_round_after_round(flow, trainer, commit):
 def test_workers_come_and_go_between_rounds(flow, trainer):
     first, second = flow.workers(2)
     trainer.ask("wait", n=2)
-    publish(flow, trainer, 1, [first, second])
+    flow.publish(trainer, 1, [first, second])
     late = flow.worker()
     trainer.ask("wait", n=3)
-    publish(flow, trainer, 2, [first, second, late])
+    flow.publish(trainer, 2, [first, second, late])
     second.end()
     flow.until(lambda: len(trainer.ask("workers")) == 2)
-    publish(flow, trainer, 3, [first, late])
+    flow.publish(trainer, 3, [first, late])
     first.end()
     flow.until(lambda: len(trainer.ask("workers")) == 1)
-    publish(flow, trainer, 4, [late])
+    flow.publish(trainer, 4, [late])
 
 
 def test_membership_that_changes_leaves_nothing_behind(flow, trainer):
@@ -66,10 +67,10 @@ def test_membership_that_changes_leaves_nothing_behind(flow, trainer):
     for number in range(1, 8, 2):
         guest = flow.worker()
         trainer.ask("wait", n=2)
-        publish(flow, trainer, number, [stays, guest])
+        flow.publish(trainer, number, [stays, guest])
         guest.end()
         flow.until(lambda: len(trainer.ask("workers")) == 1)
-        publish(flow, trainer, number + 1, [stays])
+        flow.publish(trainer, number + 1, [stays])
         holdings.append((trainer.holdings(), stays.holdings()))
     left_over = flow.left_over(holdings[1], lambda: (trainer.holdings(), stays.holdings()))
     assert not any(left_over), left_over
@@ -81,7 +82,26 @@ def test_two_ranks_of_one_instance_commit_as_one(flow, trainer):
     ]
     trainer.ask("wait", n=2)
     for number in (1, 2):
-        publish(flow, trainer, number, instances)
+        flow.publish(trainer, number, instances)
+
+
+def test_a_second_session_at_a_place_that_is_taken_is_refused_until_it_is_free(flow, trainer):
+    pair = [flow.worker(instance="pair", rank=rank, num_ranks=2) for rank in range(2)]
+    trainer.ask("wait", n=1)
+    double = flow.worker(instance="pair", rank=1, num_ranks=2)
+    flow.until(trainer_has_refused := lambda: trainer.ask("refusal"))
+    assert (
+        f"{double.name} says it is rank 1 of 2 of instance pair, but {pair[1].name} is rank 1 of 2"
+        in trainer_has_refused()["text"]
+    )
+    # Neither the round nor the group hears of it.
+    for number in (1, 2):
+        flow.publish(trainer, number, pair)
+    flow.holds(double, 0)
+    pair[1].end()
+    names = {pair[0].name, double.name}
+    flow.until(lambda: names == {each["worker"] for each in trainer.ask("workers")})
+    flow.publish(trainer, 3, [pair[0], double])
 
 
 def test_instances_of_different_sizes_are_refused(flow, failing, trainer):
@@ -97,7 +117,7 @@ def test_instances_of_different_sizes_are_refused(flow, failing, trainer):
         flow.holds(worker, 0)
     single.end()
     flow.until(lambda: len(trainer.ask("workers")) == 2)
-    publish(flow, trainer, 2, pair)
+    flow.publish(trainer, 2, pair)
 
 
 def test_a_world_size_that_the_workers_do_not_make_up_is_refused(flow, failing):
@@ -140,7 +160,7 @@ def test_a_fixed_port_is_free_again_for_every_new_group(flow, failing):
     trainer = flow.trainer(engine="gloo", options={"port": port})
     stays, victim = flow.workers(2)
     trainer.ask("wait", n=2)
-    publish(flow, trainer, 1, [stays, victim])
+    flow.publish(trainer, 1, [stays, victim])
     victim.witness.hold("transfer")
     trainer.ask("begin", number=2)
     victim.until_held()
@@ -148,7 +168,7 @@ def test_a_fixed_port_is_free_again_for_every_new_group(flow, failing):
     with failing("PeerLostError"):
         trainer.ask("result")
     trainer.ask("wait", n=1)
-    publish(flow, trainer, 3, [stays])
+    flow.publish(trainer, 3, [stays])
     late = flow.worker()
     trainer.ask("wait", n=2)
-    publish(flow, trainer, 4, [stays, late])
+    flow.publish(trainer, 4, [stays, late])

@@ -24,27 +24,14 @@ def serving(flow):
     return trainer, workers
 
 
-def serves_the_first_version(worker, since):
-    assert worker.ask("until_free", within_s=5) - since < 1
-    look = worker.look()
-    assert ("v1", {1}) == (look["version"], set(look["numbers"]))
-
-
-def publish_good_round(flow, trainer, number, workers):
-    names = {worker.name for worker in workers}
-    flow.until(lambda: names == {each["worker"] for each in trainer.ask("workers")})
-    report = trainer.ask("publish", number=number)
-    assert report["ok"], report["text"]
-    for worker in workers:
-        assert report["fingerprint"] == flow.holds(worker, number)["fingerprint"]
-
-
 @pytest.mark.parametrize(
     ("phase", "place"),
     [
         ("midst", 0),
-        ("midst", 2),
-        *(pytest.param(p, 1, marks=pytest.mark.slow) for p in ("transfer", "midst")),
+        *(
+            pytest.param(phase, place, marks=pytest.mark.slow)
+            for phase, place in (("midst", 2), ("transfer", 1), ("midst", 1))
+        ),
     ],
 )
 def test_a_stopped_worker_and_no_other_is_blamed_at_the_deadline(
@@ -53,41 +40,38 @@ def test_a_stopped_worker_and_no_other_is_blamed_at_the_deadline(
     trainer, workers = serving
     stopped = workers[place]
     rest = [worker for worker in workers if worker is not stopped]
-    stopped.witness.hold(phase)
-    trainer.ask("begin", number=2)
-    stopped.until_held()
+    flow.held_in(trainer, stopped, phase)
     stopped_at = stopped.signal(signal.SIGSTOP)
     with failing("StallError") as stalled:
         trainer.ask("result")
     assert DEADLINE_S * 0.5 < stalled.ended - stopped_at < ON_TIME_S
     assert stopped.name == stalled.worker
     assert stopped.name in stalled.error.text
-    for worker in rest:
-        serves_the_first_version(worker, stalled.ended)
-    publish_good_round(flow, trainer, 3, rest)
+    flow.serve(rest, 1, stalled.ended)
+    flow.publish(trainer, 3, rest)
     stopped.go_on()
     stopped.signal(signal.SIGCONT)
-    publish_good_round(flow, trainer, 4, workers)
+    flow.publish(trainer, 4, workers)
     assert stopped.looks()
 
 
 def test_a_worker_stopped_before_it_has_joined_the_group_is_blamed(flow, failing):
     trainer = flow.trainer(engine="gloo", options=OPTIONS, deadline_s=DEADLINE_S)
-    first, stopped, last = flow.worker(), flow.worker(hold="init"), flow.worker()
+    first, stopped, last = flow.workers(3)
     trainer.ask("wait", n=3)
-    trainer.ask("begin", number=1)
-    stopped.until_held()
+    flow.held_in(trainer, stopped, "init", number=1)
     stopped_at = stopped.signal(signal.SIGSTOP)
     with failing("StallError") as stalled:
         trainer.ask("result")
     assert stalled.ended - stopped_at < ON_TIME_S
     assert (stopped.name, "init") == (stalled.worker, stalled.phase)
-    publish_good_round(flow, trainer, 2, [first, last])
+    flow.publish(trainer, 2, [first, last])
     stopped.go_on()
     stopped.signal(signal.SIGCONT)
-    publish_good_round(flow, trainer, 3, [first, stopped, last])
+    flow.publish(trainer, 3, [first, stopped, last])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_worker_whose_engine_hangs_while_its_heart_beats_is_among_the_named(
     flow, failing, serving, place
@@ -105,11 +89,9 @@ def test_a_worker_whose_engine_hangs_while_its_heart_beats_is_among_the_named(
     assert "all of them answer: the engine of one hangs" in stalled.error.text
     # What waits for the slow one are two buckets, not the weights.
     assert trainer.ask("peak_nbytes") - peak_nbytes < NBYTES // 2
-    for worker in workers:
-        if worker is not slow:
-            serves_the_first_version(worker, stalled.ended)
+    flow.serve([worker for worker in workers if worker is not slow], 1, stalled.ended)
     slow.go_on()
-    publish_good_round(flow, trainer, 3, workers)
+    flow.publish(trainer, 3, workers)
 
 
 @pytest.mark.slow
@@ -120,24 +102,20 @@ def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
     workers = [flow.worker(), flow.worker(pace_s=DEADLINE_S / 2.5), flow.worker()]
     trainer.ask("wait", n=3)
     begun = time.monotonic()
-    publish_good_round(flow, trainer, 1, workers)
+    flow.publish(trainer, 1, workers)
     assert time.monotonic() - begun > DEADLINE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["midst", pytest.param("seal", marks=pytest.mark.slow)])
 def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, serving, phase):
     trainer, workers = serving
-    trainer.witness.hold(phase)
-    trainer.ask("begin", number=2)
-    trainer.until_held()
+    flow.held_in(trainer, trainer, phase)
     stopped_at = trainer.signal(signal.SIGSTOP)
-    for worker in workers:
-        assert worker.ask("until_free", within_s=10) - stopped_at < ON_TIME_S
-        look = worker.look()
-        assert ("v1", {1}) == (look["version"], set(look["numbers"]))
+    flow.serve(workers, 1, stopped_at, ON_TIME_S)
     trainer.go_on()
     trainer.signal(signal.SIGCONT)
     with failing("WTransferError") as lost:
         trainer.ask("result")
     assert {"PeerLostError", "StallError"} & set(lost.classes)
-    publish_good_round(flow, trainer, 3, workers)
+    flow.publish(trainer, 3, workers)

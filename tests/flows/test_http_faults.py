@@ -145,6 +145,7 @@ def trickle(sockets, stop):
                 sock.send(b"P")
 
 
+@pytest.mark.slow
 def test_ten_thousand_connections_disturb_neither_a_client_nor_a_live_round(
     worker, client, many_descriptors
 ):

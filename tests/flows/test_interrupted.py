@@ -30,22 +30,6 @@ def in_round(flow):
     return make
 
 
-def still_on_the_old_version(workers, since):
-    for worker in workers:
-        assert worker.ask("until_free", within_s=5) - since < 1
-        look = worker.look()
-        assert ("v1", {1}) == (look["version"], set(look["numbers"]))
-
-
-def next_round_works(flow, trainer, workers):
-    workers[1].go_on()
-    trainer.ask("wait", n=2)
-    report = trainer.ask("publish", number=3)
-    assert report["ok"], report["text"]
-    for worker in workers:
-        flow.holds(worker, 3)
-
-
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_aborted_round_ends_within_a_second_and_a_second_abort_does_nothing(
     flow, failing, in_round, phase
@@ -57,10 +41,11 @@ def test_an_aborted_round_ends_within_a_second_and_a_second_abort_does_nothing(
         trainer.ask("result")
     assert aborted.ended - begun < 1
     assert ("v2", phase) == (aborted.version, aborted.phase)
-    still_on_the_old_version(workers, begun)
+    flow.serve(workers, 1, begun)
     # Of a round that is over there is nothing left to abort.
     trainer.ask("abort")
-    next_round_works(flow, trainer, workers)
+    workers[1].go_on()
+    flow.publish(trainer, 3, workers)
 
 
 def test_an_abort_after_the_first_commit_comes_too_late(flow):
@@ -83,15 +68,16 @@ def test_ctrl_c_in_the_trainer_ends_the_round_within_a_second(flow, failing, in_
         trainer.answer()
     # The interruption is let through once the round has wound down, or after its grace.
     assert interrupted.ended - begun < 1.2
-    still_on_the_old_version(workers, begun)
-    next_round_works(flow, trainer, workers)
+    flow.serve(workers, 1, begun)
+    workers[1].go_on()
+    flow.publish(trainer, 3, workers)
 
 
-def test_sigterm_ends_a_trainer_at_once_and_its_round_with_it(in_round):
+def test_sigterm_ends_a_trainer_at_once_and_its_round_with_it(flow, in_round):
     trainer, workers = in_round("transfer", "publish")
     begun = trainer.signal(signal.SIGTERM)
     assert trainer.child.wait(1.0) == -signal.SIGTERM
-    still_on_the_old_version(workers, begun)
+    flow.serve(workers, 1, begun)
     trainer.alive = False
 
 
@@ -100,7 +86,7 @@ def test_ctrl_c_that_ends_a_trainer_in_good_order_leaves_in_a_second(flow, in_ro
     begun = time.monotonic()
     trainer.ask("end")
     assert trainer.ended - begun < 1.2
-    still_on_the_old_version(workers, begun)
+    flow.serve(workers, 1, begun)
     assert trainer.child.wait(10.0) == 0
     # An interpreter that is torn down says nothing.
     assert trainer.last_words() == ""
@@ -118,7 +104,7 @@ def test_a_signal_that_ends_a_worker_ends_the_round_within_a_second(
         trainer.answer()
     assert lost.ended - begun < 1
     assert workers[1].name == lost.worker
-    still_on_the_old_version(workers[:1], begun)
+    flow.serve(workers[:1], 1, begun)
 
 
 def test_ctrl_c_while_a_worker_applies_restores_the_old_version(flow, failing):

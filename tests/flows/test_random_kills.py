@@ -190,12 +190,6 @@ def tell(flow, num_kills):
     return story.histogram
 
 
-def test_twenty_random_kills_tear_nothing_and_leave_nothing(flow):
-    histogram = tell(flow, 20)
-    together = histogram["trainer"] + histogram["worker"]
-    assert all(together[phase] for phase in PHASES), together
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_three_hundred_random_kills_tear_nothing_and_leave_nothing(flow):

@@ -123,6 +123,7 @@ def fails_everywhere(failing, first, others, cls, text):
     return seen
 
 
+@pytest.mark.slow
 def test_a_plan_that_workers_refuse_ends_the_round_on_every_rank(flow, failing, ranks):
     first, other = ranks(engine="shm")
     stranger = flow.worker(numel=8)
@@ -254,6 +255,7 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(flow, failing, ranks):
     flow.holds(worker, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_forgotten_is_named_at_the_deadline(flow, failing, ranks):
     first, other = ranks(engine="gloo", deadline_s=2.0)
     worker = flow.worker()

@@ -26,7 +26,7 @@ def late(flow):
     return make
 
 
-@pytest.mark.parametrize("phase", ["seal", "verdict"])
+@pytest.mark.parametrize("phase", ["verdict", pytest.param("seal", marks=pytest.mark.slow)])
 def test_what_a_late_reader_has_mapped_is_never_written_again(flow, late, phase):
     trainer, prompt, late_one = late(on_lost_worker="drop")
     two_segments = trainer.holdings()
@@ -53,6 +53,7 @@ def test_what_a_late_reader_has_mapped_is_never_written_again(flow, late, phase)
     flow.until(lambda: trainer.holdings() <= two_segments, timeout_s=5)
 
 
+@pytest.mark.slow
 def test_a_reader_that_wakes_up_in_a_later_round_never_holds_a_mix(flow, late):
     trainer, prompt, late_one = late(on_lost_worker="drop")
     for number in range(3, 15, 2):

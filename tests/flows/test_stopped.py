@@ -13,15 +13,16 @@ DEADLINE_S = 1.0
 ON_TIME_S = DEADLINE_S * 1.1 + 0.5  # 10 %, and what a busy machine may add
 
 
-@pytest.mark.parametrize("phase", ["plan", "transfer", "seal"])
+@pytest.mark.parametrize(
+    "phase",
+    ["transfer", *(pytest.param(each, marks=pytest.mark.slow) for each in ("plan", "seal"))],
+)
 def test_a_stopped_worker_ends_the_round_at_the_deadline(flow, failing, phase):
     trainer = flow.trainer(deadline_s=DEADLINE_S)
     survivor, stopped = flow.workers(2)
     trainer.ask("wait", n=2)
     trainer.ask("publish", number=1)
-    stopped.witness.hold(phase)
-    trainer.ask("begin", number=2)
-    stopped.until_held()
+    flow.held_in(trainer, stopped, phase)
     stopped_at = stopped.signal(signal.SIGSTOP)
     with failing("StallError") as stalled:
         trainer.ask("result")
@@ -30,20 +31,12 @@ def test_a_stopped_worker_ends_the_round_at_the_deadline(flow, failing, phase):
     assert stopped.name in stalled.error.text
     assert {1} == set(survivor.look()["numbers"])
     # The next round works, with the one that is there, and later with both.
-    trainer.ask("wait", n=1)
-    _drop_stopped(flow, trainer, survivor)
-    assert trainer.ask("publish", number=3)["ok"]
-    flow.holds(survivor, 3)
+    flow.publish(trainer, 3, [survivor])
     stopped.go_on()
     stopped.signal(signal.SIGCONT)
     flow.holds(stopped, 3)
     assert stopped.looks()
-    trainer.ask("wait", n=2)
-    assert trainer.ask("publish", number=4)["ok"]
-
-
-def _drop_stopped(flow, trainer, survivor):
-    flow.until(lambda: [survivor.name] == [each["worker"] for each in trainer.ask("workers")])
+    flow.publish(trainer, 4, [survivor, stopped])
 
 
 def test_a_stopped_worker_is_dropped_where_that_is_allowed(flow):
@@ -51,9 +44,7 @@ def test_a_stopped_worker_is_dropped_where_that_is_allowed(flow):
     survivor, stopped = flow.workers(2)
     trainer.ask("wait", n=2)
     trainer.ask("publish", number=1)
-    stopped.witness.hold("transfer")
-    trainer.ask("begin", number=2)
-    stopped.until_held()
+    flow.held_in(trainer, stopped, "transfer")
     stopped_at = stopped.signal(signal.SIGSTOP)
     report = trainer.ask("result")
     assert trainer.ended - stopped_at < ON_TIME_S
@@ -69,9 +60,7 @@ def test_a_stopped_worker_does_not_hold_up_a_commit_beyond_the_deadline(flow):
     survivor, stopped = flow.workers(2)
     trainer.ask("wait", n=2)
     trainer.ask("publish", number=1)
-    trainer.witness.hold("commit")
-    trainer.ask("begin", number=2)
-    trainer.until_held()
+    flow.held_in(trainer, trainer, "commit")
     stopped.signal(signal.SIGSTOP)
     trainer.go_on()
     begun = time.monotonic()
@@ -84,28 +73,22 @@ def test_a_stopped_worker_does_not_hold_up_a_commit_beyond_the_deadline(flow):
     flow.holds(stopped, 2)
 
 
-@pytest.mark.parametrize("phase", ["transfer", "seal"])
+@pytest.mark.parametrize("phase", ["transfer", pytest.param("seal", marks=pytest.mark.slow)])
 def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, phase):
     trainer = flow.trainer(deadline_s=DEADLINE_S)
     worker = flow.worker()
     trainer.ask("wait", n=1)
     trainer.ask("publish", number=1)
-    trainer.witness.hold(phase)
-    trainer.ask("begin", number=2)
-    trainer.until_held()
+    flow.held_in(trainer, trainer, phase)
     stopped_at = trainer.signal(signal.SIGSTOP)
-    assert worker.ask("until_free", within_s=10) - stopped_at < ON_TIME_S
-    look = worker.look()
-    assert ("v1", {1}) == (look["version"], set(look["numbers"]))
+    flow.serve([worker], 1, stopped_at, ON_TIME_S)
     trainer.go_on()
     trainer.signal(signal.SIGCONT)
     with failing("WTransferError") as lost:
         trainer.ask("result")
     assert worker.name == lost.worker
     assert {"PeerLostError", "StallError"} & set(lost.classes)
-    trainer.ask("wait", n=1)
-    assert trainer.ask("publish", number=3)["ok"]
-    flow.holds(worker, 3)
+    flow.publish(trainer, 3, [worker])
 
 
 def test_another_trainer_takes_over_from_a_stopped_one(flow):
@@ -116,9 +99,7 @@ def test_another_trainer_takes_over_from_a_stopped_one(flow):
     worker.ask("join", address=successor.ask("where")["address"])
     trainer.ask("wait", n=1)
     successor.ask("wait", n=1)
-    trainer.witness.hold("transfer")
-    trainer.ask("begin", number=1)
-    trainer.until_held()
+    flow.held_in(trainer, trainer, "transfer", number=1)
     trainer.signal(signal.SIGSTOP)
     worker.ask("until_free", within_s=10)
     assert successor.ask("publish", number=2)["ok"]
@@ -150,6 +131,7 @@ def test_one_slow_worker_costs_the_trainer_no_memory_and_the_others_no_deadline(
     assert report["ok"], report["text"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
     trainer = flow.trainer(deadline_s=DEADLINE_S, options={"bucket_nbytes": 1 << 14})
     flow.size |= {"num_tensors": 8}
@@ -161,6 +143,7 @@ def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
     flow.holds(slow, 1)
 
 
+@pytest.mark.slow
 def test_a_stall_is_blamed_on_the_worker_and_not_on_the_engine_that_waits_for_it(flow, failing):
     flow.size = {"num_tensors": 2, "numel": 1 << 12}
     trainer = flow.trainer(deadline_s=DEADLINE_S)

@@ -109,6 +109,7 @@ def test_a_killed_trainer_is_noticed_within_a_second(flow, home):
     assert trainer.ask("publish", number=restart_number)["ok"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_lives_through_many_trainers_keeps_nothing_of_them(flow, home):
     flow.trainer(**home)
     worker = flow.worker()

@@ -19,23 +19,11 @@ def serving(flow):
     return trainer, survivor, victim
 
 
-def publish_good_round(flow, trainer, number, *workers):
-    trainer.ask("wait", n=len(workers))
-    report = trainer.ask("publish", number=number)
-    assert report["ok"], report["text"]
-    fingerprints = {flow.holds(worker, number)["fingerprint"] for worker in workers}
-    assert {report["fingerprint"]} == fingerprints
-
-
 @pytest.mark.parametrize("phase", BEFORE_COMMIT)
 def test_before_the_commit_all_stay_and_the_next_round_works(flow, failing, serving, phase):
     trainer, survivor, victim = serving
     before = survivor.look()
-    victim.witness.hold(phase)
-    round_id = trainer.ask("begin", number=2)
-    victim.until_held()
-    trainer.order("result")
-    killed_at = victim.kill()
+    round_id, killed_at = flow.killed_in(trainer, victim, phase)
     with failing("PeerLostError") as lost:
         trainer.answer()
     assert lost.ended - killed_at < 1
@@ -45,37 +33,32 @@ def test_before_the_commit_all_stay_and_the_next_round_works(flow, failing, serv
     after = survivor.look()
     assert {1} == set(after["numbers"])
     assert before["fingerprint"] == after["fingerprint"]
-    publish_good_round(flow, trainer, 3, survivor, flow.worker())
+    flow.publish(trainer, 3, [survivor, flow.worker()])
 
 
 def test_while_its_engine_is_made_the_round_ends_and_the_next_one_works(flow, failing):
     trainer = flow.trainer()
-    survivor, victim = flow.worker(), flow.worker(hold="init")
+    survivor, victim = flow.workers(2)
     trainer.ask("wait", n=2)
-    trainer.ask("begin", number=1)
-    victim.until_held()
-    trainer.order("result")
-    killed_at = victim.kill()
+    _, killed_at = flow.killed_in(trainer, victim, "init", number=1)
     with failing("PeerLostError") as lost:
         trainer.answer()
     assert lost.ended - killed_at < 1
     assert (victim.name, "init") == (lost.worker, lost.phase)
     look = survivor.look()
     assert (None, {0}, None) == (look["version"], set(look["numbers"]), look["claim"])
-    publish_good_round(flow, trainer, 2, survivor, flow.worker())
+    flow.publish(trainer, 2, [survivor, flow.worker()])
 
 
 def test_rounds_that_die_while_engines_are_made_leave_nothing_in_the_trainer(flow, failing):
     trainer = flow.trainer()
     holdings = []
     for number in range(1, 6):
-        victim = flow.worker(hold="init")
+        victim = flow.worker()
         trainer.ask("wait", n=1)
-        trainer.ask("begin", number=number)
-        victim.until_held()
-        victim.kill()
+        flow.killed_in(trainer, victim, "init", number)
         with failing("PeerLostError"):
-            trainer.ask("result")
+            trainer.answer()
         flow.until(lambda: not trainer.ask("workers"))
         holdings.append(trainer.holdings())
     flow.until(lambda: trainer.holdings() <= holdings[0], timeout_s=5)
@@ -84,11 +67,7 @@ def test_rounds_that_die_while_engines_are_made_leave_nothing_in_the_trainer(flo
 @pytest.mark.parametrize("phase", ["verdict", "commit"])
 def test_after_the_first_commit_the_rest_go_on_and_the_group_is_mixed(flow, serving, phase):
     trainer, survivor, victim = serving
-    victim.witness.hold(phase)
-    trainer.ask("begin", number=2)
-    victim.until_held()
-    trainer.order("result")
-    killed_at = victim.kill()
+    _, killed_at = flow.killed_in(trainer, victim, phase)
     report = trainer.answer()
     assert trainer.ended - killed_at < 1
     assert (report["outcome"], report["ok"]) == ("mixed", False)
@@ -96,7 +75,7 @@ def test_after_the_first_commit_the_rest_go_on_and_the_group_is_mixed(flow, serv
     assert {survivor.name: "committed", victim.name: "lost"} == outcomes
     assert victim.name in report["workers"][victim.name]["error"]["text"]
     flow.holds(survivor, 2)
-    publish_good_round(flow, trainer, 3, survivor, flow.worker())
+    flow.publish(trainer, 3, [survivor, flow.worker()])
 
 
 @pytest.mark.parametrize("phase", BEFORE_COMMIT)
@@ -105,11 +84,7 @@ def test_the_rest_commit_where_lost_workers_may_be_dropped(flow, phase):
     survivor, victim = flow.workers(2)
     trainer.ask("wait", n=2)
     trainer.ask("publish", number=1)
-    victim.witness.hold(phase)
-    trainer.ask("begin", number=2)
-    victim.until_held()
-    trainer.order("result")
-    killed_at = victim.kill()
+    _, killed_at = flow.killed_in(trainer, victim, phase)
     report = trainer.answer()
     assert trainer.ended - killed_at < 1
     assert (
@@ -118,19 +93,17 @@ def test_the_rest_commit_where_lost_workers_may_be_dropped(flow, phase):
     ) == ("committed", "dropped")
     assert victim.name in report["text"]
     flow.holds(survivor, 2)
-    publish_good_round(flow, trainer, 3, survivor, flow.worker())
+    flow.publish(trainer, 3, [survivor, flow.worker()])
 
 
 def test_the_last_worker_is_not_dropped(flow, failing):
     trainer = flow.trainer(on_lost_worker="drop")
-    victim = flow.worker(hold="transfer")
+    victim = flow.worker()
     trainer.ask("wait", n=1)
-    trainer.ask("begin", number=1)
-    victim.until_held()
-    victim.kill()
+    flow.killed_in(trainer, victim, "transfer", number=1)
     with failing("PeerLostError"):
-        trainer.ask("result")
-    publish_good_round(flow, trainer, 2, flow.worker())
+        trainer.answer()
+    flow.publish(trainer, 2, [flow.worker()])
 
 
 def test_a_restarted_worker_says_what_it_has_and_is_brought_up_to_date(flow, serving):
@@ -150,12 +123,9 @@ def test_a_killed_worker_is_noticed_within_a_second(flow, failing):
     trainer = flow.trainer()
     seconds = []
     for number in range(1, 12):
-        victim = flow.worker(hold="transfer")
+        victim = flow.worker()
         trainer.ask("wait", n=1)
-        trainer.ask("begin", number=number)
-        victim.until_held()
-        trainer.order("result")
-        killed_at = victim.kill()
+        _, killed_at = flow.killed_in(trainer, victim, "transfer", number)
         with failing("PeerLostError") as lost:
             trainer.answer()
         seconds.append(lost.ended - killed_at)

@@ -148,7 +148,11 @@ def test_rounds_through_it_are_proven_and_leave_nothing(site_of_three):
 
 # FAULTS 2, 6: promises 1 and 2, without a line of its own.
 @pytest.mark.parametrize(
-    ("damage", "error"), [("drop", "IncompleteUpdateError"), ("flip", "DigestMismatchError")]
+    ("damage", "error"),
+    [
+        ("drop", "IncompleteUpdateError"),
+        pytest.param("flip", "DigestMismatchError", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tensor_lost_or_changed_on_one_worker_keeps_both_on_the_old_version(
     site_of_three, damage, error
@@ -165,6 +169,7 @@ def test_a_tensor_lost_or_changed_on_one_worker_keeps_both_on_the_old_version(
 
 
 # FAULTS 14: promise 4, without a line of its own.
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_named_in_time(site_of_three):
     first = site_of_three.publisher.ask("publish", 1)
     os.kill(site_of_three.workers[1].pid, signal.SIGSTOP)
@@ -183,6 +188,7 @@ def test_a_worker_that_is_stopped_is_named_in_time(site_of_three):
 
 
 # FAULTS 12
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_missed_and_the_other_goes_on(site_of_three):
     site_of_three.publisher.ask("publish", 1)
     site_of_three.workers[1].process.kill()

@@ -67,16 +67,19 @@ def _outcome(case):
     return "failed" if tags & {"failure", "error"} else "excused" if "skipped" in tags else "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "test"), CAUGHT_BY.items())
 def test_a_broken_engine_is_caught(outcomes, engine, test):
     assert outcomes[engine, test] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "test"), PASSED_BY.items())
 def test_what_a_broken_engine_does_well_passes(outcomes, engine, test):
     assert outcomes[engine, test] == "passed"
 
 
+@pytest.mark.slow
 def test_a_test_may_be_excused_with_a_reason(outcomes):
     assert outcomes[EXCUSED] == "excused"
 

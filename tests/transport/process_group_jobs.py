@@ -17,7 +17,6 @@ import torch.distributed as dist
 import xxhash
 
 from wtransfer.errors import GroupError
-from wtransfer.transport import process_group
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
 
@@ -82,9 +81,13 @@ class Rank:
     def form(
         self, group, name, *, rank, size, host="127.0.0.1", timeout_s=10.0, gloo_timeout_s=600.0
     ):
-        process_group.OPERATION_TIMEOUT_S = gloo_timeout_s
         self.groups[group] = GlooCommunicator(
-            self.meetings[name], rank, size, host=host, timeout_s=timeout_s
+            self.meetings[name],
+            rank,
+            size,
+            host=host,
+            timeout_s=timeout_s,
+            operation_timeout_s=gloo_timeout_s,
         )
 
     def abort(self, group):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from wtransfer.errors import (
+    AddressInUseError,
     AuthenticationError,
     ClosedError,
     PeerLostError,
@@ -561,6 +562,7 @@ def rounds_over_killed_readers(seconds, seed, lender, job):
     assert num_kills > 0
 
 
+@pytest.mark.slow
 def test_no_reader_ever_sees_a_mix(lender, job):
     rounds_over_killed_readers(3, 1, lender, job)
 
@@ -568,3 +570,42 @@ def test_no_reader_ever_sees_a_mix(lender, job):
 @pytest.mark.slow
 def test_no_reader_ever_sees_a_mix_for_long(lender, job):
     rounds_over_killed_readers(40, 2, lender, job)
+
+
+# -- segments that both sides write to
+
+
+def test_a_lender_may_have_an_address_of_its_choice_and_nobody_else_then(segment):
+    address = f"@wtransfer-test-{os.getpid()}-{time.monotonic_ns()}"
+    first = Lender(address, secret="a word")
+    try:
+        first.offer(1, segment)
+        assert first.address == address
+        assert Borrower(address, "a word", PATIENCE_S).borrow(1).mapping[0] == 5
+        with pytest.raises(AddressInUseError, match=f"somebody listens at {address} already"):
+            Lender(address)
+    finally:
+        first.close()
+    Lender(address).close()
+
+
+def test_both_sides_write_to_a_segment_that_is_shared(lender, segment):
+    facts = {"num_slots": 7, "model": "a"}
+    lender.offer(1, segment, facts)
+    shared = Borrower(lender.address, lender.secret, PATIENCE_S).share(1)
+    assert shared.facts == facts
+    shared.segment.buffer[3] = 9
+    assert segment.buffer[3] == 9
+    segment.buffer[4] = 8
+    assert shared.segment.buffer[4] == 8
+    # It is not leased, and outlives its lender.
+    eventually(lambda: lender.num_leases(1) == 0)
+    lender.close()
+    segment.close()
+    assert shared.segment.buffer[4] == 8
+    shared.segment.close()
+
+
+def test_a_segment_that_is_not_lent_cannot_be_shared(lender):
+    with pytest.raises(SegmentGoneError):
+        Borrower(lender.address, lender.secret, PATIENCE_S).share(1)

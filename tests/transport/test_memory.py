@@ -279,6 +279,12 @@ def test_the_machine_is_a_limit():
     assert 0 < available_memory() < total
 
 
+def test_where_nothing_else_limits_it_the_machine_is_the_only_limit(monkeypatch):
+    """As in containers and network namespaces in which no control group is seen."""
+    monkeypatch.setattr(memory, "_cgroups_free", lambda: iter(()))
+    test_the_machine_is_a_limit()
+
+
 @pytest.fixture
 def cgroups(tmp_path):
     """A tree of control groups as the kernel writes them."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wtransfer.transport.digests import digest
-from wtransfer.transport.packing import RUN_NBYTES, Run
+from wtransfer.transport.packing import RUN_NBYTES, Run, pack
 
 NAN = float("nan")
 TENSORS = [
@@ -86,3 +86,29 @@ def test_a_run_ends_where_it_would_leave_the_cache():
     assert [run.add(half, first), run.add(half, second)] == [True, False]
     assert run.finish() == ([digest(half)], [0])
     assert run.add(half, second)
+
+
+# -- those that stay
+
+
+@pytest.mark.parametrize("before", [0, 0xFF])
+def test_tensors_that_stay_are_packed_like_others(before):
+    memory, where = np.full(1024, before, dtype=np.uint8), places(TENSORS)
+    found = pack(
+        memory,
+        [place.start for place in where],
+        [place.stop for place in where],
+        [each.data_ptr() for each in TENSORS],
+        [each.dtype for each in TENSORS],
+    )
+    assert found == ([digest(each) for each in TENSORS], [2, 0, 0, 1, 0])
+    one_by_one = np.full(1024, before, dtype=np.uint8)
+    run = Run(one_by_one)
+    assert all(run.add(tensor, place) for tensor, place in zip(TENSORS, where, strict=True))
+    assert memory.tobytes() == one_by_one.tobytes()
+
+
+@pytest.mark.parametrize("start", [-8, 24])
+def test_a_place_outside_of_the_memory_is_never_written_to(start):
+    with pytest.raises(AssertionError, match="outside of its memory"):
+        pack(np.zeros(32, np.uint8), [start], [start + 16], [0], [torch.float32])

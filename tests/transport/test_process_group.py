@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 HOST = "127.0.0.1"
 MIB = 1 << 20
 SETTLE_S = 5.0
+FLOW_S = 20.0
 ABORT_S = 1.0
 ranks_module = runpy.run_path(str(HERE / "process_group_ranks.py"))
 Rank, form = ranks_module["Rank"], ranks_module["form"]
@@ -78,9 +79,9 @@ def settled(rank, wanted):
     return held
 
 
-def until_flowing(rank):
-    end = time.monotonic() + SETTLE_S
-    while rank.ask("done") < 3:
+def until_flowing(rank, more_than=2):
+    end = time.monotonic() + FLOW_S
+    while rank.ask("done") <= more_than:
         assert time.monotonic() < end, "nothing flows"
         time.sleep(0.005)
 
@@ -98,6 +99,13 @@ def test_a_broadcast_of_any_size_arrives_whole(three, root):
         content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=twin)
         assert digests[0] == _digest(content)
     assert all_do(three, "has_default_group") == [False] * 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13])
+def test_every_place_of_the_tree_is_sent_to_once_by_the_one_that_it_waits_for(size):
+    senders = {to: place for place in range(size) for to in process_group._after(place, size)}
+    assert senders == {place: process_group._before(place) for place in range(1, size)}
+    assert all(sender < place for place, sender in senders.items()), "and each has a way to it"
 
 
 def _digest(tensor):
@@ -216,8 +224,7 @@ def test_a_rank_that_dies_while_the_group_forms_is_noticed(three):
 
 def test_after_abort_and_close_nothing_is_left_and_the_next_group_works(three):
     before = all_do(three, "holdings")
-    # An operation that gloo forgets while connections break holds the group until it times out.
-    form(three, "group", gloo_timeout_s=2.0)
+    form(three, "group")
     assert all(held["threads"] > 0 for held in all_do(three, "holdings"))
     streams = all_begin(three, "stream", group="group", nbytes=MIB, root=0)
     until_flowing(three[2])
@@ -228,6 +235,54 @@ def test_after_abort_and_close_nothing_is_left_and_the_next_group_works(three):
     assert [settled(rank, held) for rank, held in zip(three, before, strict=True)] == before
     form(three, "group")
     assert len(set(all_do(three, "broadcast", group="group", nbytes=MIB, root=0))) == 1
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_killed_in_the_midst_of_a_tensor_leaves_nothing_in_the_others(make_rank, victim):
+    """Gloo tells no operation of its own that is in the midst; it would wait for its time-out."""
+    others = [make_rank(), make_rank()]
+    before = all_do(others, "holdings")
+    for number in range(4):
+        killed = make_rank()
+        ranks = [*others[:victim], killed, *others[victim:]]
+        group = f"group {number}"
+        form(ranks, group)
+        # Tensors so large that hardly any moment is between two of them.
+        done = others[0].ask("done")
+        streams = all_begin(ranks, "stream", group=group, nbytes=32 * MIB, root=0)
+        until_flowing(others[0], done)
+        killed.kill()
+        killed_at = time.monotonic()
+        all_do(others, "abort", group=group)
+        for rank, stream in zip(ranks, streams, strict=True):
+            if rank is not killed:
+                assert stream.error(ABORT_S + 1.0).kind == "GroupError"
+                assert stream.ended - killed_at < ABORT_S
+        all_do(others, "close", group=group)
+        assert [settled(rank, held) for rank, held in zip(others, before, strict=True)] == before
+
+
+def test_an_operation_that_lasts_too_long_is_given_up(make_rank):
+    ranks = [make_rank(), make_rank()]
+    form(ranks, "group", gloo_timeout_s=0.3)
+    waiting = ranks[0].begin("broadcast", group="group", nbytes=MIB, root=1)
+    error = waiting.error()
+    assert (error.kind, error.text[:13]) == ("GroupError", "rank 0 of 2: ")
+    assert "300ms" in error.text
+    sending = ranks[1].begin("broadcast", group="group", nbytes=MIB, root=1)
+    assert sending.error().kind == "GroupError"
+
+
+def test_ranks_answer_and_send_on_whatever_their_callers_do(make_rank):
+    ranks = [make_rank() for _ in range(4)]
+    form(ranks, "group")
+    # Rank 1 is between the root and rank 3, and does not wait for what it has begun.
+    ranks[1].ask("begin_and_keep", group="group", nbytes=MIB, root=0)
+    for _ in range(3):
+        others = [ranks[number] for number in (0, 2, 3)]
+        digests = all_do(others, "broadcast", group="group", nbytes=MIB, root=0, seed=9)
+        assert len(set(digests)) == 1
+    assert ranks[1].ask("wait_for_kept") == ["done"] * 3
 
 
 def test_closing_under_operations_frees_everything_though_their_pendings_live(make_rank):

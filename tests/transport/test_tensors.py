@@ -8,7 +8,18 @@ import torch
 
 from wtransfer.errors import ManifestError, SourceError, TruncatedError
 from wtransfer.manifest import DTYPES
-from wtransfer.transport.tensors import byte_view, dtype_name, plain, tensor_from, torch_dtype
+from wtransfer.transport.tensors import (
+    are_in_host_memory,
+    are_plain,
+    byte_view,
+    dtype_name,
+    flat_addresses,
+    plain,
+    tensor_from,
+    tensors_at,
+    torch_dtype,
+    torch_dtypes,
+)
 
 NAMES = [name for name in DTYPES if hasattr(torch, name)]
 
@@ -113,3 +124,76 @@ def test_a_mapping_lives_as_long_as_its_last_tensor():
     del part
     gc.collect()
     assert gone() is None
+
+
+# -- many at once
+
+
+def freed():
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut():
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(12)
+    return tensor
+
+
+GOOD = (torch.zeros(2, 3), torch.nn.Parameter(torch.ones(4)), torch.tensor(3), torch.empty(0, 2))
+ODD = {
+    "strided": lambda: torch.zeros(3, 2).t(),
+    "conj": lambda: torch.zeros(2, dtype=torch.complex64).conj(),
+    "negative": lambda: torch._neg_view(torch.zeros(4)),
+    "meta": lambda: torch.zeros(4, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "subclass": lambda: torch.zeros(4).as_subclass(type("Own", (torch.Tensor,), {})),
+    "freed": freed,
+    "cut": cut,
+    "none": lambda: None,
+}
+
+
+def sizes(tensors):
+    return [each.nbytes for each in tensors]
+
+
+def test_where_many_tensors_lie_is_what_each_says():
+    assert flat_addresses(GOOD, sizes(GOOD)) == [each.data_ptr() for each in GOOD]
+    assert flat_addresses([], []) == []
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_one_odd_tensor_among_many_is_not_overlooked(kind):
+    odd = ODD[kind]()
+    assert flat_addresses([*GOOD, odd], [*sizes(GOOD), 16]) is None
+    assert flat_addresses([odd, *GOOD], [16, *sizes(GOOD)]) is None
+
+
+def test_a_part_of_a_buffer_is_looked_at_by_itself():
+    assert flat_addresses([torch.zeros(8)[4:]], [16]) is None
+
+
+def test_kinds_of_tensors_are_told_apart():
+    assert are_plain(GOOD)
+    assert are_in_host_memory(GOOD)
+    assert not are_plain([*GOOD, ODD["subclass"]()])
+    for kind in ("subclass", "meta", "sparse"):
+        assert not are_in_host_memory([*GOOD, ODD[kind]()])
+
+
+def test_names_of_dtypes_are_looked_up_together():
+    assert torch_dtypes(["float32", "load", "int8"]) == [torch.float32, None, torch.int8]
+
+
+def test_tensors_at_places_are_those_that_lie_there():
+    memory = np.arange(64, dtype=np.uint8)
+    rows = [(0, "uint8", (3,)), (8, "int16", (2, 2)), (16, "uint8", ()), (20, "int32", (0, 2))]
+    starts, names, shapes = zip(*rows, strict=True)
+    numels = [int(np.prod(shape)) for shape in shapes]
+    found = list(tensors_at(memory, starts, map(torch_dtype, names), shapes, numels))
+    expected = [tensor_from(memory, start, name, shape) for start, name, shape in rows]
+    assert [(x.dtype, x.shape, x.tolist()) for x in found] == [
+        (x.dtype, x.shape, x.tolist()) for x in expected
+    ]

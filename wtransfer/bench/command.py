@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from wtransfer.bench.machine import Machine
+    from wtransfer.bench.offload import OffloadSettings
     from wtransfer.bench.row import Failed, Row
 
 
@@ -30,6 +31,10 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
             raise click.BadParameter(str(error)) from error
 
     return callback
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(parse_nbytes, text.split(",")))
 
 
 def _workers(text: str) -> tuple[int, ...]:
@@ -111,8 +116,69 @@ def _settings(quick: bool, asked: dict[str, Any]) -> Settings:
     return replace(Settings.quick() if quick else Settings(), **given)
 
 
+@bench.command()
+@click.option(
+    "--nbytes",
+    callback=_parsed(parse_nbytes),
+    metavar="SIZE",
+    help="That one round copies [256MiB].",
+)
+@click.option(
+    "--blocks",
+    "block_nbytes",
+    callback=_parsed(_sizes),
+    metavar="SIZE,SIZE",
+    help="Sizes of a block, over its 32 layers [2MiB,128KiB,16KiB].",
+)
+@click.option(
+    "--kept",
+    "num_blocks",
+    callback=_parsed(_workers),
+    metavar="N,M",
+    help="How many blocks managers have; the last number for most rows [1000,10000,100000].",
+)
+@click.option(
+    "--rounds", "num_rounds", type=click.IntRange(min=1), help="Rounds that count, per row [7]."
+)
+@click.option("--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more.")
+@click.option("--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, nothing else.")
+def offload(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+    """Measure KV cache in host memory: copies into the arena and back, and its manager.
+
+    Every number is a median of rounds, with its least and greatest. Copies stand beside a plain
+    copy of the same bytes, and are compared with what was stored. Managers stand beside vLLM's,
+    where vLLM is installed. Only ratios can be compared between machines; a machine that others use
+    at the same time measures them as well.
+
+    The exit status is 1 if a row could not be measured; a goal that is not reached is told.
+    """
+    from wtransfer.bench.machine import Machine
+    from wtransfer.bench.offload import OffloadSettings, offload_measures
+    from wtransfer.bench.run import chosen_of, measure_rows
+    from wtransfer.transport.memory import require_memory
+
+    given = {name: value for name, value in asked.items() if value is not None}
+    settings = replace(OffloadSettings.quick() if quick else OffloadSettings(), **given)
+    machine = Machine.here()
+    try:
+        settings.check()
+        chosen = chosen_of(offload_measures(settings), only)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        require_memory(settings.needed_nbytes, "this run")
+        found = measure_rows(chosen, Settings(), lambda text: click.echo(f"  {text} ...", err=True))
+    except WTransferError as error:
+        raise click.ClickException(str(error)) from error
+    _tell(found, settings, machine, as_json)
+
+
 def _tell(
-    found: Sequence[Row | Failed], settings: Settings, machine: Machine, as_json: bool
+    found: Sequence[Row | Failed],
+    settings: Settings | OffloadSettings,
+    machine: Machine,
+    as_json: bool,
 ) -> None:
     from wtransfer.bench.document import document
     from wtransfer.bench.row import Row

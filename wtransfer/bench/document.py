@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from wtransfer.bench.machine import Machine
+    from wtransfer.bench.offload import OffloadSettings
     from wtransfer.bench.row import Row
     from wtransfer.bench.settings import Settings
 
 
-def document(found: Sequence[Row | Failed], settings: Settings, machine: Machine) -> dict[str, Any]:
+def document(
+    found: Sequence[Row | Failed], settings: Settings | OffloadSettings, machine: Machine
+) -> dict[str, Any]:
     """Return everything that a run found."""
     return {
         "machine": asdict(machine),

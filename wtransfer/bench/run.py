@@ -11,19 +11,28 @@ from wtransfer.bench.weights import measures
 from wtransfer.errors import WTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from wtransfer.bench.row import Measure, Row
     from wtransfer.bench.settings import Settings
 
 
 def rows_named(names: Sequence[str], settings: Settings) -> list[Measure]:
-    """Return what measures the rows of these names, or all of them if there is no name.
+    """Return what measures the rows of weights of these names, or all if there is no name.
 
     Raises:
         ValueError: There is no such row.
     """
-    known = {each.name: each for each in measures(settings)}
+    return chosen_of(measures(settings), names)
+
+
+def chosen_of(measures: Iterable[Measure], names: Sequence[str]) -> list[Measure]:
+    """Return those of these names, or all of them if there is no name.
+
+    Raises:
+        ValueError: There is no such row.
+    """
+    known = {each.name: each for each in measures}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"there is no row {unknown[0]!r}; there are {', '.join(known)}")
@@ -44,6 +53,13 @@ def measure(
         StagingMemoryError: There is too little memory for these sizes.
     """
     require_room(settings)
+    return measure_rows(chosen, settings, on_scene)
+
+
+def measure_rows(
+    chosen: Sequence[Measure], settings: Settings, on_scene: Callable[[str], None]
+) -> list[Row | Failed]:
+    """Measure as `measure` does, whether there is room or not."""
     with Lab(settings, on_scene) as lab:
         return [_row_of(each, lab) for each in chosen]
 

@@ -13,37 +13,32 @@ Gloo is one of them; third parties bring others by way of a `Communicator` of fi
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
-from wtransfer.engines.incoming import HostLanding, receive
+from wtransfer.engines.incoming import HostLanding, Incoming, receive
 from wtransfer.engines.interface import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.engines.update_lists import check_dtypes, check_lengths
-from wtransfer.errors import GroupError, ManifestError, NotInitializedError
-from wtransfer.manifest import Piece
-from wtransfer.transport.buckets import Layout
+from wtransfer.engines.update_lists import check_dtypes, check_lengths, check_shapes
+from wtransfer.errors import GroupError, NotInitializedError
+from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
 from wtransfer.transport.recycling import RecycledMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import torch
+    from collections.abc import Callable
 
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.incoming import Landing
     from wtransfer.engines.interface import LoadWeights
-    from wtransfer.transport.buckets import Bucket
     from wtransfer.transport.communicator import Communicator
 
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""
-OPERATION_TIMEOUT_S = 120.0
-"""When a rank gives an operation up by itself; the control channel is faster where it can be."""
 
 
 @dataclass
@@ -70,6 +65,7 @@ class CollectiveInitInfo(WeightTransferInitInfo):
             value = getattr(self, name)
             if type(value) is not int or value <= 0:
                 raise ValueError(f"`{name}` is {value!r:.80}, expected a whole number > 0")
+        check_timeout(self.timeout_s)
 
 
 @dataclass
@@ -86,15 +82,12 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
     def __post_init__(self) -> None:
         check_lengths(self, ("dtype_names", "shapes"))
         check_dtypes(self.dtype_names)
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            if any(type(size) is not int or size < 0 for size in shape):
-                raise ManifestError(f"{name!r:.80} has the shape {shape!r:.80}")
+        check_shapes(self.names, self.shapes)
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """The tensors."""
-        rows = zip(self.names, self.dtype_names, self.shapes, strict=True)
-        return [Piece(name, dtype, tuple(shape)) for name, dtype, shape in rows]
+    def incoming(self, before: Incoming) -> Incoming:
+        """Return what this announces: `before` itself where that is the same."""
+        announced = self.names, self.dtype_names, self.shapes
+        return before if before.is_of(*announced) else Incoming(*announced)
 
 
 TInfo = TypeVar("TInfo", bound=CollectiveInitInfo)
@@ -121,6 +114,7 @@ class CollectiveWeightTransferEngine(
         self._communicator: Communicator | None = None
         self._bucket_nbytes = 0
         self._memory = RecycledMemory()
+        self._incoming = Incoming([], [], [])
 
     @abstractmethod
     def form_group(self, init_info: TInfo, rank: int) -> Communicator:
@@ -166,22 +160,23 @@ class CollectiveWeightTransferEngine(
         if communicator is None:
             raise NotInitializedError("not initialized: call init_transfer_engine first")
         try:
-            self._receive(update_info.pieces, communicator, load_weights)
+            self._incoming = update_info.incoming(self._incoming)
+            self._receive(self._incoming, communicator, load_weights)
         except BaseException:
             self._leave()
             raise
 
     def _receive(
-        self, pieces: list[Piece], communicator: Communicator, load_weights: LoadWeights
+        self, incoming: Incoming, communicator: Communicator, load_weights: LoadWeights
     ) -> None:
-        layout = Layout([piece.nbytes for piece in pieces])
+        layout = incoming.layout
 
         def note_progress() -> None:
             load_weights(())
 
         landing = self.landing(layout.nbytes, note_progress)
         for bucket in receive(layout, landing, communicator, self._bucket_nbytes, note_progress):
-            load_weights(_views(bucket, pieces, layout, landing))
+            load_weights(incoming.landed(bucket, landing))
 
     def abort_weight_update(self) -> None:
         """Break the group: whoever waits in it, here or elsewhere, gets an error."""
@@ -198,6 +193,17 @@ class CollectiveWeightTransferEngine(
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()
+
+
+def check_timeout(value: object) -> None:
+    """Raise unless this is a time that an operation may take, as a peer says it.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    # JSON has whole numbers, and Python calls its truth values such.
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"`timeout_s` is {value!r:.80}, expected seconds > 0")
 
 
 def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
@@ -221,11 +227,3 @@ def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
             "out"
         )
     return rank_offset + place.data_parallel_index * per_replica + place.rank
-
-
-def _views(
-    bucket: Bucket, pieces: list[Piece], layout: Layout, landing: Landing
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for number in range(bucket.first, bucket.last):
-        piece = pieces[number]
-        yield piece.name, landing.view(layout.starts[number], piece)

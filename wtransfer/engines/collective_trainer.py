@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from wtransfer.engines.announcing import Announcer
-from wtransfer.engines.collective import OPERATION_TIMEOUT_S
 from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.interface import (
     ParamMeta,
@@ -17,8 +17,9 @@ from wtransfer.engines.interface import (
     TrainerWeightTransferEngine,
     WeightSyncClient,
 )
-from wtransfer.engines.outgoing import Outgoing
+from wtransfer.engines.outgoing import Outgoing, Stream
 from wtransfer.errors import GroupError, NotInitializedError
+from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
 from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 from wtransfer.transport.tensors import dtype_name
 
@@ -44,7 +45,8 @@ class CollectiveTrainerInitInfo(TrainerInitInfo):
     packed_buffer_size_bytes: int = 16 << 20
     """Bytes of a bucket, about; two are kept, as large as the largest tensor at least."""
     timeout_s: float = OPERATION_TIMEOUT_S
-    """When a rank gives a bucket up by itself: longer than the source may take for one."""
+    """When a rank gives a bucket up by itself, if no control channel does: longer than the source
+    may take for one."""
 
     def __post_init__(self) -> None:
         # The CLI hands over strings.
@@ -52,7 +54,7 @@ class CollectiveTrainerInitInfo(TrainerInitInfo):
         self.packed_buffer_size_bytes = _whole(
             "packed_buffer_size_bytes", self.packed_buffer_size_bytes, 1
         )
-        self.timeout_s = float(self.timeout_s)
+        self.timeout_s = _seconds("timeout_s", self.timeout_s)
         if self.world_size is not None:
             self.world_size = _whole("world_size", self.world_size, 2)
 
@@ -77,6 +79,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         self._rendezvous = host_rendezvous(init_info.host, init_info.port)
         self._communicator: Communicator | None = None
         self._memory: ByteArray | None = None
+        self._stream: Stream | None = None
 
     @abstractmethod
     def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
@@ -99,8 +102,9 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
             self.init_info.packed_buffer_size_bytes,
             self._memory,
             source.note_progress,
+            stream=self._stream,
         )
-        self._memory = made.memory
+        self._memory, self._stream = made.memory, made.stream
         return made
 
     @classmethod
@@ -133,7 +137,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         if source is None or communicator is None:
             raise NotInitializedError("not initialized: no source, or no group to send it to")
         # While it reads memory that was sized for this round, nobody else may use it.
-        with Announcer(self.client.update_weights) as announcer:
+        with Announcer(self.client) as announcer:
             announcer.announce(_update_info(source.metadata))
             broken = self._broadcast(source, communicator)
             if broken is not None:
@@ -227,6 +231,16 @@ def _whole(name: str, value: object, least: int) -> int:
         number = least - 1
     if number < least:
         raise ValueError(f"{name} is {value!r}, expected a whole number >= {least}")
+    return number
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} is {value!r}, expected seconds > 0")
     return number
 
 

@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import time
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from wtransfer.engines.interface import ParamMeta
+from wtransfer.engines.outline import Outline
+from wtransfer.engines.places import Places
 from wtransfer.engines.staging import is_out_of_memory
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
-from wtransfer.manifest import Algorithm, Manifest, Piece
+from wtransfer.manifest import Algorithm, Identities, Manifest, Piece
 from wtransfer.transport.digests import Digested, copy_digest, digest
 from wtransfer.transport.nonfinite import count_nonfinite
-from wtransfer.transport.packing import Run
-from wtransfer.transport.tensors import PLAIN_TYPES, dtype_name, lacks_memory
+from wtransfer.transport.packing import RUN_NBYTES, Run, pack
+from wtransfer.transport.tensors import (
+    PLAIN_TYPES,
+    are_plain,
+    dtype_name,
+    flat_addresses,
+    lacks_memory,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     import torch
 
     from wtransfer.engines.interface import WeightSource
-    from wtransfer.transport.tensors import ByteArray
 
+    Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
     Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
     Allocate: TypeAlias = Callable[[ParamMeta], Memory]
 
-    class Spans(Protocol):
-        """Places by name."""
+DictItems: type = type(iter(dict[str, object]().items()))
+"""What a source returns by `iter_full` whose tensors are all there at once, and stay: whoever has
+them in a dictionary has them all. Of others each may be gone, or changed, when the next is yielded.
+"""
 
-        def __getitem__(self, name: str, /) -> slice: ...
 
-
-class Places:
-    """One piece of memory for all tensors, as something to hand to `DigestingSource.iter_into`.
-
-    A tensor may lie there for a while before it is yielded, so that many small ones can be digested
-    together. Where the next one's place is not behind it, it is yielded before that is written.
-
-    Args:
-        memory: Writable.
-        spans: Name -> bytes of the tensor. Asked for in the order of the metadata, each when all
-            before it have been copied.
-    """
-
-    def __init__(self, memory: ByteArray, spans: Spans) -> None:
-        self.memory = memory
-        self.spans = spans
-        self._view = memory.data
-
-    def __call__(self, meta: ParamMeta) -> memoryview:
-        """Return the place of a tensor."""
-        return self._view[self.spans[meta.name]]
+_dtype, _shape = map(operator.attrgetter, ("dtype", "shape"))
 
 
 class DigestingSource:
@@ -77,7 +67,10 @@ class DigestingSource:
         self._source = source
         self._algorithm = algorithm
         self._metadata: Sequence[ParamMeta] = ()
+        self._outline = Outline.of_metadata(())
+        self._known_digests = False
         self._manifest = Manifest(())
+        self._identities = Identities(self._manifest)
         self._digests: dict[str, str] = {}
         self._stopped: str | None = None
 
@@ -95,10 +88,12 @@ class DigestingSource:
         self.version = version
         self._source = instead or self._own
         with _blaming_source("metadata"):
-            metadata = tuple(map(_in_our_form, self._source.metadata))
+            metadata = _in_our_form(self._source.metadata)
             if not same_metadata(metadata, self._metadata):
                 self._manifest = self._checked_manifest(metadata)
-                self._metadata = metadata
+                self._identities = Identities(self._manifest)
+                self._metadata, self._outline = metadata, Outline.of_metadata(metadata)
+                self._known_digests = any(meta.digest is not None for meta in metadata)
         self._digests = {}
         self.nonfinite = {}
         self._stopped = None
@@ -135,14 +130,19 @@ class DigestingSource:
         Raises:
             SourceError: The engine did not read every tensor.
         """
-        missing = [p.name for p in self._manifest.pieces if p.name not in self._digests]
-        if missing:
+        names = self._outline.names
+        if len(self._digests) != len(names):
+            missing = [name for name in names if name not in self._digests]
             raise SourceError(
                 f"the engine sent without reading {len(missing)} tensors of the source, first "
                 f"{missing[0]!r}",
                 piece=missing[0],
             )
-        return [self._digests[piece.name] for piece in self._manifest.pieces]
+        return list(map(self._digests.__getitem__, names))
+
+    def fingerprint(self, digests: list[str]) -> str:
+        """Return the identity of what this round sends, if its pieces have these digests."""
+        return self._identities.fingerprint(digests)
 
     # -- for the engine
 
@@ -158,7 +158,7 @@ class DigestingSource:
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
-        for meta, tensor in self._checked():
+        for meta, tensor in self._checked(self._begin_pass()):
             self._note(meta, digest(tensor, self._algorithm), count_nonfinite(tensor))
             # An object of its own: what an engine does to that is not done to the trainer's.
             yield meta.name, tensor.detach()
@@ -178,7 +178,7 @@ class DigestingSource:
             self.on_packed()
 
     def _copied(self, allocate: Allocate) -> Iterator[tuple[ParamMeta, Memory]]:
-        for meta, tensor in self._checked():
+        for meta, tensor in self._checked(self._begin_pass()):
             yield self._copy_one(meta, tensor, allocate(meta))
 
     def _copy_one(
@@ -190,10 +190,69 @@ class DigestingSource:
 
     def _packed(self, places: Places) -> Iterator[tuple[ParamMeta, Memory]]:
         """Do the same, with small tensors that follow each other digested in one go."""
+        pairs = self._begin_pass()
+        if isinstance(pairs, DictItems):
+            return self._packed_run_by_run(places, pairs)
+        return self._packed_one_by_one(places, pairs)
+
+    def _packed_run_by_run(
+        self, places: Places, pairs: Pairs
+    ) -> Iterator[tuple[ParamMeta, Memory]]:
+        """Do it for tensors that are all there: every question is put to many of them at once."""
+        pairs, first = iter(pairs), 0
+        while first < len(self._metadata):
+            stop = places.run_from(first, RUN_NBYTES)
+            run = self._take(pairs, stop - first)
+            metas = self._metadata[first:stop]
+            if self._pack(places, first, run, stop):
+                yield from zip(metas, places.parts(first, stop), strict=True)
+            else:
+                # One by one, which also says what is wrong with them.
+                for meta, tensor in self._checked(run, metas):
+                    yield self._copy_one(meta, tensor, places(meta))
+            first = stop
+            self.moved_at = time.monotonic()
+        for name, tensor in self._take(pairs, 1):
+            _check_same(None, name, tensor)
+
+    def _take(self, pairs: Pairs, number: int) -> list[tuple[str, torch.Tensor]]:
+        with _blaming_source("iter_full"), self._reading():
+            run = list(itertools.islice(pairs, number))
+        if self._stopped is not None:
+            raise RoundAbortedError(f"the round was ended: {self._stopped}")
+        return run
+
+    def _pack(
+        self, places: Places, first: int, run: list[tuple[str, torch.Tensor]], stop: int
+    ) -> bool:
+        """Copy tensors to the places from `first` to `stop` if all is well beyond doubt.
+
+        Returns:
+            Whether it is, and they were copied.
+        """
+        starts, stops = places.starts[first:stop], places.stops[first:stop]
+        names, tensors = [name for name, _ in run], [tensor for _, tensor in run]
+        said = self._outline.part(first, stop)
+        if stops[-1] - starts[0] > RUN_NBYTES or names != said.names or not are_plain(tensors):
+            return False
+        dtypes, shapes = map(_dtype, tensors), map(_shape, tensors)
+        if not all(map(operator.is_, dtypes, said.dtypes)):
+            return False
+        if not all(map(operator.eq, shapes, said.shapes)):
+            return False
+        addresses = flat_addresses(tensors, said.sizes)
+        if addresses is None:
+            return False
+        self._note_all(first, names, *pack(places.memory, starts, stops, addresses, said.dtypes))
+        return True
+
+    def _packed_one_by_one(
+        self, places: Places, pairs: Pairs
+    ) -> Iterator[tuple[ParamMeta, Memory]]:
         run = Run(places.memory)
         metas: list[ParamMeta] = []
-        for meta, tensor in self._checked():
-            span = places.spans[meta.name]
+        for meta, tensor in self._checked(pairs):
+            span = places[meta.name]
             added = run.add(tensor, span)
             if metas and not added:
                 yield from self._finish(run, metas, places)
@@ -213,12 +272,18 @@ class DigestingSource:
         for meta in metas:
             yield meta, places(meta)
 
-    def _checked(self) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-        """Hold the iteration against the metadata, and name the first divergence."""
-        expected = iter(self._metadata)
+    def _begin_pass(self) -> Pairs:
+        with _blaming_source("iter_full"), self._reading():
+            return self._source.iter_full()
+
+    def _checked(
+        self, pairs: Pairs, metadata: Sequence[ParamMeta] | None = None
+    ) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+        """Hold an iteration against the metadata, and name the first divergence."""
+        expected = iter(self._metadata if metadata is None else metadata)
         # Nobody throws into this generator: what is raised in here and not ours is the source's.
         with _blaming_source("iter_full"), self._reading():
-            for name, tensor in self._source.iter_full():
+            for name, tensor in pairs:
                 self.reading = False
                 if self._stopped is not None:
                     raise RoundAbortedError(f"the round was ended: {self._stopped}")
@@ -252,6 +317,18 @@ class DigestingSource:
             self._compare(meta, hexdigest, before)
         if nonfinite:
             self.nonfinite[meta.name] = nonfinite
+
+    def _note_all(
+        self, first: int, names: list[str], digests: list[str], nonfinite: list[int]
+    ) -> None:
+        before = list(map(self._digests.setdefault, names, digests))
+        if self._known_digests or before != digests:
+            metas = self._metadata[first : first + len(names)]
+            for meta, hexdigest, other in zip(metas, digests, before, strict=True):
+                self._compare(meta, hexdigest, other)
+        if any(nonfinite):
+            found = zip(names, nonfinite, strict=True)
+            self.nonfinite.update({name: count for name, count in found if count})
 
     def _compare(self, meta: ParamMeta, hexdigest: str, before: str) -> None:
         if meta.digest is not None and meta.digest != hexdigest and self._algorithm == "xxh3-128":
@@ -296,12 +373,22 @@ def same_metadata(some: Sequence[ParamMeta], others: Sequence[ParamMeta]) -> boo
     return (
         len(some) == len(others)
         and all(map(operator.is_, some, others))
-        and all(type(meta) is ParamMeta and isinstance(meta.shape, tuple) for meta in some)
+        and _are_ours(some)
+        and all(map(isinstance, map(_shape, some), itertools.repeat(tuple)))
     )
 
 
-def _in_our_form(meta: ParamMeta) -> ParamMeta:
+def _in_our_form(metadata: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
     """Return metadata as engines may expect it: a source may have a class of its own for it."""
+    found = tuple(metadata)
+    return found if _are_ours(found) else tuple(map(_as_ours, found))
+
+
+def _are_ours(metadata: Sequence[ParamMeta]) -> bool:
+    return all(map(operator.is_, map(type, metadata), itertools.repeat(ParamMeta)))
+
+
+def _as_ours(meta: ParamMeta) -> ParamMeta:
     if type(meta) is ParamMeta:
         return meta
     optional = ("owners", "mesh", "placements", "digest")

@@ -217,12 +217,8 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         bucket.clear("")
         announced: list[dict[str, Any]] = []
 
-        def tell(info: dict[str, Any]) -> None:
-            # Workers on other hosts see what has left this one.
-            incoming.sync(info["file"])
-            self.client.update_weights(info)
-
-        with Announcer(tell) as announcer:
+        # Workers on other hosts see what has left this one.
+        with Announcer(self.client, prepare=lambda info: incoming.sync(info["file"])) as announcer:
 
             def flush() -> None:
                 if bucket.tensors:

@@ -155,6 +155,12 @@ class HostedEngine:
         if self._own() is None:
             raise NotInitializedError("not initialized: the worker has no weight transfer engine")
 
+    def end_group(self) -> None:
+        """Let go of an engine whose group has lost a rank, or its round: there will be another."""
+        if getattr(self._own(), "needs_generation", False):
+            self._drop()
+            self._init = None
+
     @property
     def copies(self) -> bool:
         """Whether tensors must be copied before ``load_weights`` returns."""

@@ -3,23 +3,67 @@
 from __future__ import annotations
 
 import collections
+import math
+import operator
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from wtransfer.manifest import DTYPES, Piece
 from wtransfer.transport.buckets import Layout, slices
+from wtransfer.transport.host_tensors import HostTensors
 from wtransfer.transport.tensors import tensor_from
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from wtransfer.manifest import Piece
     from wtransfer.transport.buckets import Bucket
     from wtransfer.transport.communicator import Communicator, Pending
     from wtransfer.transport.tensors import ByteArray
 
 NUM_AHEAD = 3
 """Parts asked for in advance, so that the next arrive while one is digested."""
+
+
+class Incoming:
+    """What a trainer has announced: the tensors of an update in the order of their stream.
+
+    Args:
+        names: Names.
+        dtype_names: Wire dtypes, all known.
+        shapes: Dimensions, none of them negative.
+    """
+
+    def __init__(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
+        self._announced = names, dtype_names, shapes
+        self.names = names
+        """Names."""
+        self.dtype_names = dtype_names
+        """Wire dtypes."""
+        self.shapes = list(map(tuple, shapes))
+        """Dimensions."""
+        sizes = map(DTYPES.__getitem__, dtype_names)
+        self.layout = Layout(list(map(operator.mul, map(math.prod, self.shapes), sizes)))
+        """Where each lies in the stream."""
+
+    def is_of(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> bool:
+        """Whether the same was announced."""
+        return (names, dtype_names, shapes) == self._announced
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The tensors one by one, for who views each by itself."""
+        return list(map(Piece, self.names, self.dtype_names, self.shapes))
+
+    def landed(self, bucket: Bucket, landing: Landing) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the tensors of a bucket that has arrived."""
+        own, starts = slice(bucket.first, bucket.last), self.layout.starts
+        if isinstance(landing, HostLanding):
+            columns = (self.names[own], self.dtype_names[own], self.shapes[own], starts[own])
+            return HostTensors(landing.memory, *columns)
+        rows = zip(starts[own], self.pieces[own], strict=True)
+        return ((piece.name, landing.view(start, piece)) for start, piece in rows)
 
 
 class Landing(Protocol):
@@ -47,7 +91,8 @@ class HostLanding:
     """
 
     def __init__(self, memory: ByteArray) -> None:
-        self._memory = memory
+        self.memory = memory
+        """Where everything stays."""
         self._content = torch.from_numpy(memory)
 
     def part(self, start: int, stop: int) -> torch.Tensor:
@@ -59,7 +104,7 @@ class HostLanding:
 
     def view(self, start: int, piece: Piece) -> torch.Tensor:
         """Return a tensor that keeps the whole memory alive."""
-        return tensor_from(self._memory, start, piece.dtype, piece.shape)
+        return tensor_from(self.memory, start, piece.dtype, piece.shape)
 
 
 class _Part(NamedTuple):

@@ -118,6 +118,7 @@ class Link:
         if connection is self._connection:
             self._connection = None
             self._end_reception(f"the publisher was lost: {error}")
+            self._engine.submit(self._engine.end_group)
             if self._committing is not None and self._session.num_ranks > 1:
                 self._ledger.orphan(self, self._committing)
 
@@ -195,6 +196,7 @@ class Link:
     def _on_abort(self, abort: Abort) -> None:
         if self._current(abort.round_id) is not None:
             self._end_reception(abort.reason)
+            self._engine.submit(self._engine.end_group)
 
     def _on_release(self, release: Release) -> None:
         self._ledger.release(release.round_id)

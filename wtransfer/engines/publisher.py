@@ -27,6 +27,7 @@ from wtransfer.errors import (
     ClosedError,
     ForkedError,
     NoWorkersError,
+    ProtocolError,
     RoundAbortedError,
     RoundBusyError,
     VersionNotKeptError,
@@ -38,12 +39,14 @@ from wtransfer.transport.channel import Listener
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import msgspec
     import torch
     from torch import nn
     from typing_extensions import Self
 
     from wtransfer.engines.interface import KeptVersion, WeightSource, WeightSyncClient
     from wtransfer.engines.report import Report, WorkerInfo
+    from wtransfer.transport.channel import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +159,7 @@ class Publisher:
             allow_remote=True,
             token=self.token,
             on_open=lambda _connection: None,
-            on_message=self._roster.on_message,
+            on_message=self._on_message,
             on_close=self._roster.on_close,
             on_refused=self._on_refused,
             deadline_s=self._rules.deadline_s,
@@ -184,7 +187,7 @@ class Publisher:
 
     @property
     def refusal(self) -> Exception | None:
-        """Why a peer was last refused (token, protocol); None if none has been."""
+        """Why a peer was last refused (token, protocol, place taken); None if none has been."""
         return self._refusal
 
     def workers(self) -> list[WorkerInfo]:
@@ -369,9 +372,9 @@ class Publisher:
         """Have serving engines apply what they still hold, verified: they take no plan before."""
         with self._changed:
             current = self._current
+            if current is None or self._active is not None:
+                return
             pending = {w.hello.host for w in self._roster.workers() if w.state == "pending"}
-        if current is None or self._active is not None:
-            return
         try:
             self._hosts.apply(current.version, filter(None, pending))
         except WTransferError as error:
@@ -463,24 +466,22 @@ class Publisher:
         return round_
 
     def _renew_sender(self, members: frozenset[Worker]) -> None:
-        changed = self._sender.members != members or self._sender.failed
-        stale = self._origin.needs_generation and changed
+        stale = self._origin.needs_generation and self._sender.members != members
         if self._sender.abandoned or (stale and self._sender.started):
-            if not self._sender.abandoned:
-                self._sender.shutdown()
-            self._sender = Sender(*self._sender_args)
+            self._drop_sender()
 
     def _on_done(self, round_: Round) -> None:
+        # Before another round can begin.
         if not round_.is_resend:
-            # Before another round can begin.
             self._source.end(round_.failure, round_.sealed.fingerprint if round_.sealed else "")
+        if self._origin.needs_generation and not round_.went_through:
+            self._drop_sender()
         with self._changed:
             if self._active is round_:
                 self._active = None
             if round_.is_resend and not round_.failed:
                 for worker in round_.members:
                     worker.set_aside = worker.state == "pending"
-            self._sender.failed |= round_.failed
             if round_.failed or round_.dry_run:
                 self._unsettled.pop(round_.round_id, None)
             elif not round_.is_resend:
@@ -489,10 +490,24 @@ class Publisher:
         # Settles what came in before the end, and wakes the catch-up.
         self._on_receipt(round_.round_id)
 
+    def _drop_sender(self) -> None:
+        """Let go of the engine, and of a group that it has; the next round makes another."""
+        if not self._sender.abandoned:
+            self._sender.shutdown()
+        self._sender = Sender(*self._sender_args)
+
     # -- on the channel's thread
 
     def _on_refused(self, error: Exception) -> None:
         self._refusal = error
+
+    def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:
+        try:
+            self._roster.on_message(connection, message)
+        except ProtocolError as error:
+            # Else whoever waits for a worker at a place that is taken would never hear of it.
+            self._on_refused(error)
+            raise
 
     def _on_join(self, worker: Worker) -> None:
         info = self._sender.worker_init_info

@@ -21,7 +21,6 @@ from wtransfer.engines.schema import Fitting, check_whole
 from wtransfer.engines.staging import Staging
 from wtransfer.errors import RoundAbortedError, WTransferError
 from wtransfer.host import hooks
-from wtransfer.manifest import fingerprint
 from wtransfer.transport.memory import require_memory
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class Reception:
             self._sealed = True
             self._queue(lambda: self._verify(seal))
 
-    def take(self) -> dict[str, torch.Tensor] | None:
+    def take(self) -> Mapping[str, torch.Tensor] | None:
         """Return the verified tensors, once; None if there are none to be had."""
         with self._lock:
             staging = self._staging
@@ -200,14 +199,16 @@ class Reception:
         self._send(Accept(self.plan.round_id, self._notes))
 
     def _make_room(self) -> None:
-        manifest = self.plan.manifest
-        note = self._engine.make_room(manifest.nbytes)
+        manifest, outline = self.plan.manifest, self._fitting.outline
+        note = self._engine.make_room(outline.nbytes)
         if note is not None:
             self._notes.append(note)
         elif self._engine.copies or self._engine.allocates:
-            require_memory(manifest.nbytes, f"staging update {self.plan.version!r}")
-            self._notes.append(f"stages {manifest.nbytes} bytes of its own")
-        staging = Staging(manifest, copies=self._engine.copies, on_progress=self._progress)
+            require_memory(outline.nbytes, f"staging update {self.plan.version!r}")
+            self._notes.append(f"stages {outline.nbytes} bytes of its own")
+        staging = Staging(
+            manifest, copies=self._engine.copies, on_progress=self._progress, outline=outline
+        )
         with self._lock:
             if not self._over:
                 self._staging = staging
@@ -229,7 +230,7 @@ class Reception:
         self._engine.optional("finish_weight_update")
         staging = self._staged()
         digests = staging.verify(seal.digests, self._tied)
-        self.fingerprint = fingerprint(self.plan.manifest, digests)
+        self.fingerprint = self._fitting.fingerprint(digests)
         self.seconds["verify"] = time.monotonic() - begun
         with self._lock:
             if self._over:

@@ -30,7 +30,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.host import hooks
-from wtransfer.manifest import Manifest, fingerprint
+from wtransfer.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -250,6 +250,14 @@ class Round:
         return self._failure
 
     @property
+    def went_through(self) -> bool:
+        """Whether it was committed, and no worker was told to let go of it before."""
+        report = self._report
+        if report is None or self.dry_run:
+            return False
+        return all(worker.outcome != "dropped" for worker in report.workers)
+
+    @property
     def committing(self) -> bool:
         """Whether commits have been sent: from here the round only goes forward."""
         return self._forward
@@ -377,7 +385,7 @@ class Round:
         self._broadcast(Seal(self.round_id, digests))
         if self.sealed is None:
             # Beside the workers, which work out the same.
-            identity = fingerprint(self._manifest, digests)
+            identity = self._sender.source.fingerprint(digests)
             self.sealed = Sealed(self.version, self._manifest, digests, identity)
         self._watch.until(lambda exchange: exchange.verdict is not None, "a verdict")
         self._check_verdicts(self.sealed.digests)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wtransfer.engines.outline import Outline
 from wtransfer.errors import ManifestError, SchemaError
-from wtransfer.manifest import WHOLE, Manifest, Piece
+from wtransfer.manifest import WHOLE, Identities, Manifest, Piece
 from wtransfer.transport.tensors import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from wtransfer.engines.interface import TensorSpec
 
@@ -82,6 +83,8 @@ class Fitting:
         self._cast = cast
         self._cast_hint = cast_hint
         self._checked = Manifest(())
+        self._outline = Outline.of_manifest(self._checked)
+        self._identities = Identities(self._checked)
         self._fit: Fit | None = None
 
     def check(self, manifest: Manifest) -> Manifest:
@@ -92,8 +95,18 @@ class Fitting:
         """
         if manifest != self._checked:
             manifest.check()
+            self._outline, self._identities = Outline.of_manifest(manifest), Identities(manifest)
             self._checked = manifest
         return self._checked
+
+    def fingerprint(self, digests: Sequence[str]) -> str:
+        """Return the identity of a set with these digests of the manifest that was checked last."""
+        return self._identities.fingerprint(digests)
+
+    @property
+    def outline(self) -> Outline:
+        """That of the manifest that was checked last."""
+        return self._outline
 
     def judge(self, manifest: Manifest, schema: Mapping[str, TensorSpec]) -> Fit:
         """Return how an update fits a target, from what was found before if both are equal to then.

@@ -36,6 +36,12 @@ class RoundClient:
         """Direct the calls to this round from now on."""
         self._round = round_
 
+    def of_this_round(self) -> RoundClient:
+        """Return a client that stays with the present round: for threads that may outlive it."""
+        bound = RoundClient()
+        bound.attach(self._current())
+        return bound
+
     @property
     def num_workers(self) -> int:
         """Workers of the round."""
@@ -130,8 +136,6 @@ class Sender:
         self.worker_init_info: dict[str, Any] | None = None
         self.members: frozenset[object] = frozenset()
         self.abandoned = False
-        self.failed = False
-        """Whether a round has failed with it, so that its group, if it has one, may be broken."""
         self._client = RoundClient()
         self._cls: Any = trainer_cls or WeightTransferTrainerFactory.trainer_class(name)
         self.source = DigestingSource(source, getattr(self._cls, "digest_algorithm", "xxh3-128"))

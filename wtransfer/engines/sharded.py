@@ -97,9 +97,14 @@ class ShardedSource:
         """
         metadata, self._metadata = self._metadata or self._source.metadata, None
         others = self._others(metadata)
-        if not any(map(is_sharded, metadata)):
-            yield from self._source.iter_full()
-            return
+        if any(meta.placements for meta in metadata):
+            return self._iter_gathered(metadata, others)
+        # Itself, not its pairs: it may show that all of its tensors are there.
+        return self._source.iter_full()
+
+    def _iter_gathered(
+        self, metadata: Sequence[ParamMeta], others: frozenset[int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         ranks = self._begin_pass(metadata, others) if others else None
         number = 0 if ranks is None else ranks.begin_pass(others)
         for index, meta, shard in iter_shards(self._source, metadata):

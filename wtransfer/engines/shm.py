@@ -22,14 +22,10 @@ from wtransfer.engines.interface import (
 from wtransfer.engines.update_lists import check_dtypes, check_lengths
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.handover import Borrower
+from wtransfer.transport.host_tensors import HostTensors
 from wtransfer.transport.memory import populate
-from wtransfer.transport.tensors import tensor_from
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.interface import LoadWeights
     from wtransfer.transport.tensors import ByteArray
@@ -71,6 +67,11 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
         check_lengths(self, ("dtype_names", "shapes", "offsets"))
         check_dtypes(self.dtype_names)
 
+    def tensors_in(self, mapping: ByteArray) -> HostTensors:
+        """Return the tensors as they lie in the segment."""
+        shapes = [(shape,) if isinstance(shape, int) else tuple(shape) for shape in self.shapes]
+        return HostTensors(mapping, self.names, self.dtype_names, shapes, self.offsets)
+
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     """Maps what the trainer has staged on this host.
@@ -111,7 +112,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         mapping = self._mapping(update_info.segment)
         # In bulk, and only what has been written: a page fault per 4 KiB would cost more.
         populate(mapping, update_info.start, update_info.nbytes)
-        load_weights(_views(mapping, update_info))
+        load_weights(update_info.tensors_in(mapping))
 
     def finish_weight_update(self) -> None:
         """Let go of the mapping: from here it lives as long as the views."""
@@ -130,10 +131,3 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if self._mapped is None or self._mapped[0] != segment:
             self._mapped = (segment, self._borrower.borrow(segment).mapping)
         return self._mapped[1]
-
-
-def _views(mapping: ByteArray, info: ShmUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-    rows = zip(info.names, info.offsets, info.dtype_names, info.shapes, strict=True)
-    for name, offset, dtype, shape in rows:
-        dims = (shape,) if isinstance(shape, int) else shape
-        yield name, tensor_from(mapping, offset, dtype, dims)

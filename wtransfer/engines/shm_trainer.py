@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.engines.announcing import Announcer
-from wtransfer.engines.digesting import Places, same_metadata
+from wtransfer.engines.digesting import same_metadata
 from wtransfer.engines.interface import (
     ParamMeta,
     RoundSource,
@@ -14,6 +15,7 @@ from wtransfer.engines.interface import (
     TrainerWeightTransferEngine,
     WeightSyncClient,
 )
+from wtransfer.engines.places import Places
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.buckets import Layout
 from wtransfer.transport.handover import Lender
@@ -21,7 +23,9 @@ from wtransfer.transport.memory import Segment
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from wtransfer.transport.tensors import ByteArray
 
 MAX_BUCKET_TENSORS = 2048
 """Most tensors announced at a time: small ones cost workers by their number."""
@@ -66,11 +70,27 @@ class SegmentLayout(Layout):
     def __init__(self, metadata: Sequence[ParamMeta]) -> None:
         super().__init__([meta.nbytes for meta in metadata])
         self.metadata = tuple(metadata)
-        places = zip(metadata, self.starts, self.stops, strict=True)
-        self.spans = {meta.name: slice(start, stop) for meta, start, stop in places}
         self._names = [meta.name for meta in metadata]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
         self._dtype_names = [dtype_name(meta.dtype) for meta in metadata]
         self._shapes = [m.shape[0] if len(m.shape) == 1 else list(m.shape) for m in metadata]
+
+    def places(self, memory: ByteArray) -> Places:
+        """Return the place of each tensor in a segment's memory."""
+        return Places(memory, self._numbers, self.starts, self.stops)
+
+    def edges(self, nbytes: int) -> Iterator[int]:
+        """Yield the number behind the last tensor of each announcement of `nbytes` or a few more.
+
+        Even of no tensors there is one: workers are told the segment.
+        """
+        first = 0
+        for stop, end in enumerate(self.stops, 1):
+            if end - self.starts[first] >= nbytes or stop - first >= MAX_BUCKET_TENSORS:
+                yield stop
+                first = stop
+        if first < len(self.stops) or not self.stops:
+            yield len(self.stops)
 
     def start(self, number: int) -> int:
         """Return the first byte of a tensor, or the end of the last one."""
@@ -132,7 +152,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         layout = self._layout_of(source.metadata)
         slot = self._take_slot(layout.nbytes, source.note_progress)
         # More than one under way, since a worker that has to wait for the next is idle.
-        with Announcer(self.client.update_weights, NUM_UNDER_WAY) as announcer:
+        with Announcer(self.client, NUM_UNDER_WAY) as announcer:
             self._copy(source, slot, layout, announcer)
 
     def resend(self, client: WeightSyncClient) -> None:
@@ -158,21 +178,16 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
     def _copy(
         self, source: RoundSource, slot: Slot, layout: SegmentLayout, announcer: Announcer
     ) -> None:
-        places = Places(slot.segment.buffer, layout.spans)
-        first = stop = 0
-
-        def announce() -> None:
-            info = layout.announcement(slot.segment_id, first, stop)
-            slot.announced.append(info)
-            announcer.announce(info)
-
-        for _ in source.iter_into(places):
-            stop += 1
-            nbytes = layout.stops[stop - 1] - layout.start(first)
-            if nbytes >= self.init_info.bucket_nbytes or stop - first >= MAX_BUCKET_TENSORS:
-                announce()
-                first = stop
-        announce()
+        edges = layout.edges(self.init_info.bucket_nbytes)
+        first, edge = 0, next(edges)
+        copied = source.iter_into(layout.places(slot.segment.buffer))
+        # Also when there is nothing to copy at all.
+        for stop, _ in enumerate(itertools.chain([None], copied)):
+            if stop == edge:
+                info = layout.announcement(slot.segment_id, first, stop)
+                slot.announced.append(info)
+                announcer.announce(info)
+                first, edge = stop, next(edges, -1)
 
     def _layout_of(self, metadata: Sequence[ParamMeta]) -> SegmentLayout:
         if not same_metadata(metadata, self._layout.metadata):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from wtransfer.engines.interface import ParamMeta, WeightSource
 from wtransfer.engines.state import Group, Grouping, module_tensors
-from wtransfer.transport.tensors import PLAIN_TYPES
+from wtransfer.transport.tensors import PLAIN_TYPES, are_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,11 +39,13 @@ class StateDictSource:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {k: v for k, v in self._mapping.items() if isinstance(v, torch.Tensor)}
 
-    def _firsts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield one name of every storage, with its tensor."""
+    def _firsts(self) -> dict[str, torch.Tensor]:
+        """Return one name of every storage, with its tensor."""
         tensors = self._tensors()
-        for group in self._grouping.kept(tensors):
-            yield group.name, tensors[group.name]
+        groups = self._grouping.kept(tensors)
+        if len(groups) == len(tensors):
+            return tensors
+        return {group.name: tensors[group.name] for group in groups}
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -50,11 +53,11 @@ class StateDictSource:
         tensors = self._tensors()
         groups = self._grouping.of(tensors)
         # Not among the looks by which they are grouped.
-        spreads = [_spread(tensors[group.name]) for group in groups]
+        spreads = _spreads(tensors, groups)
         if groups is not self._groups or spreads != self._spreads:
             self._metadata = [
                 ParamMeta(group.name, tensor.dtype, tuple(tensor.shape), *spread)
-                for group, spread in zip(groups, spreads, strict=True)
+                for group, spread in zip(groups, spreads or [WHOLE] * len(groups), strict=True)
                 for tensor in (tensors[group.name],)
             ]
             self._groups, self._spreads = groups, spreads
@@ -63,13 +66,15 @@ class StateDictSource:
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors; a sharded one is gathered, which every rank must take part in."""
-        for name, tensor in self._firsts():
-            gather = getattr(tensor, "full_tensor", None)
-            yield name, _without_grad(gather() if gather else tensor)
+        firsts = self._firsts()
+        if are_plain(firsts.values()):
+            # Of a dictionary, which says that all of them are there: see `DictItems`.
+            return iter(_all_without_grad(firsts).items())
+        return _gathered(firsts)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what this rank holds."""
-        for name, tensor in self._firsts():
+        for name, tensor in self._firsts().items():
             to_local = getattr(tensor, "to_local", None)
             yield name, _without_grad(to_local() if to_local else tensor)
 
@@ -90,6 +95,13 @@ class ModuleSource(StateDictSource):
         return module_tensors(self._module)
 
 
+def _spreads(tensors: Mapping[str, torch.Tensor], groups: tuple[Group, ...]) -> list[Spread]:
+    """Return owners, mesh and placements of each storage; none where no tensor has any."""
+    if are_plain(tensors.values()):
+        return []
+    return [_spread(tensors[group.name]) for group in groups]
+
+
 def _spread(tensor: torch.Tensor) -> Spread:
     """Return owners, mesh and placements of a DTensor."""
     if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "full_tensor"):
@@ -97,6 +109,21 @@ def _spread(tensor: torch.Tensor) -> Spread:
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     placements = tuple(tensor.placements)  # type: ignore[attr-defined]
     return tuple(mesh.mesh.flatten().tolist()), mesh, placements
+
+
+def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        gather = getattr(tensor, "full_tensor", None)
+        yield name, _without_grad(gather() if gather else tensor)
+
+
+def _all_without_grad(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not any(map(_requires_grad, tensors.values())):
+        return tensors
+    return {name: _without_grad(tensor) for name, tensor in tensors.items()}
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _without_grad(tensor: torch.Tensor) -> torch.Tensor:

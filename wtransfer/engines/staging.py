@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
+from wtransfer.engines.outline import Outline
+from wtransfer.engines.staged import StagedTensors
 from wtransfer.errors import (
     DigestMismatchError,
     IncompleteUpdateError,
@@ -15,10 +19,11 @@ from wtransfer.errors import (
     StagingMemoryError,
 )
 from wtransfer.transport.digests import copy_digest, digest
-from wtransfer.transport.tensors import byte_view, dtype_name
+from wtransfer.transport.host_tensors import HostTensors
+from wtransfer.transport.tensors import byte_view, dtype_name, torch_dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from wtransfer.manifest import Manifest, Piece
 
@@ -33,15 +38,20 @@ class Staging:
         copies: Whether tensors must be copied before `load_weights` returns; otherwise views of
             the engine's memory are kept.
         on_progress: Called with the number of bytes staged so far after each call.
+        outline: The manifest's, where it is known already.
     """
 
     def __init__(
-        self, manifest: Manifest, *, copies: bool, on_progress: Callable[[int], None]
+        self,
+        manifest: Manifest,
+        *,
+        copies: bool,
+        on_progress: Callable[[int], None],
+        outline: Outline | None = None,
     ) -> None:
         self.manifest = manifest
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors = StagedTensors(outline or Outline.of_manifest(manifest))
         self.nbytes = 0
-        self._pieces = {piece.name: piece for piece in manifest.pieces}
         self._digests: dict[str, str] = {}
         self._copies = copies
         self._on_progress = on_progress
@@ -66,12 +76,49 @@ class Staging:
             SchemaError: Another dtype or shape than planned.
             StagingMemoryError: No memory left.
         """
-        staged = set()
         # Also for none: so an engine asks, while it prepares, whether it shall go on.
         self._check_stopped()
+        if isinstance(weights, HostTensors) and self._stage_places(weights):
+            staged = set(weights.names)
+        else:
+            staged = self._stage_each(weights)
+        self._on_progress(self.nbytes)
+        return staged
+
+    def _stage_places(self, weights: HostTensors) -> bool:
+        """Stage what lies as the plan has it next, digested where it lies; return whether it does.
+
+        What does not is staged one by one, which also says what is wrong with it.
+        """
+        if self._copies or self.manifest.algorithm != "xxh3-128" or not weights.names:
+            return False
+        first = len(self.tensors.starts)
+        planned = self.tensors.outline.part(first, first + len(weights.names))
+        if (
+            weights.names != planned.names
+            or weights.shapes != planned.shapes
+            or torch_dtypes(weights.dtype_names) != planned.dtypes
+        ):
+            return False
+        stops = list(map(operator.add, weights.starts, planned.sizes))
+        within = min(weights.starts) >= 0 and max(stops) <= weights.memory.size
+        if not within or not self.tensors.put_places(weights.memory, weights.starts):
+            return False
+        self._digests.update(zip(weights.names, self._digested(weights, stops), strict=True))
+        self.nbytes += sum(planned.sizes)
+        return True
+
+    def _digested(self, weights: HostTensors, stops: list[int]) -> Iterator[str]:
+        view, hexdigest = weights.memory.data, xxhash.xxh3_128_hexdigest
+        for start, stop in zip(weights.starts, stops, strict=True):
+            self._check_stopped()
+            yield hexdigest(view[start:stop])
+
+    def _stage_each(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        staged = set()
         for name, tensor in weights:
             self._check_stopped()
-            piece = self._pieces.get(name)
+            piece = self._piece(name)
             if (
                 piece is None
                 or name in self.tensors
@@ -81,8 +128,11 @@ class Staging:
                 raise self._unexpected(name, tensor, piece)
             self._stage(piece, tensor)
             staged.add(name)
-        self._on_progress(self.nbytes)
         return staged
+
+    def _piece(self, name: str) -> Piece | None:
+        number = self.tensors.outline.numbers.get(name)
+        return None if number is None else self.manifest.pieces[number]
 
     def _check_stopped(self) -> None:
         if self._stopped is not None:
@@ -117,7 +167,7 @@ class Staging:
             if not is_out_of_memory(error):
                 raise
             raise out_of_memory(piece.nbytes, error) from error
-        self.tensors[piece.name] = kept
+        self.tensors.put(piece.name, kept)
         self._digests[piece.name] = digested
         self.nbytes += kept.nbytes
 
@@ -144,17 +194,16 @@ class Staging:
             IncompleteUpdateError: Pieces never arrived.
             DigestMismatchError: Pieces arrived with other bytes.
         """
-        if len(digests) != len(self._pieces):
+        names = self.tensors.outline.names
+        if len(digests) != len(names):
             raise ManifestError(
-                f"the seal has {len(digests)} digests, the plan has {len(self._pieces)} pieces"
+                f"the seal has {len(digests)} digests, the plan has {len(names)} pieces"
             )
         self._check_complete()
-        wrong = [
-            name
-            for name, sealed in zip(self._pieces, digests, strict=True)
-            if self._digests[name] != sealed
-        ]
-        if wrong:
+        own = list(map(self._digests.__getitem__, names))
+        if own != list(digests):
+            rows = zip(names, own, digests, strict=True)
+            wrong = [name for name, arrived, sealed in rows if arrived != sealed]
             raise DigestMismatchError(
                 f"{len(wrong)} of {len(digests)} pieces arrived with other bytes than the trainer "
                 f"sent: {_listed(wrong)}",
@@ -162,20 +211,23 @@ class Staging:
                 piece=wrong[0],
             )
         self._check_tied(canonical)
-        return [self._digests[name] for name in self._pieces]
+        return own
 
     def _check_complete(self) -> None:
-        missing = [name for name in self._pieces if name not in self.tensors]
-        if missing:
-            raise IncompleteUpdateError(
-                f"{len(missing)} of {len(self._pieces)} pieces never arrived: {_listed(missing)}",
-                missing=missing[:20],
-                piece=missing[0],
-            )
+        names = self.tensors.outline.names
+        # Nothing is staged that the plan does not have.
+        if len(self._digests) == len(names):
+            return
+        missing = [name for name in names if name not in self._digests]
+        raise IncompleteUpdateError(
+            f"{len(missing)} of {len(names)} pieces never arrived: {_listed(missing)}",
+            missing=missing[:20],
+            piece=missing[0],
+        )
 
     def _check_tied(self, canonical: Mapping[str, str]) -> None:
         first: dict[str, str] = {}
-        for name in self._pieces if canonical else ():
+        for name in self.tensors.outline.names if canonical else ():
             other = first.setdefault(canonical.get(name, name), name)
             if self._digests[other] != self._digests[name]:
                 raise SchemaError(

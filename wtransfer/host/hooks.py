@@ -155,6 +155,10 @@ class Board:
             if not self.manager.is_registered(observer):
                 self._register(observer, may_answer=False)
 
+    def hears(self, observer: object) -> bool:
+        """Whether an object implements a hook."""
+        return any(self._implementations(observer))
+
     def attach(self, backend: Any) -> None:
         """Let an object that a factory made listen until its ``shutdown`` is called.
 
@@ -164,7 +168,7 @@ class Board:
         Raises:
             PluginTypeError: An implementation fits no hook.
         """
-        if not any(self._implementations(backend)):
+        if not self.hears(backend):
             return
         shutdown = backend.shutdown
 

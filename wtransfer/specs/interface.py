@@ -30,6 +30,7 @@ Source: names and signatures are those of vLLM's ``v1.kv_offload``, of today and
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -250,7 +251,18 @@ class CanonicalKVCaches:
 
 
 class OffloadingManager(ABC):
-    """Decides what is kept, and where. One thread calls it; nothing in it may block."""
+    """Decides what is kept, and where. One thread calls it; nothing in it may block.
+
+    A manager in the seed's style is asked for many blocks at once, ``lookup(block_hashes)``, and
+    hears of no requests; `wtransfer.specs.older` lets hosts of today ask it.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let managers in the seed's style hear of no requests."""
+        super().__init_subclass__(**kwargs)
+        missing = getattr(cls.on_new_request, "__isabstractmethod__", False)
+        if missing and _is_asked_for_many(cls.lookup):
+            cls.on_new_request = _hear_nothing  # type: ignore[method-assign]
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -328,6 +340,20 @@ class OffloadingManager(ABC):
         """Let go of everything. A second call does nothing."""
 
 
+def _is_asked_for_many(lookup: Any) -> bool:
+    """Whether it takes hashes alone, and no request."""
+    try:
+        parameters = inspect.signature(lookup).parameters
+    except (TypeError, ValueError):
+        return False
+    return len(parameters) == len(("self", "block_hashes"))
+
+
+def _hear_nothing(self: OffloadingManager, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG001
+    """Ask for what a request computes."""
+    return RequestOffloadingContext()
+
+
 # -- the worker's side ------------------------------------------------------------------------
 
 
@@ -396,7 +422,53 @@ class OffloadingSpec(ABC):
     The constructor takes one argument, an `wtransfer.config.OffloadingConfig`, as in today's vLLM,
     or two, ``(config, kv_cache_config)``, as in the seed: its signature decides. It must be cheap:
     memory is taken by `get_worker`.
+
+    A spec in the seed's style defines ``get_handlers(kv_caches, attn_backends)`` instead of
+    `get_worker`, and a manager that is asked for many blocks at once; `wtransfer.specs.older` lets
+    hosts of today drive it.
+
+    Args:
+        config: As above.
+        kv_cache_config: Shape of the KV cache, in the seed's style.
     """
+
+    config: Any
+    """What the spec was made with."""
+    kv_cache_config: Any = None
+    """Shape of the KV cache, in the seed's style."""
+    extra_config: Mapping[str, Any]
+    """Options: ``kv_connector_extra_config``."""
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        self.config = config
+        self.kv_cache_config = kv_cache_config
+        transfer_config = getattr(config, "kv_transfer_config", None)
+        if transfer_config is None:
+            self.extra_config = config.extra_config
+            self.tokens_per_block = tuple(group.tokens_per_block for group in config.groups)
+            """Tokens per block of each group; in today's style only, as the next two."""
+            self.tokens_per_hash: int = config.cache.tokens_per_hash
+            """Tokens per block hash."""
+            self.blocks_per_chunk: int = config.cache.blocks_per_chunk
+            """Blocks that are kept as one."""
+        else:
+            self.extra_config = transfer_config.kv_connector_extra_config or {}
+            self.vllm_config = config
+            """The same as `config`; in the seed's style only, as the next two."""
+            self.gpu_block_size = _block_size(config, kv_cache_config)
+            """Tokens per block of the model's own cache."""
+            self.offloaded_block_size = int(
+                self.extra_config.get("block_size", self.gpu_block_size)
+            )
+            """Tokens per block that is kept."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept ``get_handlers`` in the place of `get_worker`."""
+        super().__init_subclass__(**kwargs)
+        # This runs before ABCMeta looks for abstract methods that are left.
+        missing = getattr(cls.get_worker, "__isabstractmethod__", False)
+        if missing and hasattr(cls, "get_handlers"):
+            cls.get_worker = _only_handlers  # type: ignore[method-assign]
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
@@ -409,3 +481,21 @@ class OffloadingSpec(ABC):
         Args:
             kv_caches: The cache that it copies from and into.
         """
+
+
+def _block_size(config: Any, kv_cache_config: Any) -> int:
+    """Return tokens per block, from where the host says it."""
+    cache_config = getattr(config, "cache_config", None)
+    for holder in (cache_config, kv_cache_config):
+        block_size = getattr(holder, "block_size", None)
+        if block_size is not None:
+            return int(block_size)
+    return 16
+
+
+def _only_handlers(self: OffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    """Say that this spec has handlers."""
+    raise NotImplementedError(
+        f"{type(self).__qualname__} is a spec in the seed's style, with get_handlers and without "
+        "get_worker: wrap it with wtransfer.specs.older.todays(spec)"
+    )

@@ -34,6 +34,7 @@ from wtransfer.engines.target import StateDictTarget
 from wtransfer.errors import RoundAbortedError
 from wtransfer.host.registry import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
+from wtransfer.testing.excuses import check_excused
 from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet
 from wtransfer.testing.leftovers import Leftovers
@@ -65,9 +66,7 @@ class EngineConformance:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name, value in vars(cls).items():
-            if name.startswith("test_") and hasattr(EngineConformance, name):
-                _check_excused(cls, name, value)
+        check_excused(cls, EngineConformance)
 
     # -- what the tests get
 
@@ -337,15 +336,6 @@ class _GatedSource(StateDictSource):
                 self.reached.set()
                 self._gate.wait()
             yield pair
-
-
-def _check_excused(cls: type, name: str, value: Any) -> None:
-    marks = getattr(value, "pytestmark", [])
-    if not any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks):
-        raise TypeError(
-            f"{cls.__name__} overrides {name} of the conformance kit; mark it "
-            "@pytest.mark.xfail(reason=...) and call super(), or leave it alone"
-        )
 
 
 def _registered(worker_cls: type) -> str:

@@ -9,7 +9,7 @@ import struct
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -26,11 +26,12 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.transport.lender import MAX_DATAGRAM, PROTOCOL, Reply, Request, peer_uid
-from wtransfer.transport.memory import map_private, os_errors
+from wtransfer.transport.memory import Segment, map_private, os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from wtransfer.transport.lender import Fact
     from wtransfer.transport.tensors import ByteArray
 
 _QUEUE_RETRY_S = 0.005
@@ -54,6 +55,15 @@ class Mapping:
     """Size in bytes."""
     mapping: ByteArray
     """Private, writable memory; mapped afresh by each `Borrower.borrow`, not populated."""
+
+
+class Shared(NamedTuple):
+    """A segment that two processes write to."""
+
+    segment: Segment
+    """It; stays when the lender is gone."""
+    facts: dict[str, Fact]
+    """What the lender says of it."""
 
 
 class Borrower:
@@ -94,23 +104,45 @@ class Borrower:
         with _our_errors(f"borrowing segment {segment_id} of {self.address}", self._timeout_s):
             return self._borrow(segment_id, Deadline(self._timeout_s))
 
+    def share(self, segment_id: int) -> Shared:
+        """Map a segment so that both sides write to the same memory. There is no lease on it.
+
+        Raises:
+            WTransferError: As `borrow`.
+        """
+        if self._closed:
+            raise ClosedError("this borrower was closed; make another one")
+        with (
+            _our_errors(f"sharing segment {segment_id} of {self.address}", self._timeout_s),
+            self._ask(segment_id, Deadline(self._timeout_s)) as (_, reply, fd),
+        ):
+            return Shared(Segment.of(os.dup(fd), reply.nbytes), reply.facts)
+
     def close(self) -> None:
         """Borrow nothing more. What is borrowed stays, and so do its leases."""
         self._closed = True
 
     def _borrow(self, segment_id: int, deadline: Deadline) -> Mapping:
+        with self._ask(segment_id, deadline) as (connection, reply, fd):
+            mapping = map_private(fd, reply.nbytes)
+            # From here on the connection ends with the mapping. Not at interpreter exit, where a
+            # daemon thread may still run the model: the kernel closes it after the last thread.
+            weakref.finalize(mapping, os.close, connection.detach()).atexit = False
+        return Mapping(segment_id, reply.nbytes, mapping)
+
+    @contextlib.contextmanager
+    def _ask(
+        self, segment_id: int, deadline: Deadline
+    ) -> Iterator[tuple[socket.socket, Reply, int]]:
+        """Get a descriptor, open as long as the context."""
         with contextlib.ExitStack() as cleanup:
             connection = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             self._connect(connection, deadline)
             connection.settimeout(deadline.remaining() or _SHORTEST_WAIT_S)
             connection.send(_encode(Request(PROTOCOL, self._secret, segment_id)))
-            nbytes, fd = self._receive(connection, segment_id)
+            reply, fd = self._receive(connection, segment_id)
             cleanup.callback(os.close, fd)
-            mapping = map_private(fd, nbytes)
-            # From here on the connection ends with the mapping. Not at interpreter exit, where a
-            # daemon thread may still run the model: the kernel closes it after the last thread.
-            weakref.finalize(mapping, os.close, connection.detach()).atexit = False
-        return Mapping(segment_id, nbytes, mapping)
+            yield connection, reply, fd
 
     def _connect(self, connection: socket.socket, deadline: Deadline) -> None:
         connection.setblocking(False)
@@ -129,8 +161,8 @@ class Borrower:
                 f"{os.geteuid()}; segments are lent between processes of one user"
             )
 
-    def _receive(self, connection: socket.socket, segment_id: int) -> tuple[int, int]:
-        """Return size and descriptor."""
+    def _receive(self, connection: socket.socket, segment_id: int) -> tuple[Reply, int]:
+        """Return the answer and the descriptor."""
         # Not socket.recv_fds, which forgets the flag: a program started by another thread just now
         # would inherit the descriptor.
         datagram, ancillary, _, _ = connection.recvmsg(
@@ -144,7 +176,7 @@ class Borrower:
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{self.address} does not speak {PROTOCOL}: {error}") from error
         if reply.status == "lent" and fds:
-            return reply.nbytes, fds[0]
+            return reply, fds[0]
         if reply.status == "lent":
             raise DescriptorLimitError(
                 f"segment {segment_id} was lent, but no descriptor is left here to receive it; "

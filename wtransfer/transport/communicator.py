@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+OPERATION_TIMEOUT_S = 120.0
+"""When a rank gives an operation up by itself. The control channel is faster: it calls `abort`."""
+
 
 class Pending(Protocol):
     """An operation under way."""

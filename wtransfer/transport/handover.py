@@ -19,7 +19,7 @@ leaves no lease behind.
 
 from __future__ import annotations
 
-from wtransfer.transport.borrower import Borrower, Mapping
+from wtransfer.transport.borrower import Borrower, Mapping, Shared
 from wtransfer.transport.lender import PROTOCOL, Lender
 
-__all__ = ["PROTOCOL", "Borrower", "Lender", "Mapping"]
+__all__ = ["PROTOCOL", "Borrower", "Lender", "Mapping", "Shared"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -12,14 +13,16 @@ import struct
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from wtransfer.errors import ClosedError, ForkedError
+from wtransfer.errors import AddressInUseError, ClosedError, ForkedError
 from wtransfer.transport.memory import os_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from wtransfer.transport.memory import Segment
 
 PROTOCOL = "wtransfer-handover-1"
@@ -38,6 +41,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 Status = Literal["lent", "unknown", "denied", "protocol"]
 """Answers to a request."""
+Fact = int | str
+"""What a lender may say of a segment."""
 
 
 class Request(msgspec.Struct, array_like=True):
@@ -60,6 +65,8 @@ class Reply(msgspec.Struct, array_like=True):
     """What became of the request."""
     nbytes: int
     """Size of the segment."""
+    facts: dict[str, Fact] = {}
+    """What the lender says of it."""
 
 
 _decode = msgspec.msgpack.Decoder(Request).decode
@@ -68,9 +75,37 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def peer_uid(connection: socket.socket) -> int:
     """Return the user that the kernel says is at the other end of a Unix socket."""
+    return _credentials(connection)[1]
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """Return the process that the kernel says is at the other end of a Unix socket."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _pid, uid, _gid = _CREDENTIALS.unpack(raw)
-    return int(uid)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
+
+
+class _Offer(NamedTuple):
+    segment: Segment
+    facts: dict[str, Fact]
+
+
+def _listen(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(f"\0{address.removeprefix('@')}")
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(f"somebody listens at {address} already") from error
+        raise
+    listener.setblocking(False)
+    return listener
 
 
 class Lender:
@@ -78,39 +113,46 @@ class Lender:
 
     One daemon thread answers borrowers; every method may be called from any thread. In a forked
     child the sockets are closed and every method raises.
+
+    Args:
+        address: Where to listen, as ``@name``; by default a random one.
+        secret: What a borrower has to show; by default a random one.
+
+    Raises:
+        AddressInUseError: Somebody listens there.
+        DescriptorLimitError: No descriptor is left.
     """
 
-    def __init__(self) -> None:
-        self.secret = secrets.token_hex(32)
+    def __init__(self, address: str | None = None, secret: str | None = None) -> None:
+        self.secret = secrets.token_hex(32) if secret is None else secret
         """What a borrower has to show; hand it over out of band."""
-        name = f"wtransfer-{secrets.token_hex(8)}"
-        self.address = f"@{name}"
+        self.address = f"@wtransfer-{secrets.token_hex(8)}" if address is None else address
         """Where to connect, as ``@name``: an abstract Unix socket, gone with this process."""
         self._pid = os.getpid()
         # Guards segments and leases. A condition, so that `wait_free` hears of every lease's end.
         self._changed = threading.Condition()
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, _Offer] = {}
         self._leases: dict[socket.socket, int] = {}
         self._waiting: dict[socket.socket, float] = {}
         self._listen_again: float | None = None
         self._closed = False
         with os_errors("listening for borrowers"):
+            self._listener = _listen(self.address)
             self._selector = selectors.DefaultSelector()
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.bind(f"\0{name}")
-            self._listener.listen(_BACKLOG)
-            self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="wtransfer-lender", daemon=True)
         _LENDERS.add(self)
         self._thread.start()
 
-    def offer(self, segment_id: int, segment: Segment) -> None:
+    def offer(
+        self, segment_id: int, segment: Segment, facts: Mapping[str, Fact] | None = None
+    ) -> None:
         """Let borrowers have a segment.
 
         Args:
             segment_id: A number of its own for every content: leases are counted by it.
             segment: Stays open until it is withdrawn.
+            facts: What borrowers shall know of it; some dozens at most.
 
         Raises:
             ValueError: The number is on offer.
@@ -121,7 +163,7 @@ class Lender:
         with self._changed:
             if segment_id in self._segments:
                 raise ValueError(f"segment {segment_id} is on offer already; withdraw it first")
-            self._segments[segment_id] = segment
+            self._segments[segment_id] = _Offer(segment, dict(facts or {}))
 
     def withdraw(self, segment_id: int) -> None:
         """Lend a segment no more; leases that exist go on.
@@ -275,18 +317,19 @@ class Lender:
 
     def _lend(self, connection: socket.socket, segment_id: int) -> None:
         with self._changed:
-            segment = self._segments.get(segment_id)
-            if segment is not None:
+            offered = self._segments.get(segment_id)
+            if offered is not None:
+                segment = offered.segment
                 # Counted before it is sent: from here on the borrower may map and read. Under the
                 # lock, since a withdrawn segment's descriptor may be closed and its number reused.
                 self._leases[connection] = segment_id
-                reply = _encode(Reply(PROTOCOL, "lent", segment.nbytes))
+                reply = _encode(Reply(PROTOCOL, "lent", segment.nbytes, offered.facts))
                 try:
                     socket.send_fds(connection, [reply], [segment.fd])
                 except (OSError, ClosedError):
                     # The peer is gone, or the segment was closed without being withdrawn.
-                    segment = None
-        if segment is None:
+                    offered = None
+        if offered is None:
             self._refuse(connection, "unknown")
 
     def _refuse(self, connection: socket.socket, status: Status) -> None:

@@ -69,6 +69,8 @@ class Segment:
         nbytes: Size; also 0.
         on_step: Called again and again while the memory is taken, which may last; what it raises
             ends that.
+        populated: Whether to take the memory now. If not, `populate` must follow for every range
+            before it is written to: a write that finds no memory left is SIGBUS.
 
     Raises:
         StagingMemoryError: There is not that much memory.
@@ -77,18 +79,63 @@ class Segment:
     Cost: 0.5 s per GiB and more, once: reuse segments.
     """
 
-    def __init__(self, nbytes: int, on_step: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        on_step: Callable[[], object] | None = None,
+        *,
+        populated: bool = True,
+    ) -> None:
         require_memory(nbytes, "a shared segment")
+        with os_errors(f"making a shared segment of {nbytes:,} bytes"):
+            self._own(_sealed_memory(nbytes), nbytes)
+        if populated:
+            self.populate(0, nbytes, on_step)
+
+    @classmethod
+    def of(cls, fd: int, nbytes: int) -> Segment:
+        """Map a segment that another process made, so that both write to the same memory.
+
+        Args:
+            fd: Its descriptor; belongs to the result from here on, also if this fails.
+            nbytes: Its size.
+
+        Raises:
+            TruncatedError: It is smaller; touching what is past its end would be SIGBUS.
+            StagingMemoryError: There is no address space left.
+        """
+        segment = cls.__new__(cls)
+        with os_errors(f"mapping {nbytes:,} bytes"):
+            segment._own(fd, nbytes)  # noqa: SLF001  # its own constructor
+        return segment
+
+    def _own(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
         """Size in bytes."""
-        with os_errors(f"making a shared segment of {nbytes:,} bytes"):
-            self._fd = _sealed_memory(nbytes)
-            # Also closes the descriptor of a segment that is dropped, here below or later.
-            self._close_fd = weakref.finalize(self, os.close, self._fd)
-            mapping = map_file(self._fd, max(nbytes, 1), private=False)
-            _collapse(mapping)
-            _populate(mapping, 0, nbytes, _MADV_POPULATE_WRITE, on_step)
-        self._buffer: ByteArray | None = mapping[:nbytes]
+        self._fd = fd
+        # Also closes the descriptor of a segment that is dropped, here below or later.
+        self._close_fd = weakref.finalize(self, os.close, fd)
+        _require_size(fd, nbytes)
+        self._buffer: ByteArray | None = map_file(fd, max(nbytes, 1), private=False)[:nbytes]
+
+    def populate(
+        self, start: int, length: int, on_step: Callable[[], object] | None = None
+    ) -> None:
+        """Take the memory of a range, or enter it into the page table if it is there.
+
+        Args:
+            start: First byte.
+            length: Number of bytes.
+            on_step: Called again and again; what it raises ends this.
+
+        Raises:
+            StagingMemoryError: There is not that much memory.
+            ClosedError: The segment was closed.
+        """
+        part = self.buffer[start : start + length]
+        with os_errors(f"taking {length:,} bytes of shared memory"):
+            _collapse(part)
+            _populate(part, 0, length, _MADV_POPULATE_WRITE, on_step)
 
     @property
     def fd(self) -> int:
@@ -148,11 +195,15 @@ def map_private(fd: int, nbytes: int) -> ByteArray:
         TruncatedError: The segment is smaller; reading past its end would be SIGBUS.
         StagingMemoryError: There is no address space left.
     """
+    _require_size(fd, nbytes)
+    with os_errors(f"mapping {nbytes:,} bytes"):
+        return map_file(fd, max(nbytes, 1), private=True)
+
+
+def _require_size(fd: int, nbytes: int) -> None:
     size = os.fstat(fd).st_size
     if size < nbytes:
         raise TruncatedError(f"a segment of {nbytes:,} bytes was announced, it has {size:,}")
-    with os_errors(f"mapping {nbytes:,} bytes"):
-        return map_file(fd, max(nbytes, 1), private=True)
 
 
 def populate(mapping: ByteArray, start: int, length: int) -> None:
@@ -173,13 +224,13 @@ def populate(mapping: ByteArray, start: int, length: int) -> None:
 
 
 def _collapse(mapping: ByteArray) -> None:
-    """Make fresh shared memory consist of huge pages, as far as that goes quickly."""
+    """Make shared memory consist of huge pages, as far as that goes quickly; bytes stay."""
     give_up_at = time.monotonic() + _COLLAPSE_S
     end = mapping.size - mapping.size % HUGE_PAGE_NBYTES
     for at in range(0, end, ADVISE_NBYTES):
         part = mapping[at : min(at + ADVISE_NBYTES, end)]
         # The kernel makes a huge page of a small one and what is missing, not of nothing.
-        part[::HUGE_PAGE_NBYTES] = 0
+        _touch(part[::HUGE_PAGE_NBYTES], write=True)
         refused = _madvise(part.ctypes.data, part.size, _MADV_COLLAPSE) != 0
         if refused or time.monotonic() > give_up_at:
             return
@@ -273,7 +324,7 @@ def available_memory() -> int:
     Cost: about 0.2 ms.
     """
     with os_errors("finding out how much memory there is"):
-        return max(0, min(_machine_free(), *_cgroups_free(), *_address_space_free()))
+        return max(0, min([_machine_free(), *_cgroups_free(), *_address_space_free()]))
 
 
 def _machine_free() -> int:

@@ -1,13 +1,15 @@
 """Many small tensors into one piece of memory, as cheap as their bytes.
 
 Models have thousands of tensors of a few KiB: norms, biases, scales. For these a call costs more
-than the copy, so what can be done for many at once is: the search for NaN and infinity.
+than the copy, so what can be done for many at once is: the search for NaN and infinity, and, where
+all of them are there at the same time (`pack`), every question to a tensor.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -17,7 +19,7 @@ from wtransfer.transport.nonfinite import counter
 from wtransfer.transport.tensors import lies_flat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -83,15 +85,51 @@ class Run:
             ``xxh3-128`` digests, and numbers of elements that are not finite.
         """
         placed, self._placed, self._room = self._placed, [], RUN_NBYTES
-        view, hexdigest = self._memory.data, xxhash.xxh3_128_hexdigest
-        digests = [hexdigest(view[start:stop]) for start, stop, _ in placed]
-        return digests, list(self._nonfinite(placed))
+        return _found(self._memory, placed)
 
-    def _nonfinite(self, run: list[Placed]) -> Iterator[int]:
-        for dtype, group in itertools.groupby(run, lambda placed: placed.dtype):
-            placed, count = list(group), counter(dtype)
-            # Between tensors lies what was there before; if it is not finite, each is looked at.
-            if count is None or not count(self._memory[placed[0].start : placed[-1].stop]):
-                yield from itertools.repeat(0, len(placed))
-            else:
-                yield from (count(self._memory[each.start : each.stop]) for each in placed)
+
+def pack(
+    memory: ByteArray,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    addresses: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+) -> tuple[list[str], list[int]]:
+    """Copy bytes to their places, then digest and screen them: a run of tensors that stay.
+
+    Args:
+        memory: Where to; writable.
+        starts: First byte of each place, in ascending order; no two places overlap.
+        stops: Byte behind each place.
+        addresses: Where each tensor's bytes lie: as many as its place has.
+        dtypes: How to read them.
+
+    Returns:
+        As `Run.finish`.
+
+    Cost: about 1.2 us per tensor, and per byte 1.4 times a copy.
+    """
+    assert 0 <= starts[0] <= stops[-1] <= memory.size, "a place outside of its memory"
+    base, copy = memory.ctypes.data, ctypes.memmove
+    for start, stop, address in zip(starts, stops, addresses, strict=True):
+        copy(base + start, address, stop - start)
+    return _found(memory, list(map(Placed, starts, stops, dtypes)))
+
+
+def _found(memory: ByteArray, run: list[Placed]) -> tuple[list[str], list[int]]:
+    view, hexdigest = memory.data, xxhash.xxh3_128_hexdigest
+    digests = [hexdigest(view[start:stop]) for start, stop, _ in run]
+    return digests, list(_nonfinite(memory, run))
+
+
+def _nonfinite(memory: ByteArray, run: list[Placed]) -> Iterator[int]:
+    for dtype, group in itertools.groupby(run, _dtype):
+        placed, count = list(group), counter(dtype)
+        # Between tensors lies what was there before; if it is not finite, each is looked at.
+        if count is None or not count(memory[placed[0].start : placed[-1].stop]):
+            yield from itertools.repeat(0, len(placed))
+        else:
+            yield from (count(memory[each.start : each.stop]) for each in placed)
+
+
+_dtype = operator.attrgetter("dtype")

@@ -1,20 +1,34 @@
-"""Process groups of one's own, on gloo: never torch's default group, and several in one process."""
+"""Process groups of one's own, on gloo: never torch's default group, and several in one process.
+
+Gloo's own collectives are not used. A connection that breaks in the midst of a tensor leaves their
+operation behind, since gloo only ends those that have not begun to move: one of its threads then
+waits for its time-out, and keeps the group's descriptors and the tensor's memory for as long.
+
+So operations are made of messages between two ranks, for which none of gloo's threads waits. Each
+is three: the content, an empty one after it on the same connection, and an empty one as answer.
+Only the empty ones are waited for. They have no midst, so gloo ends them as soon as the connection
+breaks; and where one has arrived, so has the content before it. A broadcast goes down a tree:
+whoever has received sends on.
+"""
 
 from __future__ import annotations
 
+import collections
 import datetime as dt
+import queue
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed
 
 from wtransfer.errors import GroupError
+from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
 from wtransfer.transport.connections import Endpoint, hang_up, listening
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from wtransfer.transport.rendezvous import Rendezvous
 
@@ -22,11 +36,11 @@ dist: Any = torch.distributed  # whose groups torch does not declare
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest time that ranks take to connect to each other, after all have arrived."""
-OPERATION_TIMEOUT_S = 120.0
-"""When gloo gives an operation up by itself. The control channel is faster: it calls `abort`."""
 CLOSE_TIMEOUT_S = 0.5
-"""Longest wait for gloo to release a group."""
-_LOOK_UP = dt.timedelta(seconds=0.2)
+"""Longest wait for what is under way in a group that is closed; it ends within milliseconds."""
+MAX_ANSWERS = 1024
+"""Answers that are kept until they are written: more than a rank has operations under way."""
+_CONTENT, _END, _ANSWER = range(3)
 _MAX_DEVICES = 5
 _MAX_LOOKS = 50
 _LOOK_S = 0.002
@@ -35,64 +49,90 @@ _making_device = threading.Lock()
 
 
 class GlooPending:
-    """One of gloo's operations.
+    """One rank's part in an operation: it receives from one rank or none, and sends to others.
+
+    Made by `GlooCommunicator`.
 
     Args:
-        work: Torch's.
-        group: The communicator.
-        tensor: Kept until the end: torch's work does not always keep it.
-        is_message: Whether it concerns two ranks only.
+        communicator: The rank.
+        tensor: Kept until the end: torch's works do not always keep it.
+        source: Rank that it comes from; None: this one.
+        targets: Ranks that it is sent to.
     """
 
     def __init__(
-        self, work: Any, group: GlooCommunicator, tensor: torch.Tensor, *, is_message: bool
+        self,
+        communicator: GlooCommunicator,
+        tensor: torch.Tensor,
+        source: int | None,
+        targets: list[int],
     ) -> None:
-        self._is_message = is_message
-        self._work = work
-        self._group = group
+        self._communicator = communicator
         self._tensor: torch.Tensor | None = tensor
+        self._source = source
+        self._targets = targets
+        self._moving: list[Any] = []
+        self._answers: list[Any] = []
+        self._sent_on = threading.Event()
+        self._error: str | None = None
 
     def wait(self) -> None:
-        """Wait for the end.
+        """Wait for the end; a second call does nothing.
 
         Raises:
-            GroupError: A rank is gone, or the group was aborted.
+            GroupError: A rank is gone or late, or the group was aborted.
         """
-        work = self._work
-        if work is None:
-            raise self._group.failure("the group was closed")
-        try:
-            while not self._ends(work):
-                if self._group.aborted:
-                    raise self._group.failure("the group was aborted")
-        except RuntimeError as error:
-            raise self._group.failure(f"{error}") from error
-        finally:
-            # The frame of an error would keep it.
-            del work
+        # Without a time-out: what comes before it has its own, and ends.
+        self._sent_on.wait()
+        self._await_answers()
+        self._communicator.leave(self)
+        if self._error is not None:
+            raise self._communicator.failure(self._error)
 
-    def _ends(self, work: Any) -> bool:
-        """Wait, but only so long that an abort is noticed of which gloo does not tell this work.
+    def post(self, group: Any) -> None:
+        """Tell gloo where the content goes to that another rank sends; does not wait."""
+        if self._source is not None:
+            self._moving = [
+                group.recv([self._tensor], self._source, _CONTENT),
+                group.recv([_nothing()], self._source, _END),
+            ]
 
-        Gloo forgets an operation that begins while its connection breaks: nothing ends it then.
-        """
-        if self._is_message:
-            work.wait()  # a time-out would break the group
-            return True
+    def carry_out(self, group: Any) -> None:
+        """Wait for the content, if it is another rank's, answer, and send it on; does not raise."""
+        tensor, moving = self._tensor, self._moving  # an abort lets go of them at any time
         try:
-            work.wait(_LOOK_UP)
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # it ended meanwhile, one way or the other
-        finally:
-            del work
-        return True
+            if self._source is not None:
+                self._communicator.await_end(moving[-1])
+                self._communicator.keep(group.send([_nothing()], self._source, _ANSWER))
+            for target in self._targets:
+                # Asked for first, so that it can be written as soon as the content is there.
+                self._answers.append(group.recv([_nothing()], target, _ANSWER))
+                moving.append(group.send([tensor], target, _CONTENT))
+                moving.append(group.send([_nothing()], target, _END))
+        except Exception as error:
+            self.fail(f"{error}")
+        self._sent_on.set()
+
+    def fail(self, why: str) -> None:
+        """Let whoever waits for it have an error."""
+        self._error = self._error or why
+        self._sent_on.set()
 
     def forget(self) -> None:
-        """Let go of torch's work: it holds the group's connections, and an error may hold this."""
-        self._work = None
-        self._tensor = None
+        """Let go of torch's works, which hold the group's connections; an error may hold this.
+
+        When this returns, gloo neither reads nor writes the tensor any more.
+        """
+        self._moving, self._answers, self._tensor = [], [], None
+
+    def _await_answers(self) -> None:
+        try:
+            for answer in tuple(self._answers):
+                self._communicator.await_end(answer)
+        except RuntimeError as error:
+            self.fail(f"{error}")
+        # Of one that has come, gloo would wait for a second one.
+        self._answers = []
 
 
 class GlooCommunicator:
@@ -104,7 +144,7 @@ class GlooCommunicator:
         size: Ranks of the group.
         host: Address of this machine at which the other ranks reach it; nothing else listens.
         timeout_s: Longest wait for the other ranks to arrive, in seconds.
-        operation_timeout_s: When gloo gives an operation up by itself, in seconds.
+        operation_timeout_s: When a rank gives an operation up by itself, in seconds.
 
     Raises:
         GroupError: The rank is taken, or the ranks cannot connect to each other.
@@ -120,78 +160,112 @@ class GlooCommunicator:
         *,
         host: str,
         timeout_s: float,
-        operation_timeout_s: float | None = None,
+        operation_timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> None:
         self.rank = rank
         self.size = size
         self.aborted = False
         """Whether `abort` was called here."""
         self._group: Any = None
-        self._begun: weakref.WeakSet[GlooPending] = weakref.WeakSet()
+        self._limit = dt.timedelta(seconds=operation_timeout_s)
         self._device, own = _device_at(host)
         try:
             cards = rendezvous.meet(rank, size, f"{own[0]} {own[1]}", timeout_s)
             self._endpoints = {_endpoint(card) for card in cards}
             self._group = self._connect(rendezvous)
-            limit = OPERATION_TIMEOUT_S if operation_timeout_s is None else operation_timeout_s
-            self._group.set_timeout(dt.timedelta(seconds=limit))
         finally:
             # It listens for as long as anybody has it, and a frame of an error would.
             self._device = None
+        self._changing = threading.Lock()
+        self._under_way: set[GlooPending] = set()
+        self._to_do: queue.SimpleQueue[GlooPending | None] = queue.SimpleQueue()
+        self._answers_sent: collections.deque[Any] = collections.deque(maxlen=MAX_ANSWERS)
+        # One after the other, in the order in which they were begun: what goes over a connection
+        # has no name. On a thread, since ranks answer and send on whatever their callers do.
+        self._thread = threading.Thread(target=self._work, name="wtransfer-gloo", daemon=True)
+        self._thread.start()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> GlooPending:
         """Begin to copy from rank `root` to all."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        return self._begin(
-            lambda group: group.broadcast([tensor], options), tensor, is_message=False
-        )
+        place = (self.rank - root) % self.size
+        source = None if place == 0 else (_before(place) + root) % self.size
+        targets = [(each + root) % self.size for each in _after(place, self.size)]
+        return self._begin(tensor, source, targets)
 
     def send(self, tensor: torch.Tensor, to: int) -> GlooPending:
         """Begin to send to one rank."""
-        return self._begin(lambda group: group.send([tensor], to, 0), tensor, is_message=True)
+        return self._begin(tensor, None, [to])
 
     def recv(self, tensor: torch.Tensor, source: int) -> GlooPending:
         """Begin to receive from one rank."""
-        return self._begin(lambda group: group.recv([tensor], source, 0), tensor, is_message=True)
+        return self._begin(tensor, source, [])
 
     def abort(self) -> None:
         """End the connections, so that all that waits ends: here, and elsewhere for this rank."""
-        self.aborted = True
+        with self._changing:
+            self.aborted = True
+            under_way = list(self._under_way)
         hang_up(self._endpoints)
+        for pending in under_way:
+            pending.fail("the group was aborted")
 
     def close(self) -> None:
         """Release the group; what is under way in it fails."""
         self.abort()
-        for pending in list(self._begun):
-            pending.forget()
-        groups, self._group = [self._group], None
-        # Its destructor waits for what is under way, and gloo may have forgotten to end that: see
-        # `GlooPending`. Then it takes gloo's time-out, and nobody shall wait for it.
-        releasing = threading.Thread(target=groups.clear, name="wtransfer-gloo", daemon=True)
-        releasing.start()
-        releasing.join(CLOSE_TIMEOUT_S)
+        self._to_do.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        with self._changing:
+            for pending in self._under_way:
+                pending.forget()
+            self._under_way.clear()
+        self._answers_sent.clear()
+        self._group = None
+
+    # -- for its operations
+
+    def await_end(self, work: Any) -> None:
+        """Wait for one of torch's works, of an empty message.
+
+        Raises:
+            RuntimeError: Its connection is broken, or time is over; then the group is broken too.
+        """
+        work.wait(self._limit)
+
+    def keep(self, answer: Any) -> None:
+        """Keep torch's work of an answer until it is written, of which nobody tells."""
+        self._answers_sent.append(answer)
+
+    def leave(self, pending: GlooPending) -> None:
+        """Note that an operation has ended."""
+        with self._changing:
+            self._under_way.discard(pending)
+        pending.forget()
 
     def failure(self, error: str) -> GroupError:
         """Return our error for one of gloo's."""
         why = "the group was aborted" if self.aborted else error
         return GroupError(f"rank {self.rank} of {self.size}: {why}")
 
-    def _begin(
-        self, begin: Callable[[Any], Any], tensor: torch.Tensor, *, is_message: bool
-    ) -> GlooPending:
-        try:
-            pending = GlooPending(begin(self._whole()), self, tensor, is_message=is_message)
-        except RuntimeError as error:
-            # Its frames have torch's group, which would live as long as the error.
-            raise self.failure(f"{error}") from error.with_traceback(None)
-        self._begun.add(pending)
+    def _begin(self, tensor: torch.Tensor, source: int | None, targets: list[int]) -> GlooPending:
+        pending = GlooPending(self, tensor, source, targets)
+        with self._changing:
+            if self._group is None or self.aborted:
+                raise self.failure("the group was closed")
+            try:
+                pending.post(self._group)
+            except RuntimeError as error:
+                # Its frames have torch's group, which would live as long as the error.
+                raise self.failure(f"{error}") from error.with_traceback(None)
+            self._under_way.add(pending)
+            self._to_do.put(pending)
         return pending
 
-    def _whole(self) -> Any:
-        if self._group is None or self.aborted:
-            raise self.failure("the group was closed")
-        return self._group
+    def _work(self) -> None:
+        for pending in iter(self._to_do.get, None):
+            if not self.aborted:
+                pending.carry_out(self._group)
+            # Waiting for the next one, this frame would keep it, and its tensor.
+            del pending
 
     def _connect(self, rendezvous: Rendezvous) -> Any:
         options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  # the only way to name a device
@@ -204,6 +278,23 @@ class GlooCommunicator:
         finally:
             options._devices = []  # noqa: SLF001
         return group
+
+
+def _nothing() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _before(place: int) -> int:
+    """Return who sends to a place of the tree; 0 is its root."""
+    return place - (1 << (place.bit_length() - 1))
+
+
+def _after(place: int, size: int) -> Iterator[int]:
+    """Yield to whom a place of the tree sends, whoever has the most after it first."""
+    step = 1 << place.bit_length()
+    while place + step < size:
+        yield place + step
+        step *= 2
 
 
 def _device_at(host: str) -> tuple[object, Endpoint]:

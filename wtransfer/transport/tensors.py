@@ -6,7 +6,9 @@ The wire knows dtypes by name. Names are looked up in a table that is built here
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -16,7 +18,7 @@ from wtransfer.manifest import DTYPES
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -34,6 +36,28 @@ _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.ite
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of which torch's own answers hold; a subclass may change any of them."""
+PART = 512
+"""Tensors looked at together: so few that they stay in the cache from one question to the next."""
+
+_is_cpu, _layout = operator.attrgetter("is_cpu"), operator.attrgetter("layout")
+
+
+def are_plain(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether all are of torch's own types."""
+    return all(map(PLAIN_TYPES.__contains__, map(type, tensors)))
+
+
+def are_in_host_memory(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether all are of torch's own types, in host memory, with strides.
+
+    Cost: about 0.1 us per tensor, while they are not many more than a `PART`: each question is put
+    to all of them by one loop in C.
+    """
+    return (
+        are_plain(tensors)
+        and all(map(_is_cpu, tensors))
+        and all(map(operator.is_, map(_layout, tensors), itertools.repeat(torch.strided)))
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -52,6 +76,11 @@ def torch_dtype(name: str) -> torch.dtype:
             f"dtype {name[:80]!r} cannot be used here: {reason}; there are {', '.join(_BY_NAME)}"
         )
     return dtype
+
+
+def torch_dtypes(names: Iterable[str]) -> list[torch.dtype | None]:
+    """Return the torch dtype of each wire name, None for one that cannot be used here."""
+    return list(map(_BY_NAME.get, names))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -114,6 +143,33 @@ def lies_flat(tensor: torch.Tensor) -> bool:
     )
 
 
+def flat_addresses(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[int] | None:
+    """Return where each tensor's bytes lie; None unless every one lies flat, with all its memory.
+
+    What `lies_flat` and `lacks_memory` say of one tensor, for hundreds at once. Of one that is
+    empty the address says nothing.
+
+    Args:
+        tensors: Any.
+        sizes: Bytes of each, by its shape and dtype.
+
+    Cost: about 0.6 us per tensor.
+    """
+    own = torch.Tensor
+    if not (
+        are_in_host_memory(tensors)
+        and all(map(own.is_contiguous, tensors))
+        and not any(map(own.is_conj, tensors))
+        and not any(map(own.is_neg, tensors))
+    ):
+        return None
+    # One that begins somewhere in its storage is looked at by itself.
+    if any(map(own.storage_offset, tensors)):
+        return None
+    there = map(torch.UntypedStorage.nbytes, map(own.untyped_storage, tensors))
+    return list(map(own.data_ptr, tensors)) if all(map(operator.le, sizes, there)) else None
+
+
 def byte_view(tensor: torch.Tensor) -> ByteArray:
     """Return a tensor's memory as bytes, without a copy.
 
@@ -173,3 +229,30 @@ def tensor_from(
             f"a {dtype_name} tensor of shape {tuple(shape)} at byte {offset} does not lie within "
             f"{len(buffer)} bytes"
         ) from error
+
+
+def tensors_at(
+    memory: ByteArray,
+    starts: Iterable[int],
+    dtypes: Iterable[torch.dtype],
+    shapes: Iterable[tuple[int, ...]],
+    numels: Iterable[int],
+) -> Iterator[torch.Tensor]:
+    """Yield tensors that lie in a piece of memory: what `tensor_from` does, many times.
+
+    Args:
+        memory: Where; each tensor keeps it alive.
+        starts: First byte of each, which lies within the memory.
+        dtypes: Dtypes.
+        shapes: Dimensions.
+        numels: Numbers of elements.
+
+    Cost: about 0.7 us each, and 1 us more where it has another number of dimensions than one.
+    """
+    place = torch.frombuffer
+    for start, dtype, shape, numel in zip(starts, dtypes, shapes, numels, strict=True):
+        if numel == 0:
+            yield torch.empty(shape, dtype=dtype)
+            continue
+        flat = place(memory, dtype=dtype, count=numel, offset=start)
+        yield flat if len(shape) == 1 else flat.view(shape)

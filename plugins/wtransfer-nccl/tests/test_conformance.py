@@ -57,6 +57,7 @@ class LoudEngine(NCCLWeightTransferEngine):
         return groups.member(init_info.rendezvous, rank, init_info.world_size)
 
 
+@pytest.mark.slow
 class TestWhereNCCLWouldHang(EngineConformance):
     """Order, sizes, and memory that is still in use are checked by each operation."""
 

@@ -1,10 +1,14 @@
 """The worker's engine and the trainer's, apart from what the conformance kit asks of all."""
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.collective import group_rank
+from wtransfer.engines.source import StateDictSource
 from wtransfer.errors import GroupError, RoundAbortedError, StagingMemoryError
 from wtransfer.testing.fleet import Fleet
 from wtransfer.transport.digests import digest
@@ -18,7 +22,8 @@ has_cuda = torch.cuda.is_available()
 
 
 def fleet(source, **options):
-    return Fleet(source, engine="nccl", options={"communicator": "gloo", **options})
+    made = {"deadline_s": options.pop("deadline_s", 10.0)}
+    return Fleet(source, engine="nccl", options={"communicator": "gloo", **options}, **made)
 
 
 def test_receiving_before_init_says_so():
@@ -151,6 +156,35 @@ def test_packed_comes_before_the_round_is_over():
         source["a"].zero_()
         assert made.finish(round_).ok
         assert member.model["a"].equal(torch.arange(100.0))
+
+
+class StuckSource(StateDictSource):
+    """Does not come to its second tensor before it is let go on."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.go_on = threading.Event()
+
+    def iter_full(self):
+        for number, pair in enumerate(super().iter_full()):
+            if number == 1:
+                self.go_on.wait()
+            yield pair
+
+
+def test_a_rank_gives_a_bucket_up_when_the_trainer_has_said():
+    weights = {"a": torch.arange(100.0), "b": torch.arange(100.0)}
+    source = StuckSource(weights)
+    made = fleet(source, timeout_s=0.5, packed_buffer_size_bytes=400, deadline_s=30.0)
+    with made:
+        made.join({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+        begun = time.monotonic()
+        with pytest.raises(GroupError, match="rank 1 of 2"):
+            made.publish("v1")
+        # Neither at the round's deadline, nor when torch would.
+        assert time.monotonic() - begun < 10.0
+        source.go_on.set()
+        assert made.publish("v2").ok
 
 
 def test_nonfinite_weights_are_counted_where_they_lie():

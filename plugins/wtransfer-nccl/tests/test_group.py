@@ -3,6 +3,7 @@
 Point-to-point operations are left to `test_nccl.py`: gloo's do not say when they are done.
 """
 
+import datetime as dt
 import os
 import threading
 import time
@@ -22,22 +23,30 @@ seen_in_environment = []
 
 
 class OnGloo(NCCLCommunicator):
-    def _make(self, store):
+    def _make(self, store, timeout_s):
         with group_module._surviving_errors():
             seen_in_environment.append(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
         options = torch.distributed.ProcessGroupGloo._Options()
         options._devices = [torch.distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = dt.timedelta(seconds=timeout_s)
         return torch.distributed.ProcessGroupGloo(store, self.rank, self.size, options)
 
 
-def ranks_of(size, timeout_s=20.0, *, absent=()):
+def ranks_of(size, timeout_s=20.0, *, absent=(), operation_timeout_s=60.0):
     """Return what became of each rank: a communicator or an error."""
     hosted = host_rendezvous("127.0.0.1")
 
     def join(rank):
         meeting = hosted if rank == 0 else join_rendezvous(hosted.host, hosted.port, hosted.name)
         try:
-            return OnGloo(meeting, rank, size, device=CPU, timeout_s=timeout_s)
+            return OnGloo(
+                meeting,
+                rank,
+                size,
+                device=CPU,
+                timeout_s=timeout_s,
+                operation_timeout_s=operation_timeout_s,
+            )
         except (GroupError, StallError) as error:
             return error
 
@@ -74,6 +83,16 @@ def test_an_abort_ends_what_waits_and_what_comes_after(ranks):
     with pytest.raises(GroupError, match="rank 1 of 3: the group was aborted"):
         ranks[1].broadcast(torch.zeros(10, dtype=torch.uint8), 0)
     ranks[1].abort()
+
+
+def test_an_operation_is_given_up_when_it_was_said():
+    first, second = ranks_of(2, operation_timeout_s=0.5)
+    begun = time.monotonic()
+    with pytest.raises(GroupError, match=r"rank 1 of 2: .*500ms"):
+        second.broadcast(torch.zeros(10, dtype=torch.uint8), 0).wait()
+    assert time.monotonic() - begun < 5.0
+    for rank in (first, second):
+        rank.close()
 
 
 def test_missing_ranks_are_named_and_the_group_is_not_begun():

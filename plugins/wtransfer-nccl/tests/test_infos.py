@@ -61,6 +61,7 @@ def test_exactly_one_rendezvous_is_given(engine, meeting, why):
         ({"rank_offset": 0}, "`rank_offset` is 0 and `world_size` 2"),
         ({"packed": False}, "packed is false"),
         ({"packed_buffer_size_bytes": 0}, "`packed_buffer_size_bytes` is 0"),
+        ({"timeout_s": "600"}, "`timeout_s` is '600', expected seconds > 0"),
         ({"communicator": "mpi"}, "communicator is 'mpi', expected one of"),
         ({"atomic": "none"}, "atomic='none' is refused: tensors would reach the model before"),
         ({"atomic": "disk"}, "atomic is 'disk', expected one of"),
@@ -81,6 +82,12 @@ def test_a_trainer_of_another_make_is_recognised(engine):
     info = engine.parse_init_info({**MEETING, **RANKS})
     with pytest.raises(GroupError, match=r"127\.0\.0\.1:29500 names no `rendezvous`"):
         engine.init_transfer_engine(info)
+
+
+def test_a_bucket_has_the_time_that_torch_gives_to_nccl_if_nothing_is_said(engine):
+    assert NCCLTrainerInitInfo().timeout_s == 600.0
+    assert engine.parse_init_info({**MEETING, **RANKS}).timeout_s == 600.0
+    assert engine.parse_init_info({**MEETING, **RANKS, "timeout_s": 7.5}).timeout_s == 7.5
 
 
 @pytest.mark.parametrize("odd", ["dtype_names", "shapes"])
@@ -105,6 +112,7 @@ def test_a_trainer_may_use_either_name_of_its_address():
         ({"port": 1, "master_port": 2}, "`port` or `master_port`"),
         ({"nccl_unique_id_b64": UNIQUE_ID}, "ProcessGroupNCCL, which makes its unique id itself"),
         ({"nccl_unique_id_b64": "x", "port": 1}, "not standard base64"),
+        ({"timeout_s": "soon"}, "timeout_s is 'soon', expected seconds > 0"),
         ({"packed_num_buffers": 1}, "packed_num_buffers is 1, expected 2 or more"),
         ({"packed": "false"}, "packed is false"),
         ({"communicator": "mpi"}, "communicator is 'mpi'"),

@@ -41,6 +41,7 @@ def publish(publisher, source, number, workers):
     assert [worker.next_line() for worker in workers] == [expected] * len(workers)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_workers_come_and_go_between_rounds(publisher, source, start):
     first, second = start("first"), start("second")

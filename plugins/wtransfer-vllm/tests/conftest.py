@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -45,6 +46,24 @@ def weights():
     import tiny_models
 
     return {"A": tiny_models.weights(1), "B": tiny_models.weights(2)}
+
+
+@pytest.fixture
+def joined(engine, weights):
+    """Maker of a publisher that the module's engine has joined, and of what it holds, by name."""
+    import wtransfer
+
+    with contextlib.ExitStack() as stack:
+
+        def join(name):
+            held = {key: tensor.clone() for key, tensor in weights[name].items()}
+            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=10))
+            engine.invite(publisher)
+            publisher.wait_for_workers(1, timeout_s=20)
+            return publisher, held
+
+        yield join
+    engine.do("shutdown_engine")
 
 
 @pytest.fixture(scope="session")

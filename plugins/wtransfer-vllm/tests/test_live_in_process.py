@@ -29,16 +29,12 @@ def engine(models, tmp_path_factory):
 
 
 @pytest.fixture
-def trainer(engine, weights):
-    """A publisher that the engine has joined, and that has brought it to A."""
-    held = {name: tensor.clone() for name, tensor in weights["A"].items()}
-    with wtransfer.Publisher(held, deadline_s=10) as publisher:
-        engine.invite(publisher)
-        publisher.wait_for_workers(1, timeout_s=20)
-        if engine.do("session")["version"] is not None:
-            publish(publisher, engine, "a")
-        yield publisher, held
-    engine.do("shutdown_engine")
+def trainer(engine, joined):
+    """A publisher that has brought the engine to A, where it does not serve A from the start."""
+    publisher, held = joined("A")
+    if engine.do("session")["version"] is not None:
+        publish(publisher, engine, "a")
+    return publisher, held
 
 
 def become(held, weights):

@@ -11,7 +11,6 @@ import sys
 import time
 
 import pytest
-import wtransfer
 from engines import PROMPTS, Engine, HostError, await_commit, publish
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -30,15 +29,11 @@ def engine(models, tmp_path_factory):
 
 
 @pytest.fixture
-def trainer(engine, weights):
+def trainer(engine, joined):
     """A publisher that has brought the engine to B."""
-    held = {name: tensor.clone() for name, tensor in weights["B"].items()}
-    with wtransfer.Publisher(held, deadline_s=10) as publisher:
-        engine.invite(publisher)
-        publisher.wait_for_workers(1, timeout_s=20)
-        publish(publisher, engine, "b")
-        yield publisher, held
-    engine.do("shutdown_engine")
+    publisher, held = joined("B")
+    publish(publisher, engine, "b")
+    return publisher, held
 
 
 def fall_asleep(engine):
@@ -96,6 +91,8 @@ def test_an_update_that_was_ordered_before_the_sleep_is_not_lost_in_it(
     held.update({name: tensor.clone() for name, tensor in weights["A"].items()})
     round_ = publisher.publish("a", wait=False)
     await_commit(round_)
+    # It was sent; it is ordered once it is there.
+    until(lambda: engine.do("session")["state"] == "pending")
     fall_asleep(engine)
     engine.do("wake_up")
     report = round_.result(20)

@@ -55,6 +55,25 @@ def test_a_publisher_that_is_still_there_is_not_left_for_another(member):
         assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
 
 
+def test_an_order_of_a_publisher_that_is_still_there_waits_for_the_host_s_call(member):
+    with (
+        wtransfer.Publisher({"w": torch.ones(4)}) as first,
+        wtransfer.Publisher({"w": torch.zeros(4)}) as second,
+    ):
+        invite(member, first)
+        first.wait_for_workers(1, timeout_s=20)
+        round_ = first.publish("first", wait=False)
+        await_commit(round_)
+        until(lambda: member.has_left)
+        # The engine would not know that its caches belong to other weights.
+        invite(member, second)
+        assert (member.outcome.applied, member.outcome.error) == (False, None)
+        assert (member.has_left, member.session.version) == (True, None)
+        member.commit()
+        assert (member.outcome.applied, member.outcome.version) == (True, "first")
+        assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
+
+
 def test_an_engine_that_the_host_was_not_started_with_is_refused(member, tmp_path):
     with wtransfer.Publisher(
         {"w": torch.ones(4)}, engine="file", options={"path": str(tmp_path)}

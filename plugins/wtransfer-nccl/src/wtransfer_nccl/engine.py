@@ -82,6 +82,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
             init_info.world_size,
             device=self._entered_lane().device,
             timeout_s=JOIN_TIMEOUT_S,
+            operation_timeout_s=init_info.timeout_s,
         )
 
     def make_room(self, nbytes: int) -> str:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 dist: Any = torch.distributed  # whose groups torch does not declare
 
-OPERATION_TIMEOUT_S = 600.0
-"""When torch gives an operation up by itself. The control channel is faster: it calls `abort`."""
 POLL_S = 0.0001
 """Time between two looks at an operation under way."""
 
@@ -47,6 +45,7 @@ def form(
     *,
     device: torch.device,
     timeout_s: float,
+    operation_timeout_s: float,
 ) -> Communicator:
     """Form a group with the other ranks: the one place where engines and groups meet.
 
@@ -57,15 +56,29 @@ def form(
         size: Ranks of the group.
         device: Of this rank's tensors.
         timeout_s: Longest wait for the other ranks, in seconds.
+        operation_timeout_s: When torch gives an operation up by itself, in seconds.
 
     Raises:
         GroupError: It cannot be formed.
         StallError: Ranks are missing.
     """
     if kind == "nccl":
-        return NCCLCommunicator(rendezvous, rank, size, device=device, timeout_s=timeout_s)
-    host = rendezvous.host if rank == 0 else own_address(rendezvous.host, rendezvous.port)
-    return GlooCommunicator(rendezvous, rank, size, host=host, timeout_s=timeout_s)
+        return NCCLCommunicator(
+            rendezvous,
+            rank,
+            size,
+            device=device,
+            timeout_s=timeout_s,
+            operation_timeout_s=operation_timeout_s,
+        )
+    return GlooCommunicator(
+        rendezvous,
+        rank,
+        size,
+        host=rendezvous.host if rank == 0 else own_address(rendezvous.host, rendezvous.port),
+        timeout_s=timeout_s,
+        operation_timeout_s=operation_timeout_s,
+    )
 
 
 class NCCLPending:
@@ -116,6 +129,7 @@ class NCCLCommunicator:
         size: Ranks of the group.
         device: Of this rank's tensors, with a number.
         timeout_s: Longest wait for the other ranks, in seconds.
+        operation_timeout_s: When torch gives an operation up by itself, in seconds.
 
     Raises:
         GroupError: The rank is taken, or NCCL cannot connect.
@@ -131,6 +145,7 @@ class NCCLCommunicator:
         *,
         device: torch.device,
         timeout_s: float,
+        operation_timeout_s: float,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -139,7 +154,7 @@ class NCCLCommunicator:
         deadline = Deadline(timeout_s)
         # NCCL waits for missing ranks without saying which: so it is asked when all are there.
         rendezvous.meet(rank, size, f"{device}", timeout_s)
-        self._group: Any = self._make(rendezvous.store)
+        self._group: Any = self._make(rendezvous.store, operation_timeout_s)
         try:
             self._connect(device, deadline)
         except BaseException:
@@ -194,9 +209,9 @@ class NCCLCommunicator:
         except RuntimeError as error:
             raise self.failure(f"{error}") from error
 
-    def _make(self, store: Any) -> Any:
+    def _make(self, store: Any, timeout_s: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = dt.timedelta(seconds=OPERATION_TIMEOUT_S)  # noqa: SLF001
+        options._timeout = dt.timedelta(seconds=timeout_s)  # noqa: SLF001
         try:
             with _surviving_errors():
                 return dist.ProcessGroupNCCL(store, self.rank, self.size, options)

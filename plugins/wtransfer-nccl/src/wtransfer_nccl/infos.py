@@ -7,7 +7,11 @@ import binascii
 from dataclasses import dataclass
 from typing import ClassVar
 
-from wtransfer.engines.collective import CollectiveInitInfo, CollectiveUpdateInfo
+from wtransfer.engines.collective import (
+    CollectiveInitInfo,
+    CollectiveUpdateInfo,
+    check_timeout,
+)
 from wtransfer.engines.collective_trainer import CollectiveTrainerInitInfo
 from wtransfer.errors import GroupError
 
@@ -19,6 +23,8 @@ UNIQUE_ID_NBYTES = 128
 """Bytes of NCCL's unique id."""
 BUCKET_NBYTES = 64 << 20
 """Bytes of a bucket: enough for a fast link, and few enough to show progress."""
+OPERATION_TIMEOUT_S = 600.0
+"""When torch gives a bucket up by itself: its own default for NCCL."""
 
 
 @dataclass
@@ -38,6 +44,8 @@ class NCCLWeightTransferInitInfo(CollectiveInitInfo):
     """Ranks of the group, the trainer's included."""
     packed_buffer_size_bytes: int = BUCKET_NBYTES
     """Bytes of a bucket, about."""
+    timeout_s: float = OPERATION_TIMEOUT_S
+    """When a rank gives a bucket up by itself."""
     nccl_unique_id_b64: str | None = None
     """Standard base64 of the 128 bytes of an ``ncclUniqueId``."""
     packed: bool = True
@@ -52,6 +60,7 @@ class NCCLWeightTransferInitInfo(CollectiveInitInfo):
     def __post_init__(self) -> None:
         check_rendezvous(self.master_address, self.master_port, self.nccl_unique_id_b64)
         check_choices(self.communicator, self.atomic, packed=self.packed)
+        check_timeout(self.timeout_s)
         if self.world_size <= self.rank_offset or self.rank_offset < 1:
             raise ValueError(
                 f"`rank_offset` is {self.rank_offset} and `world_size` {self.world_size}; the "
@@ -91,6 +100,9 @@ class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):
 
     packed_buffer_size_bytes: int = BUCKET_NBYTES
     """Bytes of a bucket, about; each is as large as the largest tensor at least."""
+    timeout_s: float = OPERATION_TIMEOUT_S
+    """When a rank gives a bucket up by itself, if no control channel does: longer than the source
+    may take for one."""
     master_address: str = ""
     """The field's name for `host`."""
     master_port: int = 0

@@ -10,13 +10,11 @@ from typing import Any
 
 from wtransfer.errors import PeerLostError, PluginError, RemoteError, StallError
 
-from wtransfer_vllm.invitation import taken_back
-from wtransfer_vllm.requests import InitRequest, UpdateRequest, is_of_the_seed_era
-
-TIMEOUT_S = 30.0
+from wtransfer_vllm.engine_client import TIMEOUT_S, EngineClient
+from wtransfer_vllm.requests import InitRequest, UpdateRequest
 
 
-class RayClient:
+class RayClient(EngineClient):
     """Reaches an actor whose methods are those of an ``LLM`` or an ``AsyncLLM``.
 
     ``ray.remote(LLM).remote(model, weight_transfer_config=...)`` is one, and so is a class of your
@@ -36,9 +34,7 @@ class RayClient:
     def __init__(
         self, actor: Any, *, name: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        self.name = name or f"Ray {actor!r}"
-        self.timeout_s = timeout_s
-        self._actor = actor
+        super().__init__(actor, name or f"Ray {actor!r}", timeout_s)
         self._is_local: bool | None = None
 
     @property
@@ -46,47 +42,32 @@ class RayClient:
         """Whether the actor is on this node of the cluster; asks it, which may block.
 
         Raises:
-            WTransferError: As the calls below.
+            WTransferError: As `call`.
         """
         if self._is_local is None:
-            self._is_local = self._call("__ray_call__", _node_of) == _node_of()
+            self._is_local = self.call("__ray_call__", _node_of) == _node_of()
         return self._is_local
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let every worker join a publisher.
+    def init_request(self, init_info: dict[str, Any]) -> Any:
+        """Return what becomes vLLM's in the actor's process."""
+        return InitRequest(init_info)
+
+    def update_request(self, update_info: dict[str, Any]) -> Any:
+        """Return what becomes vLLM's in the actor's process."""
+        return UpdateRequest(update_info)
+
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the actor.
 
         Raises:
             RemoteError: The actor raised; type and text are kept.
             PeerLostError: It is dead, or its node is.
             StallError: It did not answer in time.
         """
-        self._call("init_weight_transfer_engine", InitRequest(init_info))
-
-    def start_weight_update(self) -> None:
-        """Begin; an engine of the seed era has nothing to begin."""
-        if not is_of_the_seed_era(self._actor):
-            self._call("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Do nothing: tensors travel beside vLLM."""
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Commit what the publisher has ordered."""
-        if is_of_the_seed_era(self._actor):
-            self._call("update_weights", UpdateRequest({}))
-        else:
-            self._call("finish_weight_update", weight_version)
-
-    def leave(self, address: str, *, timeout_s: float | None = None) -> None:
-        """Let every worker leave one publisher."""
-        request = InitRequest(taken_back(address))
-        self._call("init_weight_transfer_engine", request, timeout_s=timeout_s)
-
-    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         ray = _ray()
         limit = timeout_s or self.timeout_s
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=limit)
+            return ray.get(getattr(self._engine, method).remote(*arguments), timeout=limit)
         except ray.exceptions.GetTimeoutError as error:
             text = (
                 f"{self.name} did not answer {method} within {limit:g} s; it is busy (with "

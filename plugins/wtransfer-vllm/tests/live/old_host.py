@@ -56,11 +56,14 @@ def reach(llm, checkpoints):
     """Update by a publisher that calls the engine itself; return what came of each checkpoint."""
     held = load_file(checkpoints[0])
     steps = []
-    with wtransfer.Publisher(held, hosts=[LLMClient(llm)], deadline_s=20) as publisher:
+    client = LLMClient(llm)
+    with wtransfer.Publisher(held, hosts=[client], deadline_s=20) as publisher:
         for checkpoint in checkpoints:
             held.update(load_file(checkpoint))
             worker = publisher.publish(checkpoint).workers[0]
-            steps.append([worker.outcome, worker.digests_equal, tokens(llm)])
+            # The worker's receipt may come before the engine has answered the call.
+            with client.lock:
+                steps.append([worker.outcome, worker.digests_equal, tokens(llm)])
     return steps
 
 

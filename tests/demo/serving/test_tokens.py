@@ -1,0 +1,120 @@
+"""The same tokens, whether keys and values were computed afresh or loaded from a tier."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from wtransfer.demo.serving.build import HostSettings
+from wtransfer.demo.serving.request import BlockNames
+from wtransfer.demo.serving.shape import CacheShape
+
+
+def settings_for(kit, prompts, block_size, tier, num_ranks=1):
+    """Return a host whose cache holds hardly two of the prompts."""
+    largest = max(kit.blocks_for(prompt, block_size) for prompt in prompts)
+    cache = CacheShape(block_size, largest + largest // 2)
+    return HostSettings(cache=cache, tier=tier, num_ranks=num_ranks)
+
+
+def too_few(kit, prompts, block_size):
+    """Return a number of blocks that is two thirds of those that the prompts consist of."""
+    names = BlockNames(block_size, b"")
+    return len({key for prompt in prompts for key, _ in names.of(prompt)}) * 2 // 3
+
+
+def ask(kit, host, prompts, times=8):
+    """Ask in any order, several times; the answers must be those of a fresh model."""
+    drawn = random.Random(1)
+    asked = 0
+    for _ in range(times):
+        wave = drawn.sample(prompts, 2)
+        assert kit.truths(wave) == host.generate(wave, kit.NEW_TOKENS)
+        asked += sum(len(prompt) + kit.NEW_TOKENS - 1 for prompt in wave)
+    counts = host.scheduler.counts
+    # The witness: blocks came from the tier, and their tokens were not computed.
+    assert counts["tokens_loaded"] > 0
+    assert counts["bytes_loaded"] > 0
+    assert counts["loads_failed"] == counts["stores_failed"] == 0
+    saved = counts["tokens_loaded"] + counts["tokens_cached"]
+    assert asked == counts["tokens_computed"] + saved
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("spec", "block_size"),
+    [
+        ("cpu", 1),
+        ("cpu", 16),
+        ("cpu", 128),
+        ("shelf", 16),
+        pytest.param("shelf", 1, marks=pytest.mark.slow),
+        pytest.param("shelf", 128, marks=pytest.mark.slow),
+    ],
+)
+def test_loaded_blocks_give_the_tokens_of_computed_ones_while_blocks_are_evicted(
+    kit, serve, spec, block_size
+):
+    prompts = kit.prompts(block_size, 4)
+    num_kept = too_few(kit, prompts, block_size)
+    tier = kit.cpu_tier(block_size, num_kept) if spec == "cpu" else kit.shelf_tier(num_kept)
+    host = serve(settings_for(kit, prompts, block_size, tier))
+    ask(kit, host, prompts)
+    stats = host.scheduler._offload.get_stats()
+    evicted = host.scheduler._offload._manager._inner.evicted if spec == "shelf" else None
+    assert (evicted or stats.get("evictions_total", 0)) > 0, "the tier was to be too small"
+
+
+@pytest.mark.parametrize(
+    "block_size",
+    [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 128))],
+)
+def test_two_ranks_in_two_processes_give_the_tokens_of_one(kit, serve, block_size):
+    prompts = kit.prompts(block_size, 4)
+    num_kept = too_few(kit, prompts, block_size)
+    tier = kit.cpu_tier(block_size, num_kept, num_ranks=2, deadline_s=20.0)
+    host = serve(settings_for(kit, prompts, block_size, tier, num_ranks=2), processes=True)
+    counts = ask(kit, host, prompts, 6)
+    per_token = 2 * kit.nbytes_per_block(block_size, 2) // block_size
+    assert counts["bytes_loaded"] == counts["tokens_loaded"] * per_token, "each rank loads its part"
+    assert host.scheduler._offload.get_stats()["evictions_total"] > 0
+
+
+def test_two_ranks_and_a_spec_of_a_third_party(kit, serve, tmp_path):
+    prompts = kit.prompts(16, 3)
+    tier = kit.shelf_tier(64, folder=str(tmp_path / "kept"))
+    (tmp_path / "kept").mkdir()
+    host = serve(settings_for(kit, prompts, 16, tier, num_ranks=2), processes=True)
+    ask(kit, host, prompts, 4)
+    names = {path.name.partition(".")[2] for path in (tmp_path / "kept").iterdir()}
+    assert names == {"0", "1"}
+
+
+def test_without_a_tier_the_host_serves_as_well(kit, serve):
+    prompts = kit.prompts(16, 3)
+    host = serve(settings_for(kit, prompts, 16, None))
+    for _ in range(2):
+        assert kit.truths(prompts) == host.generate(prompts, kit.NEW_TOKENS)
+    assert host.scheduler.counts["tokens_cached"] > 0
+
+
+def test_a_request_that_never_fits_is_refused_at_once(kit, serve):
+    host = serve(HostSettings(cache=CacheShape(16, 4)))
+    with pytest.raises(ValueError, match="needs 5 blocks; the cache has 4"):
+        host.submit([1] * 64, 1)
+    with pytest.raises(ValueError, match="no prompt"):
+        host.submit([], 1)
+
+
+def test_wrong_bytes_would_give_other_tokens(kit, serve, shelves):
+    """What the tests above rest on: a spec that checks nothing, and damage that nobody sees."""
+    prompts = kit.prompts(16, 3)
+    tier = kit.shelf_tier(64)
+    host = serve(settings_for(kit, prompts, 16, tier))
+    assert kit.truths(prompts) == host.generate(prompts, kit.NEW_TOKENS)
+    shelf = shelves[tier["shelf"]]
+    for name, block in shelf.items():
+        shelf[name] = block[256:] + block[:256]
+    assert kit.truths(prompts) != host.generate(prompts, kit.NEW_TOKENS)
+    assert host.scheduler.counts["tokens_loaded"] > 0

@@ -1,0 +1,187 @@
+"""A model goes from what it has adopted to the next update at once, unless anything differs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from wtransfer.engines.interface import TensorSpec
+from wtransfer.engines.outline import Outline
+from wtransfer.engines.staged import StagedTensors
+from wtransfer.engines.target import NotedTensors, StateDictTarget
+from wtransfer.testing.contents import contents
+
+SHAPES = {"a": (4,), "b": (4,), "square": (3, 3), "scalar": (), "row": (1, 6)}
+OUTLINE = Outline(list(SHAPES), [torch.float32] * len(SHAPES), list(SHAPES.values()))
+
+
+def placed(value, outline=OUTLINE, starts=None):
+    """Return an update in memory of its own, every element with this value."""
+    if starts is None:
+        starts = [64 * number for number in range(len(outline))]
+    memory = np.full(64 * len(outline), value, dtype=np.float32).view(np.uint8)
+    update = StagedTensors(outline)
+    assert update.put_places(memory, starts)
+    return update
+
+
+def filled(value, shapes=SHAPES):
+    return contents({name: torch.full(shape, float(value)) for name, shape in shapes.items()})
+
+
+@pytest.fixture
+def model():
+    """A model, and its target, which has adopted two updates."""
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    target = StateDictTarget(tensors)
+    for value in (1, 2):
+        target.apply(placed(value))
+    return tensors, target
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Counts how often a target looks at everything anew."""
+    found = []
+    whole = StateDictTarget._read
+    monkeypatch.setattr(StateDictTarget, "_read", lambda self: found.append(1) or whole(self))
+    return found
+
+
+def test_update_after_update_is_adopted_without_another_look(model, read):
+    tensors, target = model
+    for value in (3, 4):
+        update = placed(value)
+        target.apply(update)
+        assert contents(tensors) == filled(value)
+        assert tensors["a"].data_ptr() == update["a"].data_ptr()
+        assert list(target.schema()) == list(SHAPES)
+    assert read == []
+
+
+def move(tensors):
+    tensors["square"].data = tensors["square"].data.clone()
+
+
+def replace(tensors):
+    tensors["square"] = torch.zeros(3, 3)
+
+
+def reshape(tensors):
+    tensors["square"].data = tensors["square"].data.view(9)
+
+
+def turn(tensors):
+    tensors["row"].data = tensors["row"].data.view(6, 1)
+
+
+def retype(tensors):
+    tensors["square"].data = tensors["square"].data.view(torch.int32)
+
+
+def tie(tensors):
+    tensors["b"] = tensors["a"]
+
+
+def overlap(tensors):
+    tensors["b"].data = tensors["a"].data
+
+
+def add(tensors):
+    tensors["new"] = tensors["a"].detach()
+
+
+def rename(tensors):
+    tensors["c"] = tensors.pop("square")
+
+
+def wrap(tensors):
+    tensors["a"] = tensors["a"].as_subclass(type("Own", (torch.Tensor,), {}))
+
+
+CHANGES = [move, replace, reshape, turn, retype, tie, overlap, add, rename, wrap]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_was_done_to_the_model_is_noticed(model, read, change):
+    tensors, target = model
+    change(tensors)
+    assert target.schema() == StateDictTarget(dict(tensors)).schema()
+    assert read[0:1] == [1]
+
+
+@pytest.mark.parametrize("change", [move, replace, tie, overlap, add, wrap])
+def test_what_still_fits_has_the_update_whatever_was_done_to_it(model, change):
+    tensors, target = model
+    change(tensors)
+    target.apply(placed(5))
+    assert contents({name: tensors[name] for name in SHAPES}) == filled(5)
+    if "new" in tensors:
+        assert tensors["new"].tolist() == [5.0] * 4
+
+
+def test_what_does_not_fit_any_more_is_converted_or_refused(model):
+    tensors, target = model
+    retype(tensors)
+    target.apply(placed(5))
+    assert tensors["square"].tolist() == [[5] * 3] * 3
+    assert target.schema()["square"] == TensorSpec(torch.int32, (3, 3))
+
+
+def test_one_place_under_two_names_does_not_tie_them(model):
+    tensors, target = model
+    target.apply(placed(6, starts=[0, 0, 128, 192, 256]))
+    assert contents(tensors) == filled(6)
+    tensors["a"].add_(1)
+    assert tensors["b"].tolist() == [6.0] * 4
+
+
+def test_one_tensor_that_came_twice_is_known_to_be_one():
+    tensors = {name: torch.zeros(4) for name in "ab"}
+    target, one = StateDictTarget(tensors), torch.ones(4)
+    target.apply({"a": one})
+    target.apply({"b": one})
+    assert target.schema() == {"a": TensorSpec(torch.float32, (4,), ("b",))}
+
+
+def test_an_update_in_another_order_is_adopted_by_name(model):
+    tensors, target = model
+    order = list(reversed(SHAPES))
+    target.apply(placed(7, Outline(order, OUTLINE.dtypes, [SHAPES[name] for name in order])))
+    assert contents(tensors) == filled(7)
+
+
+class Breaks(StagedTensors):
+    """Breaks when the third tensor is read."""
+
+    def pairs(self):
+        for number, pair in enumerate(super().pairs()):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield pair
+
+
+def test_where_it_broke_is_known_and_the_way_back_is_whole(model):
+    tensors, target = model
+    before = placed(2)
+    target.apply(before)
+    breaking = Breaks(OUTLINE)
+    breaking.put_places(placed(3).memory, before.starts)
+    noted = NotedTensors(breaking)
+    with pytest.raises(KeyboardInterrupt):
+        target.apply(noted)
+    assert noted.last_read == "b"
+    assert tensors["a"].tolist() == [3.0] * 4
+    target.apply(before)
+    assert contents(tensors) == filled(2)
+
+
+def test_a_model_that_copies_adopts_nothing(model):
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    target = StateDictTarget(tensors, "copy")
+    addresses = {name: each.data_ptr() for name, each in tensors.items()}
+    for value in (1, 2, 3):
+        target.apply(placed(value))
+        assert contents(tensors) == filled(value)
+    assert {name: each.data_ptr() for name, each in tensors.items()} == addresses

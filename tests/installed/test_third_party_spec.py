@@ -1,0 +1,92 @@
+"""A spec from outside the repository works by its name, and gets the fence for nothing.
+
+It keeps blocks in files and knows nothing of weights (`third_party_spec`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder into which pip has installed the spec."""
+    folder = tmp_path_factory.mktemp("third-party")
+    project = shutil.copytree(HERE / "third_party_spec", folder / "project")
+    site = folder / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    options = ["--no-index", "--disable-pip-version-check", "--no-cache-dir", "--target", site]
+    done = subprocess.run([*pip, *options, project], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.fixture
+def python(site, tmp_path):
+    """Runs Python where the spec is installed; returns what it printed."""
+
+    def run(*arguments):
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("WTRANSFER_")}
+        path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
+        env = {**clean, "PYTHONPATH": path, "ACME_FOLDER": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_it_is_listed_with_its_distribution_and_can_be_used(python):
+    rows = json.loads(python("-m", "wtransfer", "plugins", "list", "--json").stdout)["plugins"]
+    (row,) = [row for row in rows if row["distribution"] == "acme-disk-spec"]
+    assert (row["kind"], row["name"], row["origin"], row["status"]) == (
+        "specs",
+        "acme-disk",
+        "discovered",
+        "available",
+    )
+    (card,) = json.loads(python("-m", "wtransfer", "plugins", "show", "ACME_disk", "--json").stdout)
+    assert (card["usable"], card["class"]) == (True, "acme_disk_spec.spec:DiskSpec")
+
+
+def test_it_knows_nothing_of_weights():
+    text = "".join(each.read_text() for each in (HERE / "third_party_spec" / "src").rglob("*.py"))
+    assert "weight" not in text
+    assert "fingerprint" not in text
+
+
+# Promise 3, without a line of its own.
+def test_blocks_of_other_weights_are_never_loaded(python, tmp_path):
+    done = python(HERE / "third_party_spec_peer.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "same class": True,
+        "kept": "HIT",
+        "loaded": True,
+        "under other weights": "MISS",
+        "old load": False,
+        "after the way back": "HIT",
+        "the old request": "MISS",
+    }
+
+
+@pytest.mark.slow
+def test_it_passes_the_kit(python):
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    done = python("-m", "pytest", *options, HERE / "third_party_spec_kit.py")
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout

@@ -1,0 +1,253 @@
+"""Blocks go into slots and come back, whatever the cache looks like."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from wtransfer.specs import caches, pages
+from wtransfer.specs.device_pages import DevicePages
+from wtransfer.specs.pages import HostPages, page_of
+
+CACHES = {
+    "one token": {"layers": "even", "page_nbytes": (256,), "num_layers": 2},
+    "odd sizes": {"layers": "scattered", "page_nbytes": (1000,), "num_layers": 5},
+    "packed": {"layers": "packed", "page_nbytes": (768,), "num_layers": 4},
+    "floats": {"layers": "shaped", "page_nbytes": (4096,), "num_layers": 3},
+    "large": {"layers": "even", "page_nbytes": (65536,), "num_layers": 4},
+    "large, scattered": {"layers": "scattered", "page_nbytes": (32768,), "num_layers": 3},
+    "large, packed": {"layers": "packed", "page_nbytes": (32768,), "num_layers": 3},
+}
+
+
+@pytest.fixture(params=["host", "device"])
+def side(request, monkeypatch):
+    """Both ways to get at a cache; torch's `cpu` is the device that there is everywhere."""
+    if request.param == "device":
+        monkeypatch.setattr(caches, "HostPages", DevicePages)
+    return request.param
+
+
+@pytest.fixture(params=CACHES)
+def cache(request, arena_rig):
+    options = CACHES[request.param]
+    return {**options, "layers": getattr(arena_rig, options["layers"])}
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_blocks_come_back_into_other_blocks_and_nothing_else_changes(
+    side, cache, blocks_per_chunk, make_rig, arena_rig
+):
+    rig = make_rig(**cache, blocks_per_chunk=blocks_per_chunk).fill()
+    chunks, slots = 3, [5, 0, 9]
+    keys = [arena_rig.key(n) for n in range(chunks)]
+    source = [7, 3, 11, 1, 23, 0, 14, 9, 20][: chunks * blocks_per_chunk]
+    target = [2, 17, 4, 12, 6, 21, 8, 13, 10][: chunks * blocks_per_chunk]
+    stored = rig.store(source, slots, keys)
+    assert stored.success
+    assert stored.transfer_size == len(source) * len(rig.block(0))
+    before = rig.snapshot()[0]
+    rig.fill(seed=1)
+    changed = rig.snapshot()[0]
+    assert rig.load(target, slots, keys).success
+    expected = list(changed)
+    for old, new in zip(source, target, strict=True):
+        expected[new] = before[old]
+    assert rig.snapshot()[0] == expected
+
+
+@pytest.mark.parametrize("step_nbytes", [1, 5000, 1 << 20])
+def test_jobs_of_many_steps_are_whole(side, make_rig, arena_rig, monkeypatch, step_nbytes):
+    monkeypatch.setattr("wtransfer.specs.copier.TASK_NBYTES", step_nbytes * 2)
+    monkeypatch.setattr("wtransfer.specs.copier.STEP_NBYTES", step_nbytes)
+    rig = make_rig(num_blocks=200, num_slots=200).fill()
+    keys = [arena_rig.key(n) for n in range(200)]
+    slots = list(range(200))[::-1]
+    before = rig.snapshot()
+    assert rig.store(list(range(200)), slots, keys).success
+    rig.wipe()
+    assert rig.load(list(range(200)), slots, keys).success
+    assert rig.snapshot() == before
+
+
+def test_groups_have_their_own_pages(side, make_rig, arena_rig):
+    rig = make_rig(page_nbytes=(512, 2048), blocks_per_chunk=2).fill()
+    keys = [arena_rig.key(0), arena_rig.key(0, group=1), arena_rig.key(1, group=1)]
+    blocks, slots = [1, 2, 3, 4, 5, 6], [4, 2, 7]
+    groups = {"group_sizes": [2, 4], "block_indices": [8, 2]}
+    assert rig.store(blocks, slots, keys, **groups).success
+    before = rig.snapshot()
+    rig.wipe()
+    assert rig.load(blocks, slots, keys, **groups).success
+    assert [rig.block(n, 0) for n in (1, 2)] == before[0][1:3]
+    assert [rig.block(n, 1) for n in (3, 4, 5, 6)] == before[1][3:7]
+    assert rig.block(3, 0) == bytes(len(rig.block(3, 0)))
+
+
+def test_a_chunk_may_be_loaded_from_its_middle_on(side, make_rig, arena_rig):
+    rig = make_rig(blocks_per_chunk=4).fill()
+    keys = [arena_rig.key(n) for n in range(2)]
+    assert rig.store(list(range(8)), [3, 1], keys).success
+    before = rig.snapshot()[0]
+    rig.wipe()
+    # Blocks 2 to 6 of the sequence: the end of one chunk, the beginning of the next.
+    assert rig.load([10, 11, 12, 13], [3, 1], keys, block_indices=[2]).success
+    assert [rig.block(n) for n in (10, 11, 12, 13)] == before[2:6]
+    assert rig.block(14) == bytes(len(before[0]))
+
+
+def test_a_chunk_may_be_stored_from_its_middle_on_and_has_no_beginning_then(
+    side, make_rig, arena_rig
+):
+    rig = make_rig(blocks_per_chunk=4).fill()
+    key = arena_rig.key(0)
+    # Something else was there: none of its bytes may ever come out under the new key.
+    assert rig.store([20, 21, 22, 23], [3], [arena_rig.key(9)]).success
+    assert rig.store([0, 1], [3], [key], block_indices=[2]).success
+    before = rig.snapshot()[0]
+    rig.wipe()
+    assert rig.load([8, 9], [3], [key], block_indices=[2]).success
+    assert [rig.block(8), rig.block(9)] == before[:2]
+    assert rig.load([10], [3], [key], block_indices=[3]).success
+    assert rig.block(10) == before[1]
+    wiped = rig.snapshot()
+    for index in (0, 1):
+        blocks = list(range(12, 16 - index))
+        assert not rig.load(blocks, [3], [key], block_indices=[index]).success
+        assert rig.snapshot() == wiped
+    assert rig.failures() == {"loads_failed_length": 2}
+    # To ask for too much is no damage.
+    assert rig.load([8, 9], [3], [key], block_indices=[2]).success
+
+
+BAD_JOBS = {
+    "unknown slot": ([1], [16], 1, {}),
+    "negative slot": ([1], [-1], 1, {}),
+    "unknown block": ([24], [1], 1, {}),
+    "negative block": ([-1], [1], 1, {}),
+    "more slots": ([1], [1, 2], 2, {}),
+    "more blocks": ([1, 2], [1], 1, {}),
+    "more groups": ([1, 2], [1, 2], 2, {"group_sizes": [1, 1]}),
+}
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+@pytest.mark.parametrize("bad", BAD_JOBS)
+def test_a_job_that_makes_no_sense_fails_and_touches_nothing(kind, bad, make_rig, arena_rig):
+    blocks, slots, num_keys, groups = BAD_JOBS[bad]
+    rig = make_rig(num_slots=16).fill()
+    slots = [rig.part.layout.num_slots if slot == 16 else slot for slot in slots]
+    cache, arena = rig.snapshot(), rig.part.segment.buffer.copy()
+    keys = [arena_rig.key(n) for n in range(num_keys)]
+    assert not getattr(rig, kind)(blocks, slots, keys, **groups).success
+    assert rig.failures() == {f"{kind}s_failed_malformed": 1}
+    assert rig.snapshot() == cache
+    assert np.array_equal(rig.part.segment.buffer, arena)
+
+
+def test_one_slot_for_two_blocks_is_refused(make_rig, arena_rig):
+    rig = make_rig()
+    assert not rig.store([1, 2], [3, 3], [arena_rig.key(0), arena_rig.key(1)]).success
+    assert rig.failures() == {"stores_failed_malformed": 1}
+
+
+def test_a_chunk_without_an_end_cannot_be_stored(make_rig, arena_rig):
+    rig = make_rig(blocks_per_chunk=4)
+    assert not rig.store([1, 2, 3], [0], [arena_rig.key(0)]).success
+    assert rig.failures() == {"stores_failed_malformed": 1}
+
+
+def test_a_job_of_nothing_succeeds(make_rig):
+    assert make_rig().store([], [], []).success
+
+
+def test_specs_of_another_maker_fit(make_rig, arena_rig):
+    """A serving engine has its own classes, with arrays where ours have lists."""
+
+    class Blocks:
+        block_ids = np.array([2, 5], np.int32)
+        group_sizes = (2,)
+        block_indices = (0,)
+
+    class Slots:
+        slots = np.array([1, 0], np.int32)
+        keys = (arena_rig.key(0), arena_rig.key(1))
+
+    rig = make_rig().fill()
+    before = rig.snapshot()[0]
+    rig.worker.submit_store(100, Blocks(), Slots())
+    assert rig.result(100).success
+    rig.wipe()
+    rig.worker.submit_load(101, Slots(), Blocks())
+    assert rig.result(101).success
+    assert [rig.block(2), rig.block(5)] == [before[2], before[5]]
+
+
+# -- how pages are found
+
+
+def test_pages_at_even_distances_are_one_array(arena_rig):
+    for make in (arena_rig.even, arena_rig.packed):
+        tensors = make(8, 512, 6)
+        for order in (tensors, tensors[::-1]):
+            (run,) = HostPages([page_of(each, 512) for each in order])._runs
+            assert run.pages.shape == (8, 6, 512)
+
+
+def test_pages_at_odd_distances_are_several(arena_rig):
+    tensors = arena_rig.scattered(8, 512, 5)
+    runs = HostPages([page_of(each, 512) for each in tensors])._runs
+    assert [run.pages.shape[1] for run in runs] == [2, 2, 1]
+    assert [run.where.start for run in runs] == [0, 1024, 2048]
+
+
+def test_pages_of_other_sizes_are_no_part_of_a_run():
+    whole = torch.zeros(3, 8, 512, dtype=torch.uint8)
+    runs = HostPages([page_of(whole[0], 512), page_of(whole[1], 256), page_of(whole[2], 256)])._runs
+    assert [run.pages.shape for run in runs] == [(8, 1, 512), (8, 2, 256)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(4, 8, 8).transpose(1, 2), "expected that the first dimension counts blocks"),
+        (torch.zeros(4, 8), r"shape \(4, 8\).*64 bytes of each lie together"),
+    ],
+)
+def test_a_tensor_that_is_not_laid_out_by_block_is_refused(tensor, said):
+    with pytest.raises(ValueError, match=said):
+        page_of(tensor, 64)
+
+
+def test_padding_of_a_page_is_left_out(make_rig, arena_rig):
+    """A page may be longer than what is used of it."""
+    tensor = torch.arange(8 * 100, dtype=torch.int64).to(torch.uint8).view(8, 100)
+    page = page_of(tensor, 64)
+    host = HostPages([page])
+    places = np.zeros((2, 1, 64), np.uint8)
+    host.gather(None, *(np.array(each) for each in ([3],)), places, np.array([1]), np.array([0]))
+    assert places[1, 0].tobytes() == bytes(tensor[3, :64].tolist())
+    assert not places[0].any()
+
+
+def test_both_ways_to_get_at_a_cache_are_one(arena_rig):
+    """Whatever is gathered by the one is scattered by the other: the places agree."""
+    for make, nbytes in itertools.product(
+        (arena_rig.even, arena_rig.scattered, arena_rig.packed), (256, pages._LARGE_NBYTES)
+    ):
+        tensors = make(8, nbytes, 3)
+        for number, tensor in enumerate(tensors):
+            tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
+            assert number < 3
+        sides = [
+            kind([page_of(each, nbytes) for each in tensors]) for kind in (HostPages, DevicePages)
+        ]
+        blocks, slots, at = np.array([5, 0, 2]), np.array([1, 3, 0]), np.array([0, 0, 1])
+        found = []
+        for each in sides:
+            places = np.zeros((4, 2, 3 * nbytes), np.uint8)
+            each.gather(each.mark(), blocks, places, slots, at)
+            found.append(places)
+        assert found[0].any()
+        assert np.array_equal(*found)

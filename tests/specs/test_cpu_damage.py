@@ -1,0 +1,324 @@
+"""A block is the one that was asked for, or refused, whatever happens: FAULTS 26 and 32."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from wtransfer.blocks import HEADER_NBYTES, BlockHeader
+from wtransfer.specs.slots import ArenaLoadStoreSpec
+
+
+@pytest.fixture
+def stored(make_rig, arena_rig):
+    """A rig with block 2 of its cache in slot 3, under key 0."""
+    rig = make_rig(num_layers=2, page_nbytes=(256,)).fill()
+    assert rig.store([2], [3], [arena_rig.key(0)]).success
+    return rig
+
+
+def refused(rig, reason, *, slots=(3,), keys=None, blocks=(5,)):
+    """Load, and check that it failed for a reason and that no byte of the cache has changed."""
+    before = rig.snapshot()
+    assert not rig.load(list(blocks), list(slots), keys).success
+    assert rig.snapshot() == before
+    assert rig.failures() == {f"loads_failed_{reason}": 1}
+
+
+def test_without_damage_it_is_loaded(stored, arena_rig):
+    assert stored.load([5], [3], [arena_rig.key(0)]).success
+    assert stored.block(5) == stored.block(2)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 255, 256, 511])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_flipped_bit_of_the_payload(stored, arena_rig, byte, bit):
+    stored.part.slots[3, byte] ^= 1 << bit
+    refused(stored, "checksum", keys=[arena_rig.key(0)])
+
+
+def test_every_flipped_bit_of_a_header(stored, arena_rig):
+    good = stored.header(3).copy()
+    before = stored.snapshot()
+    for bit in range(HEADER_NBYTES * 8):
+        stored.header(3)[:] = good
+        stored.header(3)[bit // 8] ^= 1 << bit % 8
+        assert not stored.load([5], [3], [arena_rig.key(0)]).success, bit
+        assert not stored.header(3).any(), "it is quarantined"
+    assert stored.snapshot() == before
+    assert stored.failures() == {"loads_failed_torn": HEADER_NBYTES * 8}
+    stored.header(3)[:] = good
+    assert stored.load([5], [3], [arena_rig.key(0)]).success
+
+
+def test_a_damaged_block_is_quarantined_and_can_be_stored_again(stored, arena_rig):
+    key = arena_rig.key(0)
+    stored.part.slots[3, 9] ^= 1
+    assert not stored.load([5], [3], [key]).success
+    assert not stored.load([5], [3], [key]).success
+    assert stored.failures() == {"loads_failed_checksum": 1, "loads_failed_absent": 1}
+    assert stored.store([2], [3], [key]).success
+    assert stored.load([5], [3], [key]).success
+
+
+def test_an_empty_slot(stored, arena_rig):
+    refused(stored, "absent", slots=[4], keys=[arena_rig.key(0)])
+
+
+def test_a_slot_with_another_block_which_stays(stored, arena_rig):
+    refused(stored, "key", keys=[arena_rig.key(1)])
+    assert stored.load([5], [3], [arena_rig.key(0)]).success
+
+
+def test_a_block_of_other_weights(stored, arena_rig):
+    refused(stored, "key", keys=[arena_rig.key(0, fingerprint="other weights")])
+
+
+def test_the_header_of_one_block_with_the_bytes_of_another(stored, arena_rig):
+    assert stored.store([7], [4], [arena_rig.key(1)]).success
+    stored.part.slots[3] = stored.part.slots[4]
+    refused(stored, "checksum", keys=[arena_rig.key(0)])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"model": "other"}, "geometry"),
+        ({"tokens_per_block": 32}, "geometry"),
+        ({"rank": 1}, "rank"),
+    ],
+)
+def test_a_slot_of_another_geometry(make_rig, arena_rig, changed, reason):
+    options = {"num_layers": 2, "page_nbytes": (256,)}
+    here = make_rig(**options).fill()
+    if "rank" in changed:
+        key = arena_rig.key(0)
+        digest = here.worker._copiers[0].form.geometry
+        payload = here.part.slots[3, :512]
+        from wtransfer.blocks import checksum
+
+        header = BlockHeader(key, digest, 512, checksum(payload), rank=1)
+    else:
+        there = make_rig(**options, **changed).fill()
+        there.store([2], [3], [arena_rig.key(0)])
+        here.part.slots[3] = there.part.slots[3]
+        header = BlockHeader.unpack(there.header(3).tobytes())
+    here.header(3)[:] = np.frombuffer(header.pack(), np.uint8)
+    refused(here, reason, keys=[arena_rig.key(0)])
+    assert not here.header(3).any()
+
+
+def test_a_header_with_another_length(stored, arena_rig):
+    header = BlockHeader.unpack(stored.header(3).tobytes())
+    for nbytes in (0, 511, 513, 1024, 2**63):
+        wrong = BlockHeader(header.key, header.geometry, nbytes, header.checksum)
+        stored.header(3)[:] = np.frombuffer(wrong.pack(), np.uint8)
+        before = stored.snapshot()
+        assert not stored.load([5], [3], [arena_rig.key(0)]).success
+        assert stored.snapshot() == before
+    assert stored.failures() == {"loads_failed_length": 5}
+
+
+def test_the_good_blocks_of_a_job_do_not_make_up_for_a_damaged_one(make_rig, arena_rig):
+    rig = make_rig().fill()
+    keys = [arena_rig.key(n) for n in range(8)]
+    rig.store(list(range(8)), list(range(8)), keys)
+    rig.part.slots[6, 100] ^= 4
+    before = rig.snapshot()[0]
+    rig.wipe()
+    assert not rig.load(list(range(10, 18)), list(range(8)), keys).success
+    # Whatever came before it is what was asked for; the damaged block itself was not written.
+    for number in range(8):
+        assert rig.block(10 + number) in (before[number], bytes(len(before[0])))
+    assert rig.block(16) == bytes(len(before[0]))
+    assert rig.failures() == {"loads_failed_checksum": 1}
+
+
+def test_without_checksums_headers_are_compared_all_the_same(make_rig, arena_rig):
+    rig = make_rig(verify_checksums=False).fill()
+    assert rig.store([2], [3], [arena_rig.key(0)]).success
+    assert not rig.load([5], [3], [arena_rig.key(1)]).success
+    assert not rig.load([5], [4], [arena_rig.key(0)]).success
+    assert rig.failures() == {"loads_failed_key": 1, "loads_failed_absent": 1}
+    rig.part.slots[3, 0] ^= 1
+    assert rig.load([5], [3], [arena_rig.key(0)]).success, "nobody looked: that is what was asked"
+
+
+def test_what_was_stored_without_a_checksum_is_no_block_for_who_wants_one(stored, arena_rig):
+    """Ranks may come again with another option, and find what there was."""
+    (copier,) = stored.worker._copiers
+    object.__setattr__(copier, "verified", False)
+    assert stored.load([5], [3], [arena_rig.key(0)]).success, "one too many does no harm"
+    assert stored.store([7], [4], [arena_rig.key(1)]).success
+    object.__setattr__(copier, "verified", True)
+    refused(stored, "checksum", slots=[4], keys=[arena_rig.key(1)])
+
+
+# -- slots that are given away too early
+
+
+class Gate:
+    """Pages whose first copy stops in the middle, until it is told to go on."""
+
+    def __init__(self, pages):
+        self._pages = pages
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.block_nbytes, self.num_blocks = pages.block_nbytes, pages.num_blocks
+        self.device = pages.device
+
+    def mark(self):
+        return self._pages.mark()
+
+    def gather(self, *arguments):
+        self._wait()
+        self._pages.gather(*arguments)
+
+    def scatter(self, *arguments):
+        self._wait()
+        self._pages.scatter(*arguments)
+
+    def _wait(self):
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.go_on.wait(10)
+
+
+@pytest.fixture
+def gate(stored):
+    """The rig's pages, stopped; opened at the end."""
+    (copier,) = stored.worker._copiers
+    made = Gate(copier.pages)
+    object.__setattr__(copier, "pages", made)
+    yield made
+    made.go_on.set()
+
+
+def test_a_slot_that_is_rewritten_during_a_load(stored, gate, arena_rig):
+    """By somebody who does not line up: the load sees that it was not alone."""
+    number = stored.submit_load([5], [3], [arena_rig.key(0)])
+    assert gate.reached.wait(10)
+    opened = stored.part.open(np.array([3]))
+    good = stored.header(4).copy()
+    stored.part.slots[3] = 7
+    stored.part.close(np.array([3]), opened, good[None])
+    gate.go_on.set()
+    assert not stored.result(number).success
+    assert stored.failures() == {"loads_failed_reused": 1}
+
+
+def test_a_slot_that_is_rewritten_with_the_same_block_during_a_load(stored, gate, arena_rig):
+    """There and back again: the header is the same, yet in between it was another block's."""
+    number = stored.submit_load([5], [3], [arena_rig.key(0)])
+    assert gate.reached.wait(10)
+    slot, header = np.array([3]), stored.header(3).copy()
+    stored.part.close(slot, stored.part.open(slot), header[None])
+    gate.go_on.set()
+    assert not stored.result(number).success
+    assert stored.failures() == {"loads_failed_reused": 1}
+
+
+def test_a_slot_that_is_rewritten_between_header_and_checksum(stored, arena_rig, monkeypatch):
+    look = stored.part.look
+    once = []
+
+    def look_then_rewrite(slots):
+        seen = look(slots)
+        if not once:
+            once.append(stored.part.open(slots))
+            stored.part.slots[3] = 7
+        return seen
+
+    monkeypatch.setattr(stored.part, "look", look_then_rewrite)
+    refused(stored, "reused", keys=[arena_rig.key(0)])
+
+
+def test_a_store_into_the_slot_of_a_load_waits_for_it(stored, gate, arena_rig):
+    load = stored.submit_load([5], [3], [arena_rig.key(0)])
+    assert gate.reached.wait(10)
+    store = stored.submit_store([7], [3], [arena_rig.key(1)])
+    beside = stored.submit_store([8], [4], [arena_rig.key(2)])
+    stored.worker.wait({beside})
+    assert [each.job_id for each in stored.worker.get_finished()] == [beside]
+    gate.go_on.set()
+    stored.worker.wait({load, store})
+    assert [each.success for each in stored.worker.get_finished()] == [True, True]
+    assert stored.block(5) == stored.block(2)
+    assert stored.load([6], [3], [arena_rig.key(1)]).success
+    assert stored.block(6) == stored.block(7)
+
+
+def test_two_stores_into_one_slot_come_one_after_the_other(stored, gate, arena_rig):
+    one = stored.submit_store([7], [3], [arena_rig.key(1)])
+    assert gate.reached.wait(10)
+    two = stored.submit_store([8], [3], [arena_rig.key(2)])
+    beside = stored.submit_store([9], [4], [arena_rig.key(3)])
+    stored.worker.wait({beside})
+    assert [each.job_id for each in stored.worker.get_finished()] == [beside]
+    gate.go_on.set()
+    stored.worker.wait({one, two})
+    assert all(each.success for each in stored.worker.get_finished())
+    assert stored.load([6], [3], [arena_rig.key(2)]).success
+    assert stored.block(6) == stored.block(8)
+
+
+def test_a_store_that_was_not_alone_in_its_slot_leaves_no_header(stored, gate, arena_rig):
+    number = stored.submit_store([7], [3], [arena_rig.key(1)])
+    assert gate.reached.wait(10)
+    stored.part.open(np.array([3]))
+    gate.go_on.set()
+    assert not stored.result(number).success
+    assert stored.failures() == {"stores_failed_reused": 1}
+    assert not stored.header(3).any()
+
+
+def test_a_store_takes_the_header_back_before_it_writes(stored, gate, arena_rig):
+    """So that a kill in between leaves a slot that is refused."""
+    assert stored.header(3).any()
+    number = stored.submit_store([7], [3], [arena_rig.key(1)])
+    assert gate.reached.wait(10)
+    assert not stored.header(3).any()
+    gate.go_on.set()
+    assert stored.result(number).success
+    assert stored.header(3).any()
+
+
+def test_a_copy_that_raises_is_a_failed_job(stored, arena_rig, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError("the bus is gone")
+
+    monkeypatch.setattr(stored.worker._copiers[0].pages, "gather", fail)
+    number = stored.submit_store([7], [3], [arena_rig.key(1)])
+    assert not stored.result(number).success
+    assert stored.failures() == {"stores_failed_error": 1}
+    assert "store job 1 failed" in caplog.text
+    monkeypatch.undo()
+    before = stored.snapshot()
+    assert not stored.load([5], [3], [arena_rig.key(0)]).success, "it was taken back already"
+    assert stored.snapshot() == before
+
+
+def test_random_damage_never_passes(make_rig, arena_rig):
+    """Bytes anywhere in the region, headers and payloads: what is loaded is what was stored."""
+    random = np.random.default_rng(7)
+    rig = make_rig(num_layers=2, page_nbytes=(64,), num_blocks=40, num_slots=20).fill()
+    stored = rig.snapshot()[0]
+    keys = [arena_rig.key(n) for n in range(16)]
+    num_refused = 0
+    for _ in range(60):
+        assert rig.store(list(range(16)), list(range(16)), keys).success
+        used = [rig.part._headers[:16].reshape(-1), rig.part.slots[:16].reshape(-1)]
+        for region in used:
+            region[random.integers(0, region.size, 3)] ^= random.integers(0, 256, 3, np.uint8)
+        for number in range(16):
+            if rig.load([20 + number], [number], [keys[number]]).success:
+                assert rig.block(20 + number) == stored[number]
+            else:
+                num_refused += 1
+    assert num_refused > 100
+
+
+def test_slots_know_their_keys():
+    spec = ArenaLoadStoreSpec([3, 1], [b"a", b"b"])
+    assert (spec.slots, spec.block_ids, spec.keys) == ([3, 1], [3, 1], [b"a", b"b"])
+    with pytest.raises(ValueError, match="1 keys for 2 slots"):
+        ArenaLoadStoreSpec([3, 1], [b"a"])

@@ -1,0 +1,308 @@
+"""The worker as its host sees it: options, jobs, deadlines, ends."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from wtransfer.errors import ForkedError, OffloadingOptionError, StallError
+from wtransfer.specs.cpu_options import CPUOffloadingOptions
+from wtransfer.specs.interface import GPULoadStoreSpec
+from wtransfer.specs.slots import ArenaLoadStoreSpec
+
+
+def memory_mappings():
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:wtransfer" in line for line in maps)
+
+
+def threads():
+    return {each for each in threading.enumerate() if each.name.startswith("wtransfer-")}
+
+
+@pytest.fixture
+def hang(make_rig):
+    """A rig whose copies hang until the test ends."""
+    rig = make_rig(deadline_s=0.2).fill()
+    go_on, copying = threading.Event(), threading.Event()
+
+    def stand_still(*_):
+        copying.set()
+        go_on.wait(20)
+
+    pages = rig.worker._copiers[0].pages
+    pages.gather = stand_still
+    rig.copying = copying
+    yield rig
+    go_on.set()
+
+
+# -- options
+
+
+def test_options_have_the_names_and_defaults_that_the_field_knows():
+    options = CPUOffloadingOptions.of({"cpu_bytes_to_use": 1e9, "spec_name": "for others"})
+    assert options == CPUOffloadingOptions(10**9, "lru", True, 2, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "cpu_bytes_to_use is missing: set it in kv_connector_extra_config"),
+        ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use='much': expected a number"),
+        ({"cpu_bytes_to_use": 1.5}, "cpu_bytes_to_use=1.5: expected a number"),
+        ({"cpu_bytes_to_use": float("inf")}, "cpu_bytes_to_use=inf: expected a number"),
+        ({"cpu_bytes_to_use": 9, "deadline_s": float("inf")}, "deadline_s=inf: .*at most 86400"),
+        ({"cpu_bytes_to_use": 9, "num_copy_threads": 65}, "num_copy_threads=65: .*at most 64"),
+        ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use=True: expected a number"),
+        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use=0: expected more than 0"),
+        ({"cpu_bytes_to_use": 9, "deadline_s": -1}, r"deadline_s=-1.0: expected more than 0"),
+        ({"cpu_bytes_to_use": 9, "deadline_s": float("nan")}, "deadline_s=nan"),
+        ({"cpu_bytes_to_use": 9, "num_copy_threads": 0}, "num_copy_threads=0: expected more"),
+        ({"cpu_bytes_to_use": 9, "verify_checksums": "no"}, "verify_checksums='no': expected true"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(extra, said):
+    with pytest.raises(OffloadingOptionError, match=said):
+        CPUOffloadingOptions.of(extra)
+
+
+def test_an_arena_that_holds_no_block_is_refused_with_what_one_takes(arena_rig):
+    with pytest.raises(
+        OffloadingOptionError, match=r"cpu_bytes_to_use=100 is too little for one block.* 8,192"
+    ):
+        arena_rig.Rig(cpu_bytes_to_use=100)
+
+
+def test_a_rank_that_there_is_not_is_refused(arena_rig):
+    with pytest.raises(OffloadingOptionError, match="rank 2 of 2: ranks begin with 0"):
+        arena_rig.Rig(rank=2, world_size=2)
+
+
+def test_an_unknown_policy_is_refused_on_the_schedulers_side(make_rig):
+    with pytest.raises(OffloadingOptionError, match="mru"):
+        make_rig(eviction_policy="mru").spec.get_manager()
+
+
+def test_a_host_that_does_not_say_how_large_blocks_are_is_told(arena_rig):
+    with pytest.raises(OffloadingOptionError, match="worker_kv_bytes_per_block=0"):
+        arena_rig.Rig(num_layers=0)
+
+
+def test_a_cache_that_is_larger_than_was_said_is_refused(make_rig, arena_rig):
+    rig = make_rig(page_nbytes=(512,), num_layers=2)
+    larger = arena_rig.Rig(page_nbytes=(1024,), num_layers=2)
+    larger.close()
+    with pytest.raises(OffloadingOptionError, match=r"2,048 bytes in a chunk.*a slot has 1,024"):
+        type(rig.spec)(rig.config).get_worker(larger.caches)
+
+
+def test_a_cache_with_other_groups_is_refused(make_rig):
+    rig, other = make_rig(), make_rig(page_nbytes=(1024, 512))
+    with pytest.raises(OffloadingOptionError, match="has 2 groups of layers, the config 1"):
+        type(rig.spec)(rig.config).get_worker(other.caches)
+
+
+def test_both_sides_are_made_once_and_agree_on_the_slots(make_rig):
+    rig = make_rig()
+    assert rig.spec.get_worker(rig.caches) is rig.worker
+    assert rig.spec.get_manager() is rig.spec.get_manager()
+    assert rig.spec.layout == rig.part.layout
+    assert rig.part.layout.used_nbytes <= rig.spec.options.cpu_bytes_to_use
+
+
+def test_a_worker_that_cannot_be_made_gives_its_place_back(make_rig, arena_rig, monkeypatch):
+    def no_threads(*_):
+        raise RuntimeError("can't start new thread")
+
+    options = {"rank": 0, "world_size": 2, "engine_id": f"engine-{os.getpid()}"}
+    with monkeypatch.context() as patch:
+        patch.setattr("wtransfer.specs.cpu_worker.Jobs", no_threads)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            arena_rig.Rig(**options)
+    make_rig(**options, deadline_s=0.1)
+
+
+# -- jobs
+
+
+def test_every_job_is_reported_once(make_rig, arena_rig):
+    rig = make_rig().fill()
+    numbers = [rig.submit_store([n], [n], [arena_rig.key(n)]) for n in range(10)]
+    rig.worker.wait(set(numbers))
+    results = rig.worker.get_finished()
+    assert sorted(each.job_id for each in results) == numbers
+    assert all(each.success and each.transfer_time >= 0 for each in results)
+    assert rig.worker.get_finished() == []
+    rig.worker.wait({*numbers, 12345})
+
+
+def test_a_number_that_is_in_use_is_not_begun_again(hang, arena_rig):
+    number = hang.submit_store([1], [1], [arena_rig.key(1)])
+    again = ArenaLoadStoreSpec([2], [arena_rig.key(2)])
+    assert not hang.worker.submit_store(number, GPULoadStoreSpec([2]), again)
+
+
+def test_jobs_are_counted(make_rig, arena_rig):
+    rig = make_rig().fill()
+    nbytes = len(rig.block(0))
+    rig.store([1, 2], [1, 2], [arena_rig.key(1), arena_rig.key(2)])
+    rig.load([3], [1], [arena_rig.key(1)])
+    rig.load([3], [4], [arena_rig.key(1)])
+    assert rig.worker.get_stats() == {
+        "stores_total": 1,
+        "store_bytes_total": 2 * nbytes,
+        "loads_total": 2,
+        "load_bytes_total": nbytes,
+        "loads_failed_total": 1,
+        "loads_failed_absent_total": 1,
+        "jobs_running": 0,
+    }
+
+
+def test_a_job_without_progress_is_named_at_the_deadline(hang, arena_rig):
+    number = hang.submit_store([1], [1], [arena_rig.key(1)])
+    with pytest.raises(StallError) as caught:
+        hang.worker.wait({number})
+    assert "rank 0 of engine 'engine': jobs [0] made no progress within 0.2 s" in str(caught.value)
+    assert caught.value.seconds == 0.2
+
+
+def test_progress_of_one_job_is_progress(make_rig, arena_rig):
+    rig = make_rig(deadline_s=0.5, num_copy_threads=1).fill()
+    pages = rig.worker._copiers[0].pages
+    gather = pages.gather
+
+    def slowly(*arguments):
+        time.sleep(0.2)
+        gather(*arguments)
+
+    pages.gather = slowly
+    numbers = [rig.submit_store([n], [n], [arena_rig.key(n)]) for n in range(5)]
+    rig.worker.wait(set(numbers))
+    assert len(rig.worker.get_finished()) == 5
+
+
+def test_a_job_that_hangs_is_named_though_others_go_on(make_rig, arena_rig):
+    rig = make_rig(deadline_s=0.5).fill()
+    pages = rig.worker._copiers[0].pages
+    gather, go_on, stop = pages.gather, threading.Event(), threading.Event()
+
+    def hang_at_block_7(mark, blocks, *arguments):
+        if 7 in blocks:
+            go_on.wait(20)
+        gather(mark, blocks, *arguments)
+
+    def store_on():
+        while not stop.is_set():
+            number = rig.submit_store([1], [1], [arena_rig.key(1)])
+            rig.worker.wait({number})
+
+    pages.gather = hang_at_block_7
+    hung = rig.submit_store([7], [7], [arena_rig.key(7)])
+    others = threading.Thread(target=store_on)
+    others.start()
+    try:
+        with pytest.raises(StallError, match=r"jobs \[0\] made no progress"):
+            rig.worker.wait({hung})
+        assert len(rig.worker.get_finished()) > 5
+    finally:
+        stop.set()
+        others.join()
+        go_on.set()
+
+
+# -- ends
+
+
+def test_shutdown_leaves_neither_memory_nor_threads(arena_rig):
+    gc.collect()  # what tests before this one have left in cycles
+    before = memory_mappings(), threads()
+    rig = arena_rig.Rig().fill()
+    rig.store([1], [1], [arena_rig.key(1)])
+    assert memory_mappings() == before[0] + 1
+    assert len(threads() - before[1]) == 4
+    rig.close()
+    rig.close()
+    assert threads() <= before[1]
+    arena = ArenaLoadStoreSpec([1], [arena_rig.key(1)])
+    assert not rig.worker.submit_store(7, GPULoadStoreSpec([1]), arena)
+    assert rig.worker.get_finished() == []
+    # Whoever still has the objects does not keep the memory.
+    assert memory_mappings() <= before[0]
+    assert rig.part.slots.shape == (0, rig.part.layout.part_nbytes)
+    assert rig.worker.get_stats()["stores_total"] == 1
+
+
+def test_shutdown_with_jobs_in_flight_ends_them(make_rig, arena_rig, monkeypatch):
+    monkeypatch.setattr("wtransfer.specs.copier.TASK_NBYTES", 1)
+    rig = make_rig(num_blocks=64, num_slots=64, num_copy_threads=1).fill()
+    pages = rig.worker._copiers[0].pages
+    gather, copying = pages.gather, threading.Event()
+
+    def slowly(*arguments):
+        copying.set()
+        time.sleep(0.1)
+        gather(*arguments)
+
+    pages.gather = slowly
+    many = rig.submit_store(list(range(64)), list(range(64)), list(map(arena_rig.key, range(64))))
+    behind = rig.submit_load([0], [63], [arena_rig.key(63)])
+    assert copying.wait(10)
+    began = time.monotonic()
+    rig.close()
+    assert time.monotonic() - began < 1.0
+    results = {each.job_id: each.success for each in rig.worker.get_finished()}
+    assert results == {many: False, behind: False}
+    assert rig.failures() == {"stores_failed_shutdown": 1, "loads_failed_shutdown": 1}
+    rig.worker.wait({many, behind})
+
+
+def test_shutdown_does_not_wait_for_a_copy_that_hangs(hang, arena_rig, caplog):
+    hang.submit_store([1], [1], [arena_rig.key(1)])
+    assert hang.copying.wait(10)
+    began = time.monotonic()
+    hang.close()
+    assert time.monotonic() - began < 1.5
+    assert "rank 0 of engine 'engine': a copy hangs" in caplog.text
+    assert len(hang.part.slots), "nobody else may write there"
+    hang.close()
+
+
+def test_a_fork_has_no_worker_and_its_end_harms_nobody(make_rig, arena_rig):
+    rig = make_rig().fill()
+    rig.store([2], [3], [arena_rig.key(0)])
+    pid = os.fork()
+    if pid == 0:
+        code = 0
+        for call in (
+            lambda: rig.submit_store([1], [1], [arena_rig.key(1)]),
+            lambda: rig.submit_load([1], [3], [arena_rig.key(0)]),
+            rig.worker.get_finished,
+            lambda: rig.worker.wait({1}),
+        ):
+            try:
+                call()
+                code |= 1
+            except ForkedError as error:  # noqa: PERF203
+                code |= 0 if "make a worker after fork()" in str(error) else 2
+        rig.worker.shutdown()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert rig.load([5], [3], [arena_rig.key(0)]).success
+    assert rig.block(5) == rig.block(2)
+
+
+def test_stores_step_back_behind_serving_and_loads_do_not(make_rig):
+    make_rig()
+    nice = {}
+    for thread in threads():
+        kind = thread.name.split("-")[1]
+        nice.setdefault(kind, set()).add(os.getpriority(os.PRIO_PROCESS, thread.native_id))
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == {"store": {max(mine, 10)}, "load": {mine}}
+    assert signal.getsignal(signal.SIGINT) is not None

@@ -1,0 +1,1 @@
+"""A reference serving host: a small transformer with a paged KV cache, served step by step."""

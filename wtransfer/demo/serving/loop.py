@@ -1,0 +1,112 @@
+"""The loop of the reference host: plan, compute, take the results, over and over."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from wtransfer.deadline import Deadline
+from wtransfer.demo.serving.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from typing_extensions import Self
+
+    from wtransfer.demo.serving.messages import StepPlan, StepResult
+    from wtransfer.demo.serving.scheduler import Scheduler
+    from wtransfer.demo.serving.worker import ServingWorker
+
+_IDLE_S = 0.0005
+
+
+class Workers(Protocol):
+    """The ranks of the host."""
+
+    def step(self, plan: StepPlan) -> Sequence[StepResult]:
+        """Let every rank take a step; return their results in order of rank."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+class LocalWorkers:
+    """The only rank, in this process.
+
+    Args:
+        worker: The worker.
+    """
+
+    def __init__(self, worker: ServingWorker) -> None:
+        self.worker = worker
+        """The worker."""
+
+    def step(self, plan: StepPlan) -> list[StepResult]:
+        """Take a step."""
+        return [self.worker.step(plan)]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.worker.close()
+
+
+class ServingLoop:
+    """Serves requests.
+
+    Args:
+        scheduler: Decides.
+        workers: Compute.
+    """
+
+    def __init__(self, scheduler: Scheduler, workers: Workers) -> None:
+        self.scheduler = scheduler
+        """Decides."""
+        self.workers = workers
+        """Compute."""
+        self._numbers = itertools.count()
+
+    def submit(self, prompt: list[int], max_new_tokens: int) -> Request:
+        """Take a request; it is served by the steps that follow."""
+        request = Request(f"request-{next(self._numbers)}", prompt, max_new_tokens)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """Take one step, and return the requests that it has ended."""
+        plan = self.scheduler.plan()
+        finished = self.scheduler.update(plan, self.workers.step(plan))
+        if not plan.spans and not self.scheduler.is_computing:
+            # Only copies are under way, or nothing at all.
+            time.sleep(_IDLE_S)
+        return finished
+
+    def run(self, deadline_s: float = 60.0) -> None:
+        """Take steps until every request has been served and every copy has ended.
+
+        Raises:
+            StallError: That did not come to pass in time.
+        """
+        deadline = Deadline(deadline_s)
+        while self.scheduler.is_busy:
+            self.step()
+            deadline.check("the requests of this host")
+
+    def generate(
+        self, prompts: Iterable[list[int]], max_new_tokens: int, deadline_s: float = 60.0
+    ) -> list[list[int]]:
+        """Serve prompts side by side; return what follows each."""
+        requests = [self.submit(prompt, max_new_tokens) for prompt in prompts]
+        self.run(deadline_s)
+        return [request.output for request in requests]
+
+    def close(self) -> None:
+        """End the workers, and let go of the tier."""
+        self.workers.close()
+        self.scheduler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

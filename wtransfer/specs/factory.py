@@ -1,0 +1,147 @@
+"""Make offloading specs by name. A thin face over the registry.
+
+Source: names, signatures and texts are those of vLLM's factory, in the seed and today.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.host import hooks
+from wtransfer.host.registry import registry
+from wtransfer.specs.configs import (
+    extra_config_of,
+    is_serving_config,
+    to_offloading_config,
+    to_serving_config,
+)
+from wtransfer.specs.constructors import constructor_of
+from wtransfer.specs.older import todays
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from wtransfer.specs.interface import OffloadingSpec
+
+logger = logging.getLogger(__name__)
+
+DEFAULT = "CPUOffloadingSpec"
+"""Name of the spec where none is given."""
+
+
+class OffloadingSpecFactory:
+    """Offloading specs by name."""
+
+    @classmethod
+    def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
+        """Register a spec at run time; its module is imported on first use.
+
+        Args:
+            name: Its name, compared exactly as written.
+            module_path: Module of the class.
+            class_name: Name of the class.
+
+        Raises:
+            AlreadyRegisteredError: The name is registered or a built-in's; a `ValueError`.
+        """
+        registry("specs").register(name, module_path, class_name)
+
+    @classmethod
+    def get_spec_cls(cls, extra_config: Mapping[str, Any]) -> type[OffloadingSpec]:
+        """Return the class that options name.
+
+        Args:
+            extra_config: ``spec_name``, by default ``CPUOffloadingSpec``, is looked up; where
+                nobody offers it, it is the name of a class in the module ``spec_module_path``.
+
+        Raises:
+            UnknownBackendError: Nobody offers it, and no module is named; a `ValueError`.
+            PluginTypeError: It is no subclass of `OffloadingSpec`; an `AssertionError`, too.
+            PluginError: It cannot be loaded, for one of the other reasons.
+        """
+        return registry("specs").get_or_import(
+            extra_config.get("spec_name", DEFAULT), extra_config.get("spec_module_path")
+        )
+
+    @classmethod
+    def create_spec(cls, config: Any, kv_cache_config: Any = None) -> OffloadingSpec:
+        """Make the spec that a config names.
+
+        The signature of its constructor decides what it is given; either kind of config is turned
+        into the other where that is needed. Hooks of the spec, and of the manager and the worker
+        that it makes, are called until their ``shutdown``.
+
+        Args:
+            config: A serving engine's config, with ``kv_transfer_config``, as in the seed; or an
+                `OffloadingConfig`, as in today's vLLM.
+            kv_cache_config: Shape of the KV cache, with the former.
+
+        Returns:
+            The spec. A host that gives an `OffloadingConfig` gets one of today's shape, also where
+            the class has the seed's; any other host gets the object as it was made.
+
+        Raises:
+            KVTransferConfigError: The config has no ``kv_transfer_config``; an `AssertionError`,
+                too.
+            PluginError: As for `get_spec_cls`.
+        """
+        as_in_the_seed = is_serving_config(config)
+        extra_config = extra_config_of(config)
+        spec_cls = cls.get_spec_cls(extra_config)
+        logger.info(
+            "Creating offloading spec with name: %s", extra_config.get("spec_name", DEFAULT)
+        )
+        constructor = constructor_of(spec_cls)
+        arguments: tuple[Any, ...]
+        if constructor.style == "seed":
+            arguments = (config, kv_cache_config) if as_in_the_seed else to_serving_config(config)
+        elif as_in_the_seed:
+            arguments = (to_offloading_config(config, kv_cache_config),)
+        else:
+            arguments = (config,)
+        spec = constructor.call(spec_cls, arguments)
+        listen(spec)
+        return spec if as_in_the_seed else todays(spec)
+
+
+def listen(spec: Any) -> None:
+    """Let hooks of a spec, of its manager and its worker be called, if they have any.
+
+    Each side until its ``shutdown``, and the spec until that of either side.
+    """
+    hears = hooks.board.hears(spec)
+    if hears:
+        hooks.board.register_backend(spec)
+    for name in ("get_manager", "get_worker"):
+        # An object without a dictionary makes its sides unheard.
+        with contextlib.suppress(AttributeError):
+            setattr(spec, name, _listening(spec, getattr(spec, name), hears))
+
+
+def _listening(spec: Any, make: Callable[..., Any], hears: bool) -> Callable[..., Any]:
+    known: list[Any] = []
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        side = make(*args, **kwargs)
+        if hasattr(side, "shutdown") and not any(side is each for each in known):
+            known.append(side)
+            hooks.board.attach(side)
+            if hears:
+                _leave_with(spec, side)
+        return side
+
+    return made
+
+
+def _leave_with(spec: Any, side: Any) -> None:
+    shutdown = side.shutdown
+
+    def leave() -> None:
+        hooks.board.unregister(spec)
+        shutdown()
+
+    side.shutdown = leave

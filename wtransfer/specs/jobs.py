@@ -1,0 +1,253 @@
+"""The jobs of a worker: cut into steps, run by threads, and in order wherever they share a slot.
+
+A job that uses a slot which an unfinished job uses, too, begins when that one has ended. So whoever
+gives a slot to another block too early finds one of both blocks in it, never a mix.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from wtransfer.deadline import Deadline
+from wtransfer.errors import StallError
+from wtransfer.specs.copier import RefusedError
+from wtransfer.specs.copy_threads import NICENESS, CopyThreads
+from wtransfer.specs.interface import TransferResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from wtransfer.specs.copier import Reason
+    from wtransfer.specs.pages import Numbers
+
+    Step = Callable[[], int]
+    """Copies some blocks and returns how many bytes; raises RefusedError, or anything."""
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["store", "load"]
+"""Which way a job copies."""
+
+SHUTDOWN_S = 0.8
+"""How long the steps that run may still take when the worker is shut down."""
+
+
+class Job:
+    """One transfer.
+
+    Args:
+        job_id: The host's number for it.
+        kind: Which way it copies.
+        steps: What it consists of; at least one.
+        slots: Which it uses.
+    """
+
+    def __init__(self, job_id: int, kind: Kind, steps: Sequence[Step], slots: Numbers) -> None:
+        self.job_id, self.kind, self.steps, self.slots = job_id, kind, steps, slots
+        self.num_left = len(steps)
+        """Steps that have not ended."""
+        self.serial = -1
+        """Its place in the order of submission."""
+        self.num_before = 0
+        """Jobs that must end before it may begin."""
+        self.behind: list[Job] = []
+        """Jobs that wait for its end."""
+        self.nbytes = 0
+        """Bytes that were copied so far."""
+        self.reason: Reason | None = None
+        """Why it has failed."""
+        self.began: float | None = None
+        """When its first step began."""
+
+    def result(self) -> TransferResult:
+        """Return how it ended."""
+        seconds = time.monotonic() - self.began if self.began is not None else 0.0
+        return TransferResult(self.job_id, self.reason is None, self.nbytes, seconds)
+
+
+class Jobs:
+    """Runs jobs in the background. Its methods may be called from any thread.
+
+    Args:
+        name: Whose they are, for errors.
+        num_slots: Slots of the arena.
+        num_threads: Threads for each direction.
+        deadline_s: Longest time without progress while somebody waits, in seconds.
+    """
+
+    def __init__(self, name: str, num_slots: int, num_threads: int, deadline_s: float) -> None:
+        self._name = name
+        self._deadline_s = deadline_s
+        # Loads have threads of their own: a request waits for them, nobody does for a store.
+        self._threads = {
+            "store": CopyThreads("wtransfer-store", num_threads, NICENESS),
+            "load": CopyThreads("wtransfer-load", num_threads),
+        }
+        # Guards everything below. A condition, so that `wait` hears of every step.
+        self._moved = threading.Condition()
+        self._open: dict[int, Job] = {}
+        self._last_user = np.full(num_slots, -1, np.int64)
+        self._users: dict[int, Job] = {}
+        self._num_jobs = 0
+        self._num_steps = 0
+        self._finished: list[TransferResult] = []
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+
+    def submit(self, job: Job) -> bool:
+        """Begin a job, or line it up behind those that use its slots.
+
+        Returns:
+            Whether that was done: not after `shutdown`, nor while a job of this number runs.
+        """
+        with self._moved:
+            if self._closed or job.job_id in self._open:
+                return False
+            self._open[job.job_id] = job
+            before = self._line_up(job)
+        if not before:
+            self._begin(job)
+        return True
+
+    def fail(self, job_id: int, kind: Kind, reason: Reason) -> None:
+        """Note a job that failed before it could begin."""
+        failed = Job(job_id, kind, (), np.empty(0, np.int64))
+        failed.reason = reason
+        with self._moved:
+            self._conclude(failed)
+
+    def finished(self) -> list[TransferResult]:
+        """Return what has ended since the last call."""
+        with self._moved:
+            finished, self._finished = self._finished, []
+            return finished
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Wait until jobs have ended.
+
+        Raises:
+            StallError: Nothing moved for the time allowed.
+        """
+        wanted = set(job_ids)
+        deadline = Deadline(self._deadline_s)
+        with self._moved:
+            while left := wanted & self._open.keys():
+                seen = self._progress(left)
+                self._moved.wait(deadline.remaining())
+                if self._progress(left) != seen:
+                    deadline.restart()
+                elif deadline.expired:
+                    raise StallError(
+                        f"{self._name}: jobs {sorted(left)} made no progress within "
+                        f"{self._deadline_s:g} s",
+                        seconds=self._deadline_s,
+                    )
+
+    def counts(self) -> dict[str, float]:
+        """Return counters."""
+        with self._moved:
+            return {**self._counts, "jobs_running": len(self._open)}
+
+    def shutdown(self) -> bool:
+        """End within a second: steps that run are waited for, the others fail.
+
+        Returns:
+            Whether nothing runs any more. False: a step hangs.
+        """
+        with self._moved:
+            self._closed = True
+        for threads in self._threads.values():
+            threads.stop()
+        give_up = Deadline(SHUTDOWN_S)
+        ended = [threads.join(give_up) for threads in self._threads.values()]
+        with self._moved:
+            # Those that waited for others, and those whose step hangs.
+            for job in list(self._open.values()):
+                job.reason = job.reason or "shutdown"
+                self._end(job)
+            self._moved.notify_all()
+        return all(ended)
+
+    # -- one job
+
+    def _progress(self, job_ids: Iterable[int]) -> tuple[int, int]:
+        """Return what changes when jobs come nearer to their end.
+
+        A step of any job brings those nearer that have not begun, for they wait in line. One that
+        has begun must move itself: others may go on for ever beside a step that hangs.
+        """
+        jobs = [self._open[each] for each in job_ids if each in self._open]
+        in_line = any(job.began is None for job in jobs)
+        return sum(job.num_left for job in jobs), self._num_steps if in_line else 0
+
+    def _line_up(self, job: Job) -> int:
+        """Enter a job as the last user of its slots; return how many it must wait for."""
+        serial, self._num_jobs = self._num_jobs, self._num_jobs + 1
+        earlier = np.unique(self._last_user[job.slots]).tolist()
+        before = [self._users[each] for each in earlier if each in self._users]
+        for each in before:
+            each.behind.append(job)
+        job.num_before = len(before)
+        job.serial = serial
+        self._last_user[job.slots] = serial
+        self._users[serial] = job
+        return job.num_before
+
+    def _begin(self, job: Job) -> None:
+        threads = self._threads[job.kind]
+        for step in job.steps:
+            threads.submit(functools.partial(self._run, job, step))
+
+    def _run(self, job: Job, step: Step) -> None:
+        """Run one step, on a thread of ours."""
+        nbytes, reason = 0, job.reason
+        if job.began is None:
+            job.began = time.monotonic()
+        if reason is None:
+            nbytes, reason = self._outcome(job, step)
+        with self._moved:
+            if job.serial not in self._users:
+                return  # it hung, and was given up
+            job.nbytes += nbytes
+            job.reason = job.reason or reason
+            job.num_left -= 1
+            self._num_steps += 1
+            freed = self._end(job) if not job.num_left else []
+            self._moved.notify_all()
+        for each in freed:
+            self._begin(each)
+
+    def _outcome(self, job: Job, step: Step) -> tuple[int, Reason | None]:
+        try:
+            return (0, "shutdown") if self._closed else (step(), None)
+        except RefusedError as refused:
+            return 0, refused.reason
+        except Exception:
+            # The host serves on: a block that is not kept is computed. After the end, the memory is
+            # gone from under a step that hung.
+            if not self._closed:
+                logger.exception("%s: %s job %d failed", self._name, job.kind, job.job_id)
+            return 0, "error"
+
+    def _end(self, job: Job) -> list[Job]:
+        """Note that a job has ended; return those that may begin now."""
+        del self._open[job.job_id], self._users[job.serial]
+        self._conclude(job)
+        for each in job.behind:
+            each.num_before -= 1
+        return [each for each in job.behind if not each.num_before]
+
+    def _conclude(self, job: Job) -> None:
+        self._finished.append(job.result())
+        self._counts[f"{job.kind}s_total"] += 1
+        self._counts[f"{job.kind}_bytes_total"] += job.nbytes
+        if job.reason is not None:
+            self._counts[f"{job.kind}s_failed_total"] += 1
+            self._counts[f"{job.kind}s_failed_{job.reason}_total"] += 1

@@ -1,0 +1,313 @@
+"""The scheduler's side of a cache of slots: what is kept in which, and what may give way.
+
+A slot's life::
+
+    free -> storing -> kept <-> loading
+             |          |
+             +----------+-> free
+
+Blocks that are being stored or loaded are pinned: their slots are nobody else's. Every job belongs
+to the request that prepared it, so a completion that comes twice, late, or from somebody else does
+not unpin what another request holds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
+from wtransfer.specs.generations import STORING, Block, Generations
+from wtransfer.specs.interface import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from wtransfer.specs.policies.choice import policy_class
+from wtransfer.specs.slots import ArenaLoadStoreSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from wtransfer.blocks import OffloadKey
+    from wtransfer.specs.interface import ReqContext
+
+_COUNTERS = (
+    "loads_total",
+    "stores_total",
+    "stores_failed_total",
+    "stores_refused_total",
+    "evictions_total",
+    "unknown_completions_total",
+)
+
+
+class _Jobs:
+    """What one request has under way."""
+
+    __slots__ = ("loads", "stores")
+
+    def __init__(self) -> None:
+        self.loads: dict[OffloadKey, int] = {}
+        self.stores: set[OffloadKey] = set()
+
+
+class CPUOffloadingManager(OffloadingManager):
+    """Keeps blocks in slots that are numbered from 0.
+
+    Args:
+        num_slots: Number of slots.
+        policy: ``lru``, ``arc`` or ``module:Class``.
+        enable_events: Whether somebody calls `take_events`.
+
+    Raises:
+        OffloadingOptionError: There is no such policy, or the number is negative.
+
+    Cost:
+        A call's grows with the number of keys that it is given, not with that of the blocks kept;
+        only `reset_cache` looks at all of them.
+    """
+
+    def __init__(self, num_slots: int, policy: str = "lru", enable_events: bool = False) -> None:
+        if num_slots < 0:
+            raise OffloadingOptionError(f"A cache of {num_slots} slots; expected 0 or more.")
+        self._num_slots = num_slots
+        self._policy_cls = policy_class(policy)
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._jobs: dict[str, _Jobs] = {}
+        self._blocks: dict[OffloadKey, Block] = {}
+        self._num_storing = 0
+        # Slots from this number on were never used; of the others these are free, the last first.
+        self._num_used = 0
+        self._free: list[int] = []
+        self._generations = Generations(self._policy_cls, num_slots, self._blocks)
+
+    # -- what is known
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        """Ask for the blocks that a request computes."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002
+        """Say what is known of one block."""
+        block = self._blocks.get(key)
+        if block is None or block.forgotten:
+            return LookupResult.MISS
+        return LookupResult.HIT_PENDING if block.num_loads == STORING else LookupResult.HIT
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
+        """Note that blocks are in use; those that are pinned or not kept are passed over."""
+        self._generations.touch(
+            [key for key in dict.fromkeys(_tail_first(keys)) if self._is_idle(key)]
+        )
+
+    # -- loads
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> ArenaLoadStoreSpec:
+        """Pin blocks, and say in which slots they are.
+
+        Raises:
+            BlockNotKeptError: One of them is no hit; nothing is pinned then.
+        """
+        blocks = [self._hit(key) for key in keys]
+        if not blocks:
+            return ArenaLoadStoreSpec([], [])
+        loads = self._jobs_of(req_context).loads
+        # Before it is counted: a block may be named twice.
+        self._generations.pin([key for key in dict.fromkeys(keys) if self._is_idle(key)])
+        for key, block in zip(keys, blocks, strict=True):
+            block.num_loads += 1
+            loads[key] = loads.get(key, 0) + 1
+        self._counters["loads_total"] += len(blocks)
+        return ArenaLoadStoreSpec([block.slot for block in blocks], list(keys))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin blocks; what this request has not pinned is counted and passed over."""
+        loads = self._jobs_of(req_context).loads
+        ended = [key for key in _tail_first(keys) if self._end_load(key, loads)]
+        self._generations.adopt(ended)
+        self._generations.release(ended)
+        self._forget_jobs_if_done(req_context)
+
+    def _hit(self, key: OffloadKey) -> Block:
+        block = self._blocks.get(key)
+        if block is not None and block.num_loads != STORING and not block.forgotten:
+            return block
+        storing = block is not None and not block.forgotten
+        raise BlockNotKeptError(
+            f"The block {key.hex()} {'is still being stored' if storing else 'is not kept'}; "
+            "load what lookup() says is a hit, in the same step."
+        )
+
+    def _end_load(self, key: OffloadKey, loads: dict[OffloadKey, int]) -> bool:
+        """Note that one load has ended; return whether the block may give way from now on."""
+        if key not in loads:
+            self._counters["unknown_completions_total"] += 1
+            return False
+        loads[key] -= 1
+        if loads[key] == 0:
+            del loads[key]
+        block = self._blocks[key]
+        block.num_loads -= 1
+        return block.num_loads == 0 and not self._went(key, block)
+
+    # -- stores
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Make room for those of these blocks that are not kept, all of them or none."""
+        blocks = self._blocks
+        new = [key for key in dict.fromkeys(keys) if key not in blocks]
+        if not new:
+            return PrepareStoreOutput([], ArenaLoadStoreSpec([], []), [])
+        evicted = self._make_room(new, keys)
+        if evicted is None:
+            self._counters["stores_refused_total"] += len(new)
+            return None
+        slots = self._take_slots(len(new))
+        generation = self._generations.insert(new)
+        for key, slot in zip(new, slots, strict=True):
+            blocks[key] = Block(slot, generation)
+        self._jobs_of(req_context).stores.update(new)
+        self._num_storing += len(new)
+        self._counters["stores_total"] += len(new)
+        return PrepareStoreOutput(new, ArenaLoadStoreSpec(slots, new), evicted)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Let stored blocks be hits, or forget them; what is not being stored is passed over."""
+        stores = self._jobs_of(req_context).stores
+        ended = [key for key in dict.fromkeys(keys) if key in stores]
+        self._counters["unknown_completions_total"] += len(keys) - len(ended)
+        stores.difference_update(ended)
+        self._num_storing -= len(ended)
+        if success:
+            self._keep(ended)
+        else:
+            self._discard(ended)
+        self._forget_jobs_if_done(req_context)
+
+    def _keep(self, keys: Sequence[OffloadKey]) -> None:
+        kept = [key for key in keys if not self._went(key, self._blocks[key])]
+        for key in kept:
+            self._blocks[key].num_loads = 0
+        self._generations.release(kept[::-1])
+        self._note(kept, removed=False)
+
+    def _discard(self, keys: Sequence[OffloadKey]) -> None:
+        self._counters["stores_failed_total"] += len(keys)
+        failed = [key for key in keys if not self._went(key, self._blocks[key])]
+        self._generations.remove(failed)
+        for key in failed:
+            self._free_slot(key)
+
+    def _make_room(
+        self, new: Sequence[OffloadKey], keys: Collection[OffloadKey]
+    ) -> list[OffloadKey] | None:
+        count = len(new) - len(self._free) - self._num_slots + self._num_used
+        if count <= 0:
+            return []
+        # What the caller has besides the new ones shall be kept, too.
+        others = {key for key in keys if self._is_idle(key)} if len(new) < len(keys) else set()
+        evicted = self._generations.evict(count, others, new)
+        if evicted:
+            for key in evicted:
+                self._free_slot(key)
+            self._counters["evictions_total"] += count
+            self._note(evicted, removed=True)
+        return evicted
+
+    # -- all at once
+
+    def weights_changed(self) -> None:
+        """Let what is kept now give way first. Cost: the same, however much that is."""
+        self._generations.begin()
+
+    def reset_cache(self) -> None:
+        """Forget every block; those that are pinned keep their slots until their completion."""
+        before = dict(self._blocks)
+        self._blocks.clear()
+        self._free = [block.slot for block in before.values() if block.num_loads == 0] + self._free
+        self._blocks.update((k, b) for k, b in before.items() if b.num_loads != 0)
+        known = [k for k, b in before.items() if b.num_loads != STORING and not b.forgotten]
+        for block in self._blocks.values():
+            block.forgotten = True
+        self._generations = Generations(self._policy_cls, self._num_slots, self._blocks)
+        self._note(known, removed=True)
+
+    def shutdown(self) -> None:
+        """Keep nothing, and take nothing any more."""
+        self._num_slots = self._num_used = self._num_storing = 0
+        self._jobs.clear()
+        self._blocks.clear()
+        self._free = []
+        self._generations = Generations(self._policy_cls, 0, self._blocks)
+
+    # -- what is told
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what happened since the last call; nothing unless events were asked for."""
+        events, self._events = self._events, [] if self._events is not None else None
+        return events or ()
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return counters, whose names end in ``_total``, and how the slots are used."""
+        num_loading = len(self._blocks) - self._num_storing - self._generations.num_idle
+        return {
+            "slots": self._num_slots,
+            "slots_free": self._num_slots - len(self._blocks),
+            "blocks_storing": self._num_storing,
+            "blocks_loading": num_loading,
+            "blocks_idle": self._generations.num_idle,
+            **self._counters,
+        }
+
+    def _note(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(keys, Medium.CPU, removed))
+
+    # -- slots and jobs
+
+    def _is_idle(self, key: OffloadKey) -> bool:
+        block = self._blocks.get(key)
+        return block is not None and block.num_loads == 0
+
+    def _take_slots(self, count: int) -> list[int]:
+        num_freed = min(count, len(self._free))
+        first = len(self._free) - num_freed
+        slots = self._free[first:]
+        del self._free[first:]
+        begin, self._num_used = self._num_used, self._num_used + count - num_freed
+        return [*slots, *range(begin, self._num_used)]
+
+    def _free_slot(self, key: OffloadKey) -> None:
+        self._free.append(self._blocks.pop(key).slot)
+
+    def _went(self, key: OffloadKey, block: Block) -> bool:
+        """Free the slot of a block that was forgotten while a job held it; whether it was."""
+        if block.forgotten:
+            self._free_slot(key)
+        return block.forgotten
+
+    def _jobs_of(self, req_context: ReqContext) -> _Jobs:
+        jobs = self._jobs.get(req_context.req_id)
+        if jobs is None:
+            jobs = self._jobs[req_context.req_id] = _Jobs()
+        return jobs
+
+    def _forget_jobs_if_done(self, req_context: ReqContext) -> None:
+        jobs = self._jobs[req_context.req_id]
+        if not jobs.loads and not jobs.stores:
+            del self._jobs[req_context.req_id]
+
+
+def _tail_first(keys: Collection[OffloadKey]) -> Iterable[OffloadKey]:
+    """Return keys from the last to the first: what is used last gives way last, so the head."""
+    return reversed(keys if isinstance(keys, (list, tuple)) else list(keys))

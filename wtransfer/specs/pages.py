@@ -1,0 +1,230 @@
+"""A worker's KV cache as the copier sees it: for one group, the pages of a block in their order.
+
+Pages that lie at even distances are one array, so that one call into numpy moves all of them: in
+most caches a block's pages are a layer apart, and all layers have one size. numpy lets go of the
+interpreter lock while it copies, and uses one thread.
+
+`wtransfer.specs.device_pages` does the same for a cache on a device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from wtransfer.errors import OffloadingOptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    Numbers = npt.NDArray[np.int64]
+    """Numbers of blocks, slots or places in a slot."""
+    Places = npt.NDArray[np.uint8]
+    """Where blocks rest, shape ``(num_slots, blocks per slot, block_nbytes)``."""
+
+# Below it a call for each block costs more than a second copy, of many blocks at once.
+_LARGE_NBYTES = 16 * 1024
+
+
+class Page(NamedTuple):
+    """The pages of one layer, one for each block."""
+
+    rows: torch.Tensor
+    """uint8, shape ``(num_blocks, nbytes)``; rows may have gaps between them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page."""
+        return self.rows.shape[1]
+
+
+class GroupPages(Protocol):
+    """The cache of one group."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block's pages together."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache is."""
+        ...
+
+    def mark(self) -> object:
+        """Note what the model has been told to do so far; called on its thread, must not wait.
+
+        A copy that is given the mark comes after all that.
+        """
+        ...
+
+    def gather(
+        self, mark: object, blocks: Numbers, places: Places, slots: Numbers, at: Numbers
+    ) -> None:
+        """Copy blocks of the cache to where they rest; done when it returns.
+
+        Args:
+            mark: Of when the job was submitted.
+            blocks: Numbers of the blocks.
+            places: Where they rest.
+            slots: The slot of each.
+            at: The place of each in its slot.
+        """
+        ...
+
+    def scatter(
+        self, mark: object, blocks: Numbers, places: Places, slots: Numbers, at: Numbers
+    ) -> None:
+        """Copy blocks back into the cache; arguments as for `gather`."""
+        ...
+
+
+def page_of(tensor: torch.Tensor, nbytes: int) -> Page:
+    """Return the pages of a tensor.
+
+    Args:
+        tensor: Shape ``(num_blocks, ...)``, any dtype; what belongs to a block lies together.
+        nbytes: Bytes of a page that are used.
+
+    Raises:
+        OffloadingOptionError: The tensor is laid out in another way, or has smaller pages.
+    """
+    row = tensor[0] if tensor.shape[0] else tensor.new_empty(tensor.shape[1:])
+    if not row.is_contiguous() or row.nbytes < nbytes:
+        raise OffloadingOptionError(
+            f"a KV cache of shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype "
+            f"{tensor.dtype} cannot be copied by block: expected that the first dimension counts "
+            f"blocks, and that {nbytes:,} bytes of each lie together"
+        )
+    size = tensor.element_size()
+    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * size,
+        (tensor.shape[0], nbytes),
+        (tensor.stride(0) * size, 1),
+    )
+    return Page(rows)
+
+
+class _Run(NamedTuple):
+    """Pages at even distances, one behind the other in a block."""
+
+    pages: npt.NDArray[np.uint8]
+    """Shape ``(num_blocks, number of pages, bytes of a page)``."""
+    where: slice
+    """Where they are in a block."""
+
+
+class HostPages:
+    """The cache of one group, in host memory.
+
+    Args:
+        pages: The pages of a block, in order; at least one.
+    """
+
+    def __init__(self, pages: Sequence[Page]) -> None:
+        self.num_blocks = min(page.rows.shape[0] for page in pages)
+        """Number of blocks."""
+        self.block_nbytes = sum(page.nbytes for page in pages)
+        """Bytes of a block's pages together."""
+        self.device = pages[0].rows.device
+        """Where the cache is."""
+        # Views know nothing of torch's memory: it must not go before they do.
+        self._owners = [page.rows for page in pages]
+        self._runs = list(_runs(pages, self.num_blocks))
+
+    def mark(self) -> None:
+        """Note nothing: what is done in host memory is done."""
+
+    def gather(
+        self,
+        mark: object,  # noqa: ARG002  # the protocol's
+        blocks: Numbers,
+        places: Places,
+        slots: Numbers,
+        at: Numbers,
+    ) -> None:
+        """Copy blocks of the cache to where they rest."""
+        for run in self._runs:
+            if _is_large(run):
+                for block, slot, place in _rows(blocks, slots, at):
+                    target = places[slot, place, run.where]
+                    np.copyto(target.reshape(run.pages.shape[1:]), run.pages[block])
+            else:
+                # The first is a copy; small enough to stay in the processor's cache.
+                pages = run.pages[blocks].reshape(len(blocks), -1)
+                places[slots, at, run.where] = pages
+
+    def scatter(
+        self,
+        mark: object,  # noqa: ARG002  # the protocol's
+        blocks: Numbers,
+        places: Places,
+        slots: Numbers,
+        at: Numbers,
+    ) -> None:
+        """Copy blocks back into the cache."""
+        for run in self._runs:
+            shape = run.pages.shape[1:]
+            if _is_large(run):
+                for block, slot, place in _rows(blocks, slots, at):
+                    np.copyto(run.pages[block], places[slot, place, run.where].reshape(shape))
+            else:
+                run.pages[blocks] = places[slots, at, run.where].reshape(-1, *shape)
+
+
+def _is_large(run: _Run) -> bool:
+    return bool(run.where.stop - run.where.start >= _LARGE_NBYTES)
+
+
+def _rows(*columns: Numbers) -> zip[tuple[int, ...]]:
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _runs(pages: Sequence[Page], num_blocks: int) -> list[_Run]:
+    runs, start, at = [], 0, 0
+    while start < len(pages):
+        length = _run_length(pages[start:])
+        nbytes = pages[start].nbytes * length
+        view = _view(pages[start : start + length], num_blocks)
+        runs.append(_Run(view, slice(at, at + nbytes)))
+        start, at = start + length, at + nbytes
+    return runs
+
+
+def _run_length(pages: Sequence[Page]) -> int:
+    """Return how many pages from the first one on are alike and evenly spaced."""
+    first = pages[0].rows
+    alike = [
+        page.rows.shape[1] == first.shape[1] and page.rows.stride(0) == first.stride(0)
+        for page in pages
+    ]
+    addresses = [page.rows.data_ptr() for page in pages]
+    length = 1
+    while (
+        length < len(pages)
+        and alike[length]
+        and addresses[length] - addresses[length - 1] == addresses[1] - addresses[0]
+    ):
+        length += 1
+    return length
+
+
+def _view(pages: Sequence[Page], num_blocks: int) -> npt.NDArray[np.uint8]:
+    """Return the pages of a run as one array."""
+    first = pages[0].rows
+    distance = pages[1].rows.data_ptr() - first.data_ptr() if len(pages) > 1 else 0
+    return np.lib.stride_tricks.as_strided(
+        first[:num_blocks].numpy(),
+        (num_blocks, len(pages), first.shape[1]),
+        (first.stride(0), distance, 1),
+    )

@@ -1,0 +1,317 @@
+"""The tests that every eviction policy has to pass; the built-in ones pass them, too.
+
+Subclass it in a test module of your own::
+
+    from wtransfer.testing.policy import PolicyConformance
+
+
+    class TestMine(PolicyConformance):
+        policy = "my_package.policy:MyPolicy"
+
+In which order blocks give way is the policy's affair. That they are candidates, as many as were
+asked for, or none at all, is not. Tests cannot be overridden, except by one that says why the
+policy may fail it::
+
+        @pytest.mark.xfail(reason="it looks at all blocks")
+        def test_effort_does_not_grow_with_the_number_of_blocks(self, make):
+            super().test_effort_does_not_grow_with_the_number_of_blocks(make)
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from wtransfer.specs.policies.choice import policy_class
+from wtransfer.testing.excuses import check_excused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Self
+
+    from wtransfer.specs.policies.interface import CachePolicy
+
+    MakePolicy = Callable[[int], CachePolicy]
+
+CAPACITY = 16
+"""Blocks of a small cache."""
+MANY = 4096
+"""Blocks of a large one."""
+NUM_STEPS = 3000
+"""Calls of the long test."""
+
+
+class _Key(bytes):
+    """A key that counts how many there are, and how often any is looked up."""
+
+    alive = 0
+    lookups = 0
+
+    def __new__(cls, number: int) -> Self:
+        cls.alive += 1
+        return super().__new__(cls, number.to_bytes(8, "big"))
+
+    def __del__(self) -> None:
+        type(self).alive -= 1
+
+    def __hash__(self) -> int:
+        type(self).lookups += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other)
+
+
+class PolicyConformance:
+    """Subclass it with a name that starts with ``Test``, and say which policy is meant."""
+
+    policy: ClassVar[str] = ""
+    """Name or place of the policy, as a user would write it."""
+    policy_cls: ClassVar[type[CachePolicy] | None] = None
+    """Instead of a name: the class."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_excused(cls, PolicyConformance)
+
+    @pytest.fixture
+    def make(self) -> MakePolicy:
+        """Makes policies of the class that is tested, for a number of blocks."""
+        return self.policy_cls or policy_class(self.policy)
+
+    # -- who may give way
+
+    def test_every_candidate_gives_way_at_last(self, make: MakePolicy) -> None:
+        """Each once; then there is none left."""
+        cache = make(CAPACITY)
+        keys = _kept(cache, CAPACITY)
+        evicted = [_evict(cache, 1)[0] for _ in keys]
+        assert sorted(evicted) == sorted(keys)
+        assert _try_evict(cache, 1) is None
+
+    @pytest.mark.parametrize("count", [1, 2, 5, CAPACITY])
+    def test_as_many_give_way_as_are_asked_for(self, make: MakePolicy, count: int) -> None:
+        """All of them different, and none of them named again."""
+        cache = make(CAPACITY)
+        keys = _kept(cache, CAPACITY)
+        evicted = _evict(cache, count)
+        assert len(set(evicted)) == count
+        rest = CAPACITY - count
+        others = _evict(cache, rest) if rest else []
+        assert sorted([*evicted, *others]) == sorted(keys)
+
+    def test_blocks_that_are_being_stored_stay(self, make: MakePolicy) -> None:
+        """They are candidates once they are released."""
+        cache = make(CAPACITY)
+        (old,) = _kept(cache, 1)
+        new = _keys(2)
+        cache.insert(new)
+        assert _try_evict(cache, 2) is None
+        assert _evict(cache, 1) == [old]
+        cache.release(new)
+        assert sorted(_evict(cache, 2)) == sorted(new)
+
+    def test_blocks_that_are_being_loaded_stay(self, make: MakePolicy) -> None:
+        """Until they are released, as often as that happens."""
+        cache = make(CAPACITY)
+        keys = _kept(cache, 3)
+        for _ in range(3):
+            cache.pin(keys[:2])
+            assert _try_evict(cache, 2) is None
+            cache.release(keys[:2])
+        cache.pin(keys[:2])
+        assert _evict(cache, 1) == [keys[2]]
+        cache.release(keys[:2])
+        assert sorted(_evict(cache, 2)) == sorted(keys[:2])
+
+    def test_protected_blocks_stay(self, make: MakePolicy) -> None:
+        """Wherever they stand, and they may give way the next time."""
+        cache = make(CAPACITY)
+        keys = _kept(cache, 6)
+        protected = {keys[0], keys[3], keys[5]}
+        assert _try_evict(cache, 4, protected) is None
+        assert set(_evict(cache, 3, protected)) == set(keys) - protected
+        assert set(_evict(cache, 3)) == protected
+
+    def test_touching_leaves_candidates_candidates(self, make: MakePolicy) -> None:
+        """Each is still one, and only one."""
+        cache = make(CAPACITY)
+        keys = _kept(cache, 4)
+        for _ in range(3):
+            cache.touch(keys[1:3])
+            cache.touch(keys[::-1])
+        assert sorted(_evict(cache, 4)) == sorted(keys)
+        assert _try_evict(cache, 1) is None
+
+    def test_removed_blocks_are_never_named(self, make: MakePolicy) -> None:
+        """Whether they were candidates, being stored or being loaded."""
+        cache = make(CAPACITY)
+        keys = _kept(cache, 4)
+        storing = _keys(2)
+        cache.insert(storing)
+        cache.pin(keys[:1])
+        cache.remove([keys[0], keys[1], storing[0]])
+        cache.release(storing[1:])
+        assert sorted(_evict(cache, 3)) == sorted([keys[2], keys[3], storing[1]])
+        assert _try_evict(cache, 1) is None
+
+    def test_what_went_may_come_back(self, make: MakePolicy) -> None:
+        """After it gave way, and after it was removed."""
+        cache = make(4)
+        keys = _kept(cache, 4)
+        for _ in range(4):
+            evicted = _evict(cache, 2, incoming=keys[:2])
+            cache.insert(evicted)
+            cache.release(evicted)
+            cache.remove(keys[3:])
+            cache.insert(keys[3:])
+            cache.release(keys[3:])
+        assert sorted(_evict(cache, 4)) == sorted(keys)
+
+    # -- all or none
+
+    def test_a_refusal_changes_nothing(self, make: MakePolicy) -> None:
+        """Whoever was asked for too much goes on like one that was not."""
+        asked, other = make(CAPACITY), make(CAPACITY)
+        keys = _keys(CAPACITY)
+        coming = _keys(CAPACITY)
+        for cache in (asked, other):
+            cache.insert(keys)
+            cache.release(keys)
+            cache.touch(keys[:8])
+            gone = _evict(cache, 4, incoming=coming[:4])
+            cache.insert(coming[:4])
+            cache.release(coming[:4])
+            cache.pin(coming[:2])
+        for count, protected in ((CAPACITY, ()), (CAPACITY - 2, set(coming[2:3]))):
+            # What comes is what went: a policy that learns from it must not do so here.
+            incoming = [*gone, *coming[4:]][:count]
+            assert asked.evict(count, protected, incoming) is None
+        for number in range(CAPACITY - 2):
+            new = [coming[4 + number % 12]]
+            assert asked.evict(1, (), new) == other.evict(1, (), new)
+
+    # -- effort and memory
+
+    def test_effort_does_not_grow_with_the_number_of_blocks(self, make: MakePolicy) -> None:
+        """Counted in look-ups of keys, over many calls of each method."""
+        few, many = (_effort(make(capacity), capacity) for capacity in (64, MANY))
+        assert many <= 2 * few + 64, f"{few} look-ups with 64 blocks, {many} with {MANY}"
+
+    def test_memory_does_not_grow_with_time(self, make: MakePolicy) -> None:
+        """Blocks that went may be remembered, but no more than a few times the capacity."""
+        before = _Key.alive
+        cache = make(CAPACITY)
+        for first in range(0, 100 * CAPACITY, CAPACITY):
+            new: list[Any] = [_Key(number) for number in range(first, first + CAPACITY)]
+            if first:
+                assert cache.evict(CAPACITY, (), new) is not None
+            cache.insert(new)
+            cache.release(new)
+            cache.touch(new[:3])
+            del new
+        held = _Key.alive - before
+        assert held <= 4 * CAPACITY, f"{held} keys are held, of a cache of {CAPACITY} blocks"
+
+    # -- everything together
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_a_long_day(self, make: MakePolicy, seed: int) -> None:
+        """Any order of calls; who is named is a candidate, in the right number."""
+        numbers = random.Random(seed)  # noqa: S311  # no secret
+        cache = make(CAPACITY)
+        keys = _keys(3 * CAPACITY)
+        candidates: set[Any] = set()
+        busy: set[Any] = set()
+        for _ in range(NUM_STEPS):
+            some = _some(numbers, candidates)
+            match numbers.randrange(5):
+                case 0:
+                    cache.touch(some)
+                case 1:
+                    cache.pin(some)
+                    candidates.difference_update(some)
+                    busy.update(some)
+                case 2:
+                    done = _some(numbers, busy)
+                    cache.release(done)
+                    busy.difference_update(done)
+                    candidates.update(done)
+                case 3:
+                    gone = _some(numbers, candidates | busy)[:1]
+                    cache.remove(gone)
+                    candidates.difference_update(gone)
+                    busy.difference_update(gone)
+                case _:
+                    absent = [key for key in keys if key not in candidates | busy]
+                    new = numbers.sample(absent, numbers.randint(1, 4))
+                    missing = len(candidates) + len(busy) + len(new) - CAPACITY
+                    if missing > 0:
+                        evicted = cache.evict(missing, set(some), new)
+                        allowed = candidates - set(some)
+                        assert (evicted is None) == (missing > len(allowed))
+                        if evicted is None:
+                            continue
+                        assert len(set(evicted)) == len(evicted) == missing
+                        assert allowed.issuperset(evicted)
+                        candidates.difference_update(evicted)
+                    cache.insert(new)
+                    busy.update(new)
+
+
+_numbers = itertools.count(1)
+
+
+def _keys(count: int) -> list[Any]:
+    return [next(_numbers).to_bytes(8, "big") for _ in range(count)]
+
+
+def _kept(cache: CachePolicy, count: int) -> list[Any]:
+    keys = _keys(count)
+    cache.insert(keys)
+    cache.release(keys)
+    return keys
+
+
+def _try_evict(cache: CachePolicy, count: int, protected: Any = ()) -> list[Any] | None:
+    return cache.evict(count, protected, _keys(count))
+
+
+def _evict(
+    cache: CachePolicy, count: int, protected: Any = (), incoming: Sequence[Any] | None = None
+) -> list[Any]:
+    evicted = cache.evict(count, protected, incoming or _keys(count))
+    assert evicted is not None, f"{count} candidates were there, and none gave way"
+    assert len(evicted) == count
+    return evicted
+
+
+def _some(numbers: random.Random, keys: set[Any]) -> list[Any]:
+    return numbers.sample(sorted(keys), min(len(keys), numbers.randint(0, 3)))
+
+
+def _effort(cache: Any, capacity: int) -> int:
+    """Return how often keys are looked up in a hundred rounds of a full cache."""
+    numbers = itertools.count()
+    kept = [_Key(next(numbers)) for _ in range(capacity)]
+    cache.insert(kept)
+    cache.release(kept)
+    before = _Key.lookups
+    for number in range(100):
+        new = [_Key(next(numbers))]
+        cache.pin(kept[capacity // 2 : capacity // 2 + 1])
+        cache.release(kept[capacity // 2 : capacity // 2 + 1])
+        cache.touch(kept[capacity // 2 : capacity // 2 + 1])
+        evicted = cache.evict(1, frozenset(kept[:1]), new)
+        assert evicted is not None
+        cache.insert(new)
+        cache.release(new)
+        if number % 2:
+            cache.remove(new)
+            cache.insert(new)
+            cache.release(new)
+    return _Key.lookups - before

@@ -1,0 +1,575 @@
+"""The tests that every offloading spec has to pass; the built-in ones pass them, too.
+
+Subclass it in a test module of your own::
+
+    from wtransfer.testing.spec import SpecConformance
+
+
+    class TestMine(SpecConformance):
+        spec = "mine"
+        options = {"folder": "/tmp/mine"}
+        size_option = "bytes_to_use"
+
+Manager and worker run in this process, with real tensors, and everything that passes between them
+is copied as it would be between processes. Tests cannot be overridden, except by one that says why
+the spec may fail it::
+
+        @pytest.mark.xfail(reason="my tier keeps one group only")
+        def test_groups_of_layers_are_kept_apart(self, host):
+            super().test_groups_of_layers_are_kept_apart(host)
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from wtransfer.errors import BlockNotKeptError
+from wtransfer.host.registry import registry
+from wtransfer.specs.factory import OffloadingSpecFactory
+from wtransfer.specs.interface import LookupResult
+from wtransfer.testing.excuses import check_excused
+from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.spec_host import Geometry, Shelf, SpecHost, config_of, key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from wtransfer.config import OffloadingConfig
+    from wtransfer.specs.interface import LoadStoreSpec, OffloadingSpec, OffloadingWorker
+
+    MakeHost = Callable[..., SpecHost]
+
+GEOMETRIES = {
+    "one layer": Geometry(num_layers=1),
+    "many layers of small pages": Geometry(num_layers=48, page_nbytes=64),
+    "one token per block": Geometry(num_layers=4, page_nbytes=32, block_size=1, num_blocks=256),
+    "large pages": Geometry(num_layers=2, page_nbytes=2**18, block_size=128, num_blocks=12),
+    "pages of no round size": Geometry(num_layers=3, page_nbytes=16 * 37),
+}
+"""Caches whose blocks must come back."""
+FEW = Geometry(num_layers=2, page_nbytes=2**15)
+"""A cache with blocks so large that headers and alignment do not count."""
+NUM_FEW = 8
+"""About so many of its blocks are given room where blocks shall give way."""
+
+
+class SpecConformance:
+    """Subclass it with a name that starts with ``Test``, and say which spec is meant."""
+
+    spec: ClassVar[str] = ""
+    """Name of the spec, as a user would write it."""
+    spec_cls: ClassVar[type | None] = None
+    """Instead of a name: the class of a spec that is not installed."""
+    options: ClassVar[dict[str, Any]] = {}
+    """Its options."""
+    size_option: ClassVar[str] = ""
+    """The option that says how many bytes may be kept. Without one, nothing can be made to give
+    way, and the tests about that are skipped."""
+    deadline_s: ClassVar[float] = 10.0
+    """Bound on every wait, in seconds."""
+    ends_within_s: ClassVar[float] = 5.0
+    """Longest that a shutdown may take while jobs are under way, and that something of it may be
+    left afterwards, in seconds."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_excused(cls, SpecConformance)
+
+    def reach(self, worker: OffloadingWorker, where: LoadStoreSpec) -> memoryview | None:
+        """Return bytes of the one block that is kept there, to be damaged by a test.
+
+        Override it; None: they cannot be reached.
+        """
+        del worker, where
+        return None
+
+    # -- what the tests get
+
+    @pytest.fixture
+    def make_spec(self) -> Callable[[OffloadingConfig], OffloadingSpec]:
+        """Makes specs of the class that is tested."""
+        name = self.spec or _registered(self.spec_cls)
+
+        def make(config: OffloadingConfig) -> OffloadingSpec:
+            assert isinstance(config.extra_config, dict)
+            config.extra_config["spec_name"] = name
+            return OffloadingSpecFactory.create_spec(config)
+
+        return make
+
+    @pytest.fixture
+    def host(self, make_spec: Any) -> Iterator[MakeHost]:
+        """Makes hosts of this spec that are closed at the end of the test."""
+        hosts: list[SpecHost] = []
+
+        def make(geometry: Geometry = FEW, num_kept: int = 64) -> SpecHost:
+            options = self._options_for(geometry, num_kept)
+            made = SpecHost(make_spec, geometry, options, self.deadline_s)
+            hosts.append(made)
+            return made
+
+        yield make
+        while hosts:
+            hosts.pop().close()
+
+    @pytest.fixture
+    def small_host(self, host: MakeHost) -> SpecHost:
+        """A host whose tier is too small for its cache."""
+        if not self.size_option:
+            pytest.skip("size_option is not given: this tier cannot be made small")
+        return host(num_kept=NUM_FEW)
+
+    def _options_for(self, geometry: Geometry, num_kept: int) -> dict[str, Any]:
+        # Room for headers and alignment, which count with small blocks.
+        nbytes = num_kept * (geometry.chunk_nbytes + 2**13) + 2**16
+        size = {self.size_option: nbytes} if self.size_option else {}
+        return {**self.options, **size}
+
+    # -- bytes
+
+    @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+    def test_blocks_come_back_as_they_were(self, host: MakeHost, geometry: Geometry) -> None:
+        """To any block of the cache, in any order, and nowhere else."""
+        made = host(geometry, num_kept=8)
+        keys = [key_of(number) for number in range(4)]
+        for block in range(geometry.num_blocks):
+            made.write(block, seed=block)
+        stored = [made.read(block) for block in (7, 1, 4, 2)]
+        made.store(keys, [7, 1, 4, 2])
+        expected = made.everything()
+        for key, block in ((2, 9), (0, 3), (3, 0), (1, 7)):
+            expected[block] = stored[key]
+        assert made.load([keys[2], keys[0], keys[3], keys[1]], [9, 3, 0, 7])
+        assert made.everything() == expected
+
+    def test_one_block_may_be_loaded_many_times(self, host: MakeHost) -> None:
+        """Into several blocks at once, and again later."""
+        made = host()
+        made.write(0, seed=1)
+        made.store([key_of(1)], [0])
+        for blocks in ([1, 2, 3], [4]):
+            assert made.load([key_of(1)] * len(blocks), blocks)
+            assert {made.read(block) for block in blocks} == {made.read(0)}
+
+    def test_what_is_stored_later_is_another_block(self, host: MakeHost) -> None:
+        """The cache's block is free once its store has finished."""
+        made = host()
+        made.write(0, seed=1)
+        first = made.read(0)
+        made.store([key_of(1)], [0])
+        made.write(0, seed=2)
+        made.store([key_of(2)], [0])
+        assert made.load([key_of(1), key_of(2)], [1, 2])
+        assert (made.read(1), made.read(2)) == (first, made.read(0))
+
+    def test_groups_of_layers_are_kept_apart(self, host: MakeHost) -> None:
+        """One job moves blocks of several groups; equal numbers mean different blocks."""
+        made = host(Geometry(num_groups=2))
+        keys = [key_of(1, group=0), key_of(2, group=0), key_of(1, group=1)]
+        for block in range(made.geometry.num_blocks):
+            made.write(block, seed=block, group=0)
+            made.write(block, seed=1000 + block, group=1)
+        ctx = made.request()
+        prepared = made.manager.prepare_store(keys, ctx)
+        assert prepared is not None
+        job = made.submit_store([5, 6, 7], prepared.store_spec, group_sizes=[2, 1])
+        assert made.succeeded(job)
+        made.manager.complete_store(keys, ctx)
+        expected = made.everything()
+        second = made.geometry.num_blocks
+        for destination, source in ((1, 5), (2, 6), (second + 2, second + 7)):
+            expected[destination] = expected[source]
+        where = made.manager.prepare_load(keys, ctx)
+        assert made.succeeded(made.submit_load([1, 2, 2], where, group_sizes=[2, 1]))
+        assert made.everything() == expected
+
+    def test_several_blocks_may_be_kept_as_one(self, host: MakeHost) -> None:
+        """And only the later ones of them be loaded."""
+        made = host(Geometry(blocks_per_chunk=2))
+        blocks = [3, 8, 1, 5]
+        for block in blocks:
+            made.write(block, seed=block)
+        ctx, keys = made.request(), [key_of(1), key_of(2)]
+        prepared = made.manager.prepare_store(keys, ctx)
+        assert prepared is not None
+        assert made.succeeded(made.submit_store(blocks, prepared.store_spec))
+        made.manager.complete_store(keys, ctx)
+        where = made.manager.prepare_load(keys, ctx)
+        job = made.submit_load([10, 11, 12], where, block_indices=[1])
+        assert made.succeeded(job)
+        assert [made.read(block) for block in (10, 11, 12)] == [made.read(b) for b in (8, 1, 5)]
+
+    def test_a_damaged_block_is_not_loaded(self, host: MakeHost) -> None:
+        """The job fails, and no byte of the cache is touched. Needs `reach`."""
+        made = host()
+        made.write(0, seed=1)
+        prepared = made.store([key_of(1)], [0])
+        assert prepared is not None
+        memory = self.reach(made.worker, prepared.store_spec)
+        if memory is None:
+            pytest.skip("reach() is not overridden: the kept bytes cannot be damaged")
+        memory[len(memory) // 2] ^= 1
+        before = made.everything()
+        assert not made.load([key_of(1)], [1])
+        assert made.everything() == before
+
+    # -- who is kept
+
+    def test_a_block_is_a_hit_when_its_store_is_complete(self, host: MakeHost) -> None:
+        """Neither before nor without it."""
+        made = host()
+        ctx, key = made.request(), key_of(1)
+        assert made.manager.lookup(key, ctx) is LookupResult.MISS
+        prepared = made.manager.prepare_store([key], ctx)
+        assert prepared is not None
+        assert prepared.keys_to_store == [key]
+        assert made.manager.lookup(key, ctx) is not LookupResult.HIT
+        assert made.succeeded(made.submit_store([0], prepared.store_spec))
+        assert made.manager.lookup(key, ctx) is not LookupResult.HIT
+        made.manager.complete_store([key], ctx)
+        assert made.manager.lookup(key, ctx) is LookupResult.HIT
+        assert made.manager.lookup(key_of(2), ctx) is LookupResult.MISS
+
+    def test_only_what_is_new_is_stored(self, host: MakeHost) -> None:
+        """In the order that was asked for, each once."""
+        made = host()
+        made.store([key_of(1)], [0])
+        keys = [key_of(number) for number in (3, 1, 2, 3)]
+        prepared = made.manager.prepare_store(keys, made.request())
+        assert prepared is not None
+        assert prepared.keys_to_store == [key_of(3), key_of(2)]
+
+    def test_a_failed_store_is_forgotten(self, host: MakeHost) -> None:
+        """And may be done again, with the bytes that are right then."""
+        made = host()
+        ctx, key = made.request(), key_of(1)
+        made.write(0, seed=1)
+        prepared = made.manager.prepare_store([key], ctx)
+        assert prepared is not None
+        assert made.succeeded(made.submit_store([0], prepared.store_spec))
+        made.manager.complete_store([key], ctx, success=False)
+        assert made.manager.lookup(key, ctx) is LookupResult.MISS
+        made.write(0, seed=2)
+        made.store([key], [0])
+        assert made.load([key], [1])
+        assert made.read(1) == made.read(0)
+
+    def test_what_is_not_kept_cannot_be_loaded(self, host: MakeHost) -> None:
+        """The error is a `BlockNotKeptError`, and the hits beside it are not pinned."""
+        made = host()
+        made.store([key_of(1)], [0])
+        before = dict(made.manager.get_stats())
+        with pytest.raises(BlockNotKeptError):
+            made.manager.prepare_load([key_of(1), key_of(2)], made.request())
+        assert dict(made.manager.get_stats()) == before
+
+    # -- who gives way
+
+    def test_room_is_made_and_what_is_left_is_right(self, small_host: SpecHost) -> None:
+        """Three times as many blocks as there is room for; whatever is a hit has its bytes."""
+        shelf = Shelf(small_host)
+        num_kept = len(shelf.fill())
+        assert num_kept > 1, "the tier keeps one block only"
+        for _ in range(2 * num_kept):
+            assert shelf.add() is not None
+        ctx = small_host.request()
+        found = {key: small_host.manager.lookup(key, ctx) for key in shelf.bytes_of}
+        hits = [key for key, result in found.items() if result is LookupResult.HIT]
+        assert sorted(hits) == sorted(shelf.order)
+        for key in hits:
+            assert small_host.load([key], [1])
+            assert small_host.read(1) == shelf.bytes_of[key]
+
+    def test_what_is_being_loaded_stays(self, small_host: SpecHost) -> None:
+        """Whatever is stored meanwhile, and until the last of several loads has ended."""
+        shelf = Shelf(small_host)
+        key = shelf.fill()[0]
+        first, second = small_host.request(), small_host.request()
+        where = small_host.manager.prepare_load([key], first)
+        small_host.manager.prepare_load([key], second)
+        for ctx in (first, second):
+            for _ in range(2 * len(shelf.order)):
+                shelf.add()
+            assert small_host.manager.lookup(key, ctx) is LookupResult.HIT
+            small_host.manager.complete_load([key], first)
+        assert small_host.succeeded(small_host.submit_load([1], where))
+        assert small_host.read(1) == shelf.bytes_of[key]
+
+    def test_room_is_made_for_all_or_for_none(self, small_host: SpecHost) -> None:
+        """A refusal changes nothing: who was kept is kept, and as many blocks fit as before."""
+        shelf = Shelf(small_host)
+        kept = shelf.fill()
+        small_host.manager.prepare_load(kept[1:], small_host.request())
+        events = list(small_host.manager.take_events())
+        del events
+        new = [key_of(10**6 + number) for number in range(2)]
+        assert small_host.manager.prepare_store(new, small_host.request()) is None
+        ctx = small_host.request()
+        assert {small_host.manager.lookup(key, ctx) for key in kept} == {LookupResult.HIT}
+        assert {small_host.manager.lookup(key, ctx) for key in new} == {LookupResult.MISS}
+        assert list(small_host.manager.take_events()) == []
+        prepared = small_host.manager.prepare_store(new[:1], small_host.request())
+        assert prepared is not None
+        assert prepared.evicted_keys == [kept[0]]
+
+    def test_what_is_being_stored_stays(self, small_host: SpecHost) -> None:
+        """Its place is nobody else's until the store is complete."""
+        shelf = Shelf(small_host)
+        ctx, key = small_host.request(), key_of(10**6)
+        small_host.write(1, seed=10**6)
+        prepared = small_host.manager.prepare_store([key], ctx)
+        assert prepared is not None
+        num_kept = len(shelf.fill())
+        for _ in range(2 * num_kept):
+            shelf.add()
+        assert small_host.succeeded(small_host.submit_store([1], prepared.store_spec))
+        small_host.manager.complete_store([key], ctx)
+        assert small_host.load([key], [2])
+        assert small_host.read(2) == small_host.read(1)
+        for other in shelf.order:
+            assert small_host.load([other], [2])
+            assert small_host.read(2) == shelf.bytes_of[other]
+
+    def test_a_load_from_a_place_that_was_given_away_gives_no_other_bytes(
+        self, small_host: SpecHost
+    ) -> None:
+        """Though the host asks for them: the worker sees what is there."""
+        shelf = Shelf(small_host)
+        ctx = small_host.request()
+        places = {}
+        for key in shelf.fill():
+            places[key] = small_host.manager.prepare_load([key], ctx)
+            small_host.manager.complete_load([key], ctx)
+        for _ in range(3 * len(places)):
+            shelf.add()
+        gone = [key for key in places if small_host.manager.lookup(key, ctx) is LookupResult.MISS]
+        assert gone, "nothing gave way"
+        for key in gone:
+            before = small_host.everything()
+            if small_host.succeeded(small_host.submit_load([1], places[key])):
+                # Where places have the names of their blocks, they may still be right.
+                assert small_host.read(1) == shelf.bytes_of[key]
+                before[1] = shelf.bytes_of[key]
+            assert small_host.everything() == before
+
+    def test_a_busy_day(self, small_host: SpecHost) -> None:
+        """Requests that look up, load and store in any order; every hit has its bytes."""
+        numbers = random.Random(7)  # noqa: S311  # no secret
+        num_blocks = 3 * NUM_FEW
+        num_loaded = 0
+        for _ in range(200):
+            ctx = small_host.request()
+            first = numbers.randrange(num_blocks)
+            keys = [key_of(n % num_blocks) for n in range(first, first + numbers.randint(1, 4))]
+            small_host.manager.touch(keys, ctx)
+            found = [small_host.manager.lookup(key, ctx) for key in keys]
+            hits = [k for k, f in zip(keys, found, strict=True) if f is LookupResult.HIT]
+            if hits:
+                assert small_host.load(hits, range(8, 8 + len(hits)), ctx)
+                num_loaded += len(hits)
+            for block, key in enumerate(hits, start=8):
+                small_host.write(0, seed=int.from_bytes(key[16:48], "big"))
+                assert small_host.read(block) == small_host.read(0)
+            for block, key in enumerate(keys):
+                small_host.write(block, seed=int.from_bytes(key[16:48], "big"))
+            small_host.store(keys, range(len(keys)), ctx)
+            small_host.manager.on_request_finished(ctx)
+        assert num_loaded > 0, "nothing was ever found again"
+
+    # -- completions
+
+    def test_completions_that_come_twice_do_nothing(self, small_host: SpecHost) -> None:
+        """Not even where another request holds the same block."""
+        shelf = Shelf(small_host)
+        key = shelf.fill()[0]
+        first, second = small_host.request(), small_host.request()
+        small_host.manager.prepare_load([key], first)
+        small_host.manager.prepare_load([key], second)
+        for _ in range(3):
+            small_host.manager.complete_load([key], first)
+            small_host.manager.complete_store([key], first, success=False)
+        for _ in range(3 * len(shelf.order)):
+            shelf.add()
+        assert small_host.manager.lookup(key, second) is LookupResult.HIT
+
+    def test_completions_of_what_never_was_do_nothing(self, host: MakeHost) -> None:
+        """They are late, or somebody else's."""
+        made = host()
+        ctx = made.request()
+        made.manager.complete_load([key_of(1)], ctx)
+        made.manager.complete_store([key_of(1)], ctx)
+        assert made.manager.lookup(key_of(1), ctx) is LookupResult.MISS
+
+    # -- jobs
+
+    def test_every_job_is_reported_once(self, host: MakeHost) -> None:
+        """Many at a time, waited for or not."""
+        made = host()
+        ctx = made.request()
+        jobs = []
+        for number in range(20):
+            made.write(number, seed=number)
+            prepared = made.manager.prepare_store([key_of(number)], ctx)
+            assert prepared is not None
+            jobs.append(made.submit_store([number], prepared.store_spec))
+        made.worker.wait(set(jobs[:5]))
+        made.collect()
+        assert set(jobs[:5]) <= set(made.finished), "wait() returned before its jobs had ended"
+        end = time.monotonic() + self.deadline_s
+        while set(made.finished) != set(jobs):
+            assert time.monotonic() < end, f"only {sorted(made.finished)} were reported"
+            made.collect()
+        assert made.collect() == []
+        assert all(result.success for result in made.finished.values())
+
+    def test_waiting_for_what_is_not_there_ends(self, host: MakeHost) -> None:
+        """For jobs that nobody began, and for those that were reported already."""
+        made = host()
+        prepared = made.store([key_of(1)], [0])
+        assert prepared is not None
+        made.worker.wait({*made.finished, 10**9})
+        made.worker.wait(set())
+        assert made.collect() == []
+
+    # -- all at once
+
+    def test_a_reset_forgets_everything(self, host: MakeHost) -> None:
+        """What is being loaded is no hit any more, and its load ends well."""
+        made = host()
+        keys = [key_of(number) for number in range(3)]
+        for block in range(3):
+            made.write(block, seed=block)
+        made.store(keys, [0, 1, 2])
+        ctx = made.request()
+        where = made.manager.prepare_load(keys[:1], ctx)
+        made.manager.reset_cache()
+        assert {made.manager.lookup(key, ctx) for key in keys} == {LookupResult.MISS}
+        assert made.succeeded(made.submit_load([5], where))
+        assert made.read(5) == made.read(0)
+        made.manager.complete_load(keys[:1], ctx)
+        assert made.manager.lookup(keys[0], ctx) is LookupResult.MISS
+        made.store(keys, [2, 1, 0])
+        assert made.load(keys, [8, 9, 10])
+        assert [made.read(block) for block in (8, 9, 10)] == [made.read(b) for b in (2, 1, 0)]
+
+    def test_blocks_of_earlier_weights_are_not_in_the_way(self, small_host: SpecHost) -> None:
+        """After a change, blocks are stored and loaded as before."""
+        shelf = Shelf(small_host)
+        shelf.fill()
+        for _ in range(3):
+            small_host.manager.weights_changed()
+            assert shelf.add() is not None
+            key = shelf.order[-1]
+            assert small_host.load([key], [1])
+            assert small_host.read(1) == shelf.bytes_of[key]
+
+    # -- what is told
+
+    def test_events_say_what_is_kept(self, small_host: SpecHost) -> None:
+        """Whoever only hears them knows the same as who asks; a spec may leave them out."""
+        shelf = Shelf(small_host)
+        shelf.fill()
+        for _ in range(10):
+            shelf.add()
+        known: set[bytes] = set()
+        events = list(small_host.manager.take_events())
+        if not events:
+            pytest.skip("this spec tells no events")
+        for event in events:
+            assert known.issuperset(event.keys) == event.removed
+            known = known - set(event.keys) if event.removed else known | set(event.keys)
+            assert len(known) <= len(shelf.order), "removals come before what takes their place"
+        ctx = small_host.request()
+        hits = {k for k in shelf.bytes_of if small_host.manager.lookup(k, ctx) is LookupResult.HIT}
+        assert known == hits
+
+    def test_numbers_are_plain_and_counters_rise(self, host: MakeHost) -> None:
+        """Names and numbers; those whose names end in ``_total`` never fall."""
+        made = host()
+        before = _stats(made)
+        for number in range(3):
+            made.store([key_of(number)], [0])
+            assert made.load([key_of(number)], [1])
+            made.manager.reset_cache()
+        after = _stats(made)
+        fallen = [k for k, v in before.items() if k.endswith("_total") and after.get(k, 0) < v]
+        assert fallen == []
+
+    # -- beginning and end
+
+    def test_constructors_take_nothing(self, make_spec: Any, host: MakeHost) -> None:
+        """Neither threads nor memory: a spec is made on the scheduler's side, too."""
+        host().close()
+        config = config_of(FEW, self._options_for(FEW, NUM_FEW))
+        leftovers = Leftovers()
+        made = make_spec(config)
+        assert leftovers.found(within_s=0) == []
+        del made
+
+    def test_each_side_is_made_once(self, make_spec: Any) -> None:
+        """Asked again, a spec returns the same object."""
+        spec = make_spec(config_of(FEW, self._options_for(FEW, NUM_FEW)))
+        manager = spec.get_manager()
+        assert spec.get_manager() is manager
+        manager.shutdown()
+
+    def test_shutting_down_twice_does_nothing(self, host: MakeHost) -> None:
+        """Also in the other order, and before anything was done."""
+        made = host()
+        made.close()
+        made.manager.shutdown()
+        made.worker.shutdown()
+        used = host()
+        used.store([key_of(1)], [0])
+        used.close()
+        used.close()
+
+    def test_shutting_down_ends_what_runs(self, host: MakeHost) -> None:
+        """Jobs under way end one way or the other, and soon."""
+        made = host(Geometry(num_layers=2, page_nbytes=2**20, num_blocks=16), num_kept=16)
+        ctx = made.request()
+        prepared = made.manager.prepare_store([key_of(number) for number in range(16)], ctx)
+        assert prepared is not None
+        made.submit_store(range(16), prepared.store_spec)
+        begun = time.monotonic()
+        made.close()
+        assert time.monotonic() - begun < self.ends_within_s
+
+    def test_nothing_is_left(self, host: MakeHost) -> None:
+        """No thread, descriptor or shared memory, a while after everything was closed."""
+
+        def live() -> None:
+            made = host()
+            made.store([key_of(1), key_of(2)], [0, 1])
+            assert made.load([key_of(2)], [3])
+            made.close()
+
+        # What is made once in a process and kept, such as a pool of threads, is no leftover.
+        live()
+        leftovers = Leftovers()
+        live()
+        live()
+        assert leftovers.found(self.ends_within_s) == []
+
+
+def _registered(spec_cls: type | None) -> str:
+    """Register a class that has no name, once, and return its name."""
+    assert spec_cls is not None, "state the spec or the spec_cls that is tested"
+    name = f"conformance of {spec_cls.__qualname__} at {id(spec_cls):x}"
+    if not registry("specs").registered(name):
+        registry("specs").register(name, spec_cls)
+    return name
+
+
+def _stats(host: SpecHost) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    for side in ("manager", "worker"):
+        for name, value in getattr(host, side).get_stats().items():
+            assert isinstance(name, str)
+            assert isinstance(value, (int, float)), f"{name} is {value!r}, which is no number"
+            found[f"{side} {name}"] = value
+    return found
