@@ -12,7 +12,7 @@ from arena_rig import Rig, key
 
 from wtransfer.blocks import BlockHeader
 from wtransfer.errors import to_wire
-from wtransfer.specs.arena import ArenaPart
+from wtransfer.specs.arena.arena import ArenaPart
 
 MAX_DATAGRAM = 1 << 16
 

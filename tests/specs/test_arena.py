@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from wtransfer.blocks import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.errors import OffloadingOptionError, StagingMemoryError, TruncatedError
-from wtransfer.specs import seat as seat_module
-from wtransfer.specs.arena import ArenaPart, make_segment
-from wtransfer.specs.headers import HeaderForm, differ
-from wtransfer.specs.layout import ArenaLayout
-from wtransfer.specs.seat import Seat
+from wtransfer.specs.arena import seat as seat_module
+from wtransfer.specs.arena.arena import ArenaPart, make_segment
+from wtransfer.specs.arena.headers import HeaderForm, differ
+from wtransfer.specs.arena.layout import ArenaLayout
+from wtransfer.specs.arena.seat import Seat
 from wtransfer.transport.memory import Segment
 
 GEOMETRY = bytes(range(16))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.specs import caches, pages
-from wtransfer.specs.device_pages import DevicePages
-from wtransfer.specs.pages import HostPages, page_of
+from wtransfer.specs.copying import caches, pages
+from wtransfer.specs.copying.device_pages import DevicePages
+from wtransfer.specs.copying.pages import HostPages, page_of
 
 CACHES = {
     "one token": {"layers": "even", "page_nbytes": (256,), "num_layers": 2},
@@ -59,8 +59,8 @@ def test_blocks_come_back_into_other_blocks_and_nothing_else_changes(
 
 @pytest.mark.parametrize("step_nbytes", [1, 5000, 1 << 20])
 def test_jobs_of_many_steps_are_whole(side, make_rig, arena_rig, monkeypatch, step_nbytes):
-    monkeypatch.setattr("wtransfer.specs.copier.TASK_NBYTES", step_nbytes * 2)
-    monkeypatch.setattr("wtransfer.specs.copier.STEP_NBYTES", step_nbytes)
+    monkeypatch.setattr("wtransfer.specs.copying.copier.TASK_NBYTES", step_nbytes * 2)
+    monkeypatch.setattr("wtransfer.specs.copying.copier.STEP_NBYTES", step_nbytes)
     rig = make_rig(num_blocks=200, num_slots=200).fill()
     keys = [arena_rig.key(n) for n in range(200)]
     slots = list(range(200))[::-1]

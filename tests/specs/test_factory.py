@@ -27,7 +27,7 @@ from wtransfer.specs.constructors import constructor_of
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import OffloadingManager, OffloadingSpec
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.older import OlderSpec
+from wtransfer.specs.older.spec import OlderSpec
 
 SERVING = ServingConfig(
     parallel_config=ParallelConfig(rank=1, world_size=2, tensor_parallel_size=2),

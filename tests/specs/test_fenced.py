@@ -12,7 +12,7 @@ import pytest
 
 from wtransfer.blocks import fence_key, host_key
 from wtransfer.errors import BlockNotKeptError
-from wtransfer.specs.fence_spoiled import SpoiledBlocks
+from wtransfer.specs.fence.spoiled import SpoiledBlocks
 from wtransfer.specs.fenced import (
     BlockWitnesses,
     FencedLoadStoreSpec,
@@ -407,7 +407,7 @@ def test_a_load_that_failed_as_the_weights_had_gone_spoils_nothing(manager):
 
 
 def test_the_memory_of_spoiled_blocks_is_bounded(monkeypatch):
-    monkeypatch.setattr("wtransfer.specs.fence_spoiled.MAX_SPOILED", 3)
+    monkeypatch.setattr("wtransfer.specs.fence.spoiled.MAX_SPOILED", 3)
     spoiled = SpoiledBlocks()
     keys = [fence_key(KEY, str(number)) for number in range(5)]
     spoiled.add(keys)

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from wtransfer.specs.fence_marks import FenceNote
-from wtransfer.specs.fence_worker import FencedWorker
+from wtransfer.specs.fence.marks import FenceNote
+from wtransfer.specs.fence.worker import FencedWorker
 
 PARTS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("fence_world.py"))))
 MAX_RANKS = 3

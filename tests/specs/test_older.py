@@ -28,9 +28,9 @@ from wtransfer.specs.interface import (
     TransferResult,
 )
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.older import OlderManager, OlderSpec, todays
-from wtransfer.specs.older_caches import seed_caches
-from wtransfer.specs.older_worker import HandlersWorker
+from wtransfer.specs.older.caches import seed_caches
+from wtransfer.specs.older.spec import OlderManager, OlderSpec, todays
+from wtransfer.specs.older.worker import HandlersWorker
 from wtransfer.testing.spec import SpecConformance
 from wtransfer.weights import ProcessWeights
 

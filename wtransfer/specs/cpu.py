@@ -13,15 +13,15 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import OffloadingOptionError
-from wtransfer.specs.caches import geometries_of, pages_of
-from wtransfer.specs.copier import Copier
+from wtransfer.specs.arena.headers import HeaderForm
+from wtransfer.specs.arena.layout import ArenaLayout
+from wtransfer.specs.arena.seat import Seat
+from wtransfer.specs.copying.caches import geometries_of, pages_of
+from wtransfer.specs.copying.copier import Copier
 from wtransfer.specs.cpu_options import CPUOffloadingOptions
 from wtransfer.specs.cpu_worker import CPUOffloadingWorker
-from wtransfer.specs.headers import HeaderForm
 from wtransfer.specs.interface import OffloadingSpec
-from wtransfer.specs.layout import ArenaLayout
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.seat import Seat
 
 if TYPE_CHECKING:
     from wtransfer.config import OffloadingConfig

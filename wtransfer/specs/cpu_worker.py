@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from wtransfer.errors import ForkedError
-from wtransfer.specs.chunks import Bounds, Chunks, MalformedJobError, chunks_of
-from wtransfer.specs.device_pages import Pinned
+from wtransfer.specs.copying.chunks import Bounds, Chunks, MalformedJobError, chunks_of
+from wtransfer.specs.copying.device_pages import Pinned
+from wtransfer.specs.copying.jobs import Job, Jobs
 from wtransfer.specs.interface import OffloadingWorker
-from wtransfer.specs.jobs import Job, Jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from wtransfer.specs.arena import ArenaPart
-    from wtransfer.specs.copier import Copier
+    from wtransfer.specs.arena.arena import ArenaPart
+    from wtransfer.specs.arena.seat import Seat
+    from wtransfer.specs.copying.copier import Copier
+    from wtransfer.specs.copying.jobs import Kind
     from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec, TransferResult
-    from wtransfer.specs.jobs import Kind
-    from wtransfer.specs.seat import Seat
 
 logger = logging.getLogger(__name__)
 

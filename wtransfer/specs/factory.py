@@ -19,7 +19,7 @@ from wtransfer.specs.configs import (
     to_serving_config,
 )
 from wtransfer.specs.constructors import constructor_of
-from wtransfer.specs.older import todays
+from wtransfer.specs.older.spec import todays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

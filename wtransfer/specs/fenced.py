@@ -24,17 +24,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.specs.fence_manager import FencedManager
-from wtransfer.specs.fence_marks import (
+from wtransfer.specs.fence.manager import FencedManager
+from wtransfer.specs.fence.marks import (
     BlockWitnesses,
     FencedLoadStoreSpec,
     Stamps,
     instance_fingerprint,
     known_stamps,
 )
-from wtransfer.specs.fence_worker import FencedWorker
+from wtransfer.specs.fence.worker import FencedWorker
 from wtransfer.specs.interface import CanonicalKVCaches, OffloadingSpec
-from wtransfer.specs.older import todays
+from wtransfer.specs.older.spec import todays
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:

@@ -254,7 +254,7 @@ class OffloadingManager(ABC):
     """Decides what is kept, and where. One thread calls it; nothing in it may block.
 
     A manager in the seed's style is asked for many blocks at once, ``lookup(block_hashes)``, and
-    hears of no requests; `wtransfer.specs.older` lets hosts of today ask it.
+    hears of no requests; `wtransfer.specs.older.spec` lets hosts of today ask it.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -497,5 +497,5 @@ def _only_handlers(self: OffloadingSpec, kv_caches: CanonicalKVCaches) -> Offloa
     """Say that this spec has handlers."""
     raise NotImplementedError(
         f"{type(self).__qualname__} is a spec in the seed's style, with get_handlers and without "
-        "get_worker: wrap it with wtransfer.specs.older.todays(spec)"
+        "get_worker: wrap it with wtransfer.specs.older.spec.todays(spec)"
     )

@@ -15,7 +15,7 @@ from wtransfer.demo.serving.cache import PagedCache
 from wtransfer.demo.serving.model import PagedTransformer
 from wtransfer.demo.serving.shape import CacheShape, ServedShape
 from wtransfer.demo.serving.shards import Shards
-from wtransfer.specs.layout import ArenaLayout
+from wtransfer.specs.arena.layout import ArenaLayout
 
 NEW_TOKENS = 4
 PATIENCE_S = 30.0

@@ -15,7 +15,8 @@ from wtransfer.bench.offload import NUM_LAYERS
 from wtransfer.blocks import fence_key, make_offload_key
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import DigestMismatchError
-from wtransfer.specs.copy_threads import NICENESS
+from wtransfer.specs.arena.layout import stride_of
+from wtransfer.specs.copying.threads import NICENESS
 from wtransfer.specs.cpu import CPUOffloadingSpec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
@@ -23,7 +24,6 @@ from wtransfer.specs.interface import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from wtransfer.specs.layout import stride_of
 from wtransfer.specs.slots import ArenaLoadStoreSpec
 
 if TYPE_CHECKING:

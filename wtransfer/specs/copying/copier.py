@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from wtransfer.blocks import CHECKSUM_NBYTES, Mismatch, checksum
-from wtransfer.specs.headers import checksums, differ, payload_nbytes
+from wtransfer.specs.arena.headers import checksums, differ, payload_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from wtransfer.specs.arena import ArenaPart, Look
-    from wtransfer.specs.chunks import Chunks
-    from wtransfer.specs.headers import HeaderForm
-    from wtransfer.specs.pages import GroupPages, Numbers, Places
+    from wtransfer.specs.arena.arena import ArenaPart, Look
+    from wtransfer.specs.arena.headers import HeaderForm
+    from wtransfer.specs.copying.chunks import Chunks
+    from wtransfer.specs.copying.pages import GroupPages, Numbers, Places
 
 Reason = Mismatch | Literal["reused", "malformed", "shutdown", "error"]
 """Why a job failed. *reused*: the slot was given to another block meanwhile. *malformed*: its two

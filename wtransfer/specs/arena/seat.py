@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wtransfer.specs.arena import ArenaPart, make_segment, memory_errors
-from wtransfer.specs.meeting import Meeting
+from wtransfer.specs.arena.arena import ArenaPart, make_segment, memory_errors
+from wtransfer.specs.arena.meeting import Meeting
 
 if TYPE_CHECKING:
-    from wtransfer.specs.layout import ArenaLayout
+    from wtransfer.specs.arena.layout import ArenaLayout
 
 
 class Seat:

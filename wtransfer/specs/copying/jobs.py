@@ -17,15 +17,15 @@ import numpy as np
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
-from wtransfer.specs.copier import RefusedError
-from wtransfer.specs.copy_threads import NICENESS, CopyThreads
+from wtransfer.specs.copying.copier import RefusedError
+from wtransfer.specs.copying.threads import NICENESS, CopyThreads
 from wtransfer.specs.interface import TransferResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from wtransfer.specs.copier import Reason
-    from wtransfer.specs.pages import Numbers
+    from wtransfer.specs.copying.copier import Reason
+    from wtransfer.specs.copying.pages import Numbers
 
     Step = Callable[[], int]
     """Copies some blocks and returns how many bytes; raises RefusedError, or anything."""

@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from wtransfer.specs.pages import Numbers
+    from wtransfer.specs.copying.pages import Numbers
 
 
 class MalformedJobError(ValueError):

@@ -8,7 +8,7 @@ Four rules, each of which may err by a miss and by nothing else:
    meanwhile has no name.
 3. While a rank's weights are changing, or are not known, nobody is in.
 4. The scheduler may learn of a change late. Jobs therefore carry the note's stamps, and workers,
-   which hold the weights, refuse those of other ones (`wtransfer.specs.fence_worker`).
+   which hold the weights, refuse those of other ones (`wtransfer.specs.fence.worker`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 from wtransfer.blocks import host_key
 from wtransfer.errors import BlockNotKeptError
-from wtransfer.specs.fence_events import FenceEvents
-from wtransfer.specs.fence_marks import (
+from wtransfer.specs.fence.events import FenceEvents
+from wtransfer.specs.fence.marks import (
     BlockWitnesses,
     FencedLoadStoreSpec,
     FenceNote,
     instance_fingerprint,
     known_stamps,
 )
-from wtransfer.specs.fence_spoiled import SpoiledBlocks
+from wtransfer.specs.fence.spoiled import SpoiledBlocks
 from wtransfer.specs.interface import (
     LoadStoreSpec,
     LookupResult,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from wtransfer.blocks import OffloadKey
-    from wtransfer.specs.fence_marks import Stamps
+    from wtransfer.specs.fence.marks import Stamps
     from wtransfer.weights import WeightsStamp
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from wtransfer.specs.interface import (
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
-from wtransfer.specs.older_caches import seed_caches
-from wtransfer.specs.older_worker import HandlersWorker
+from wtransfer.specs.older.caches import seed_caches
+from wtransfer.specs.older.worker import HandlersWorker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from wtransfer.specs.fence_marks import FencedLoadStoreSpec
+from wtransfer.specs.fence.marks import FencedLoadStoreSpec
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
     LoadStoreSpec,

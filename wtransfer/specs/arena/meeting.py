@@ -30,14 +30,14 @@ from wtransfer.errors import (
     SegmentGoneError,
     StallError,
 )
-from wtransfer.specs.arena import make_segment
+from wtransfer.specs.arena.arena import make_segment
 from wtransfer.transport.handover import Borrower, Lender
 from wtransfer.transport.lender import peer_pid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from wtransfer.specs.layout import ArenaLayout
+    from wtransfer.specs.arena.layout import ArenaLayout
     from wtransfer.transport.handover import Shared
     from wtransfer.transport.memory import Segment
 

@@ -4,7 +4,7 @@ Pages that lie at even distances are one array, so that one call into numpy move
 most caches a block's pages are a layer apart, and all layers have one size. numpy lets go of the
 interpreter lock while it copies, and uses one thread.
 
-`wtransfer.specs.device_pages` does the same for a cache on a device.
+`wtransfer.specs.copying.device_pages` does the same for a cache on a device.
 """
 
 from __future__ import annotations

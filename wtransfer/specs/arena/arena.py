@@ -1,11 +1,11 @@
 """The arena: host memory in slots, in which blocks of KV cache rest.
 
 It is one anonymous shared segment (`wtransfer.transport.memory`) that all ranks of a host map. Each
-rank owns a region of it, with a header and a part of every slot (`wtransfer.specs.layout`), takes
-that region from the kernel before it uses it, and is the only one that writes there. The memory has
-no name in any file system, belongs to this user alone, and is gone with its last process, however
-that ends. A rank that ends takes nothing from the others, and finds its blocks again when it is
-started anew.
+rank owns a region of it, with a header and a part of every slot (`wtransfer.specs.arena.layout`),
+takes that region from the kernel before it uses it, and is the only one that writes there. The
+memory has no name in any file system, belongs to this user alone, and is gone with its last
+process, however that ends. A rank that ends takes nothing from the others, and finds its blocks
+again when it is started anew.
 
 A header is written last and taken back first, so that a kill at any moment leaves a block that is
 either whole or refused.
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from wtransfer.specs.headers import Headers
-    from wtransfer.specs.layout import ArenaLayout
+    from wtransfer.specs.arena.headers import Headers
+    from wtransfer.specs.arena.layout import ArenaLayout
 
     Slots = npt.NDArray[np.int64]
     """Numbers of slots."""

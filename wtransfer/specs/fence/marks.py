@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from wtransfer.blocks import OffloadKey
-    from wtransfer.specs.fence_spoiled import SpoiledBlocks
+    from wtransfer.specs.fence.spoiled import SpoiledBlocks
 
 Stamps = tuple[WeightsStamp, ...]
 """What each rank of an instance computes with, in order of rank."""

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer.blocks import BlockGeometry
 from wtransfer.errors import OffloadingOptionError
-from wtransfer.specs.device_pages import DevicePages
-from wtransfer.specs.pages import HostPages, page_of
+from wtransfer.specs.copying.device_pages import DevicePages
+from wtransfer.specs.copying.pages import HostPages, page_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from wtransfer.config import OffloadingConfig
+    from wtransfer.specs.copying.pages import GroupPages, Page
     from wtransfer.specs.interface import CanonicalKVCaches
-    from wtransfer.specs.pages import GroupPages, Page
 
 
 def pages_of(kv_caches: CanonicalKVCaches) -> list[GroupPages]:

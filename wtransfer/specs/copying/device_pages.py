@@ -1,4 +1,4 @@
-"""The same as `wtransfer.specs.pages` for a cache on a device: streams, and pinned arena memory.
+"""What `wtransfer.specs.copying.pages` is, for a cache on a device: streams, and pinned memory.
 
 It has not been run on a GPU yet. Everything here is torch's device-independent interface, and the
 tests run all of it on torch's ``cpu`` device, whose streams and events do nothing: what they cannot
@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from wtransfer.specs.pages import Numbers, Page, Places
+    from wtransfer.specs.copying.pages import Numbers, Page, Places
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Blocks between a cache and the arena: in the background, and proven."""

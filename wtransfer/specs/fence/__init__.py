@@ -1,0 +1,1 @@
+"""The fence around any spec: what it notes, and both of its sides."""

@@ -1,0 +1,1 @@
+"""Specs in the shape of the seed, as specs of today."""
