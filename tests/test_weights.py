@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
+
 import pytest
 
 from wtransfer.weights import ProcessWeights, WeightsStamp, process_weights
@@ -13,14 +17,13 @@ def weights():
 
 
 def test_without_a_model_the_name_is_the_processs_own(weights):
-    assert weights.stamp() == WeightsStamp(weights.stamp().fingerprint, 0)
     assert weights.stamp().fingerprint.startswith("local:")
     assert weights.stamp().fingerprint != ProcessWeights().stamp().fingerprint
 
 
 def test_one_model_gives_its_name(weights):
     weights.hold("f0")
-    assert weights.stamp() == WeightsStamp("f0", 1)
+    assert weights.stamp().fingerprint == "f0"
 
 
 def test_while_a_model_changes_nothing_has_a_name(weights):
@@ -48,13 +51,27 @@ def test_there_and_back_is_the_same_weights_and_another_stamp(weights):
     assert weights.stamp().epoch > before.epoch
 
 
-def test_several_models_have_one_name_whatever_their_order(weights):
-    one, other = ProcessWeights(), ProcessWeights()
-    for each, names in ((one, ("f0", "g0")), (other, ("g0", "f0"))):
-        for name in names:
-            each.hold(name)
-    assert one.stamp().fingerprint == other.stamp().fingerprint
-    assert one.stamp().fingerprint.startswith("several:")
+def test_several_models_have_one_name_which_says_who_has_which(weights):
+    one, other = weights.hold("f0"), weights.hold("g0")
+    before = weights.stamp().fingerprint
+    assert before.startswith("several:")
+    one.settle("g0")
+    other.settle("f0")
+    assert weights.stamp().fingerprint.startswith("several:")
+    assert weights.stamp().fingerprint != before
+    one.settle("f0")
+    other.settle("g0")
+    assert weights.stamp().fingerprint == before
+
+
+def test_no_other_process_knows_which_of_several_models_has_which_weights():
+    names = set()
+    for _ in range(2):
+        made = ProcessWeights()
+        made.hold("f0")
+        made.hold("g0")
+        names.add(made.stamp().fingerprint)
+    assert len(names) == 2
 
 
 def test_a_change_of_any_model_is_a_change_of_all(weights):
@@ -73,8 +90,101 @@ def test_a_model_that_nobody_watches_over_gets_a_name_that_nobody_knows(weights)
     assert after.fingerprint.startswith("local:")
     held.close()
     assert weights.stamp() == after
-    assert weights.hold("f0") is not held
+
+
+def test_a_model_left_alone_is_not_taken_for_the_one_that_stays(weights):
+    weights.hold("f0")
+    names = set()
+    for fingerprint in ("g0", "g1"):
+        weights.hold(fingerprint).close()
+        names.add(weights.stamp().fingerprint)
+    assert "f0" not in names
+    assert len(names) == 2
+
+
+class Model:
+    pass
+
+
+def test_a_model_that_is_watched_over_again_is_known_by_its_weights(weights):
+    model = Model()
+    weights.hold("f0", model).close()
+    assert weights.stamp().fingerprint.startswith("local:")
+    weights.hold("f0", model)
     assert weights.stamp().fingerprint == "f0"
+
+
+def test_a_model_that_is_gone_computes_nothing(weights):
+    weights.hold("f0")
+    draft = Model()
+    weights.hold("g0", draft).close()
+    assert weights.stamp().fingerprint.startswith("several:")
+    before = weights.stamp().epoch
+    del draft
+    gc.collect()
+    assert weights.stamp().fingerprint == "f0"
+    assert weights.stamp().epoch > before
+
+
+def test_closed_while_it_changes_it_has_no_name_until_then_and_none_that_is_known_after(weights):
+    held = weights.hold("f0")
+    with held.changing(lambda: "f1"):
+        held.close()
+        assert weights.stamp() is None
+        other = weights.hold("g0")
+        assert weights.stamp() is None
+    other.close()
+    assert weights.stamp().fingerprint not in ("f0", "f1", "g0")
+    held.settle("f1")
+    assert "f1" not in weights.stamp().fingerprint
+
+
+def test_who_comes_after_a_process_has_other_stamps():
+    one, other = ProcessWeights(), ProcessWeights()
+    assert one.hold("f0") is not other.hold("f0")
+    assert one.stamp().fingerprint == other.stamp().fingerprint == "f0"
+    assert one.stamp() != other.stamp()
+
+
+def test_a_forked_child_begins_anew():
+    held = process_weights.hold("f0")
+    try:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            held.settle("f1")
+            stamp = process_weights.stamp()
+            os.write(write, f"{stamp.fingerprint} {stamp.epoch}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        name, epoch = os.read(read, 200).decode().split()
+    finally:
+        held.close()
+    assert name.startswith("local:")
+    assert name != process_weights.stamp().fingerprint
+    assert int(epoch) != process_weights.stamp().epoch
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.timeout(30)
+def test_the_collector_may_find_a_forgotten_model_at_any_time(weights):
+    class Session:
+        def __init__(self):
+            self.itself = self
+            self.held = weights.hold("f0")
+            weakref.finalize(self, self.held.close)
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(300):
+            Session()
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+    weights.hold("g0")
+    assert weights.stamp() is not None
 
 
 def test_what_is_read_holds_for_this_process():

@@ -11,7 +11,12 @@ what they are not sure of, and while a model changes it says that nothing is sur
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import os
+import secrets
 import threading
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
@@ -32,19 +37,31 @@ class WeightsStamp(NamedTuple):
     process, mean that nothing has changed in between, not even there and back."""
 
 
+_numbers = itertools.count(1)
+
+
 class ProcessWeights:
     """The weights of all models of one process, under one name.
 
     KV cache is not marked with the model that computed it. Where a process holds several models (a
-    draft beside its target), a change of any of them is therefore a change of all.
+    draft beside its target), a change of any of them is therefore a change of all, and the name is
+    this process's own: no other could tell which model has which weights.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Know of no model; what this process computes has a name that nobody knows."""
+        # Taken again by its own thread: the collector may find a forgotten session at any time.
+        self._lock = threading.RLock()
         self._models: dict[HeldWeights, str | None] = {}
+        self._leaving: set[HeldWeights] = set()
         self._own = local_fingerprint()
-        self._epoch = 0
-        self._stamp: WeightsStamp | None = WeightsStamp(self._own, 0)
+        self._unwatched: dict[int, str] = {}
+        # Not from 0: who takes the place of a process that has died must not have its stamps.
+        self._epoch = secrets.randbits(48)
+        self._restamp()
 
     def stamp(self) -> WeightsStamp | None:
         """Return what this process computes with at this moment; None while that changes.
@@ -53,49 +70,94 @@ class ProcessWeights:
         """
         return self._stamp
 
-    def hold(self, fingerprint: str) -> HeldWeights:
+    def hold(self, fingerprint: str, model: object = None) -> HeldWeights:
         """Enter one more model.
 
         Args:
             fingerprint: Identity of its weights.
+            model: The model itself, to know it again after it was left alone. It is not kept.
         """
-        held = HeldWeights(self)
-        self._enter(held, fingerprint)
+        held = HeldWeights(self, model)
+        with self._lock:
+            self._models[held] = fingerprint
+            self._unwatched.pop(held.number, None)
+            self._restamp()
         return held
 
     def _enter(self, held: HeldWeights, fingerprint: str | None) -> None:
         with self._lock:
+            if held not in self._models:
+                return  # closed, or another process's
             self._models[held] = fingerprint
-            self._restamp()
+            if fingerprint is not None and held in self._leaving:
+                self._drop(held)
+            else:
+                self._restamp()
 
     def _leave(self, held: HeldWeights) -> None:
         with self._lock:
-            if self._models.pop(held, None) is not None:
-                # Nobody watches over this model any more: what it computes has a new name.
-                self._own = local_fingerprint()
+            if held not in self._models:
+                return
+            if self._models[held] is None:
+                self._leaving.add(held)  # once it has ceased to change
+            else:
+                self._drop(held)
+
+    def _drop(self, held: HeldWeights) -> None:
+        del self._models[held]
+        self._leaving.discard(held)
+        # Nobody watches over this model any more: what it computes has a name that nobody knows.
+        if held.when_gone(functools.partial(self._forget, held.number)):
+            self._unwatched[held.number] = local_fingerprint()
+        self._restamp()
+
+    def _forget(self, number: int) -> None:
+        """Hear that a model which nobody watched over is gone: it computes nothing any more."""
+        with self._lock:
+            if self._unwatched.pop(number, None) is not None:
                 self._restamp()
 
     def _restamp(self) -> None:
         self._epoch += 1
+        epoch = self._epoch
         names = list(self._models.values())
-        if None in names:
-            self._stamp = None
-        else:
-            self._stamp = WeightsStamp(self._joined([each for each in names if each]), self._epoch)
+        known = [each for each in names if each is not None]
+        stamp = WeightsStamp(self._joined(known), epoch) if len(known) == len(names) else None
+        # Else the collector has come in between, and what it has found is the news.
+        if self._epoch == epoch:
+            self._stamp: WeightsStamp | None = stamp
 
     def _joined(self, names: list[str]) -> str:
-        if len(names) == 1:
-            return names[0]
-        if not names:
-            return self._own
-        return "several:" + xxhash.xxh3_128_hexdigest("\0".join(sorted(names)).encode())
+        names = [*names, *self._unwatched.values()]
+        if len(names) < len(("one", "another")):
+            return names[0] if names else self._own
+        # In the order in which they came: which model has which weights matters.
+        together = "\0".join([self._own, *names])
+        return "several:" + xxhash.xxh3_128_hexdigest(together.encode())
 
 
 class HeldWeights:
     """The weights of one model; made by `ProcessWeights.hold`."""
 
-    def __init__(self, process: ProcessWeights) -> None:
+    def __init__(self, process: ProcessWeights, model: object) -> None:
         self._process = process
+        self._model: Callable[[], object] | None = None
+        self.number = -next(_numbers)
+        """Tells models apart, as long as they live."""
+        # Of a plain dictionary, say, nobody can tell whether it is gone.
+        with contextlib.suppress(TypeError):
+            self._model = weakref.ref(model)
+            self.number = id(model)
+
+    def when_gone(self, call: Callable[[], object]) -> bool:
+        """Have something called when the model is gone; return whether it is there now."""
+        if self._model is None:
+            return True
+        model = self._model()
+        if model is not None:
+            # Not at the end of the process: nobody asks then.
+            weakref.finalize(model, call).atexit = False
+        return model is not None
 
     @contextlib.contextmanager
     def changing(self, outcome: Callable[[], str]) -> Iterator[None]:
@@ -124,4 +186,6 @@ class HeldWeights:
 
 
 process_weights = ProcessWeights()
-"""Those of this process."""
+"""Those of this process; a forked child begins anew, for its models may become others."""
+
+os.register_at_fork(after_in_child=process_weights.begin_anew)

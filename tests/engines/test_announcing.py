@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 
 import pytest
 
+from wtransfer.engines import sender
 from wtransfer.engines.announcing import Announcer
+from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.sender import RoundClient
 from wtransfer.errors import NotInitializedError, RoundAbortedError
+from wtransfer.testing.memory import MemoryEngine
 
 
 class SomeRound:
@@ -24,46 +28,72 @@ class SomeRound:
         self.delivered.append(info)
 
 
-class PlainClient:
-    """A serving engine's own client."""
-
-    def __init__(self):
-        self.got = []
-
-    def update_weights(self, info):
-        self.got.append(info)
-
-
 def test_an_announcement_that_is_late_does_not_reach_the_next_round():
     client, old, new = RoundClient(), SomeRound(), SomeRound()
-    held, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    held, go_on, outcome = threading.Event(), threading.Event(), []
 
-    def prepare(_info):
+    def tell(info):
         held.set()
         go_on.wait(5.0)
-        ended.set()
+        try:
+            client.update_weights(info)
+        except RoundAbortedError as error:
+            outcome.append(error)
+            raise
+
+    def send():
+        sender._ROUND.set(old)
+        announcer = Announcer(tell)
+        announcer.announce({"bucket": 1})
+        assert held.wait(5.0)
+        announcer.__exit__(OSError, OSError("the disk"), None)
+        return announcer
 
     client.attach(old)
-    announcer = Announcer(client, prepare=prepare)
-    announcer.announce({"bucket": 1})
-    assert held.wait(5.0)
-    announcer.__exit__(OSError, OSError("the disk"), None)
+    announcer = contextvars.copy_context().run(send)
     old.failed = True
     client.attach(new)
     go_on.set()
-    assert ended.wait(5.0)
     with pytest.raises(RoundAbortedError, match="the round is over"):
         announcer.wait()
+    assert len(outcome) == 1
     assert (old.delivered, new.delivered) == ([], [])
 
 
-def test_a_client_without_rounds_is_called_as_it_is():
-    client = PlainClient()
-    with Announcer(client) as announcer:
-        announcer.announce({"bucket": 1})
-    assert client.got == [{"bucket": 1}]
+def test_an_engine_sends_in_the_context_of_its_round(fleet, weights):
+    seen = []
+
+    class Twin(MemoryEngine.trainer_cls):
+        def send_weights(self):
+            seen.append(sender._ROUND.get().version)
+            super().send_weights()
+
+    class Worker(MemoryEngine):
+        trainer_cls = Twin
+
+    WeightTransferEngineFactory.register_engine("tests-context", Worker)
+    made = fleet(weights, engine="tests-context")
+    made.join()
+    for version in ("v1", "v2"):
+        assert made.publish(version).ok
+    assert seen == ["v1", "v2"]
+    assert sender._ROUND.get(None) is None
 
 
-def test_a_client_that_has_no_round_yet_has_none_to_stay_with():
+def test_what_an_announcement_fails_with_is_raised_at_the_end():
+    go_on = threading.Event()
+
+    def tell(_info):
+        go_on.wait(5.0)
+        raise OSError("nobody there")
+
+    announcer = Announcer(tell)
+    announcer.announce({})
+    go_on.set()
+    with pytest.raises(OSError, match="nobody there"):
+        announcer.wait()
+
+
+def test_a_client_without_a_round_says_so():
     with pytest.raises(NotInitializedError, match="no round yet"):
-        RoundClient().of_this_round()
+        RoundClient().update_weights({})

@@ -107,10 +107,18 @@ def test_a_closed_session_watches_over_nothing(joined, process):
     assert process.stamp().fingerprint != report.fingerprint
 
 
+def process_own(process):
+    return process._own
+
+
 def test_a_forgotten_session_watches_over_nothing(process):
-    WorkerSession({"w": torch.zeros(1)})
+    model = torch.nn.Linear(1, 1)
+    lost = WorkerSession(model).fingerprint
     gc.collect()
-    before = process.stamp()
-    with WorkerSession({"w": torch.zeros(1)}) as session:
-        assert process.stamp().fingerprint == session.fingerprint
-        assert process.stamp().fingerprint != before.fingerprint
+    before = process.stamp().fingerprint
+    assert before not in (lost, process_own(process))
+    with WorkerSession(model) as session:
+        assert process.stamp().fingerprint == session.fingerprint != before
+    del model, session
+    gc.collect()
+    assert process.stamp().fingerprint == process_own(process)

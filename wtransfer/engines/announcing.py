@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Self
-
-    from wtransfer.engines.interface import WeightSyncClient
 
 
 class Announcer:
@@ -20,33 +19,21 @@ class Announcer:
     Leaving it on an error waits for none, for workers may be waiting for what will not come now.
 
     Args:
-        client: Reaches the workers.
+        tell: Announces one bucket; returns when every worker has received it.
         num_under_way: Announcements that workers may have in their hands.
-        prepare: Called with each bucket, on the same thread, before workers hear of it.
     """
 
-    def __init__(
-        self,
-        client: WeightSyncClient,
-        num_under_way: int = 1,
-        prepare: Callable[[dict[str, Any]], object] | None = None,
-    ) -> None:
-        # An announcement that is late, as its round has failed, must not reach the next one.
-        bind = getattr(client, "of_this_round", lambda: client)
-        self._client: WeightSyncClient = bind()
-        self._prepare = prepare
+    def __init__(self, tell: Callable[[dict[str, Any]], None], num_under_way: int = 1) -> None:
+        self._tell = tell
         self._pool = ThreadPoolExecutor(num_under_way, "wtransfer-announce")
         self._under_way: list[Future[None]] = []
 
     def announce(self, info: dict[str, Any]) -> None:
         """Announce a bucket, and stop if an announcement has failed already."""
-        self._under_way.append(self._pool.submit(self._tell, info))
+        # With it goes the round: an announcement that is late must not reach the next one.
+        context = contextvars.copy_context()
+        self._under_way.append(self._pool.submit(context.run, self._tell, info))
         self.check()
-
-    def _tell(self, info: dict[str, Any]) -> None:
-        if self._prepare is not None:
-            self._prepare(info)
-        self._client.update_weights(info)
 
     def wait(self) -> None:
         """Wait for every announcement, and raise what one has failed with."""

@@ -137,7 +137,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         if source is None or communicator is None:
             raise NotInitializedError("not initialized: no source, or no group to send it to")
         # While it reads memory that was sized for this round, nobody else may use it.
-        with Announcer(self.client) as announcer:
+        with Announcer(self.client.update_weights) as announcer:
             announcer.announce(_update_info(source.metadata))
             broken = self._broadcast(source, communicator)
             if broken is not None:

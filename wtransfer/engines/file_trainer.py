@@ -217,8 +217,12 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         bucket.clear("")
         announced: list[dict[str, Any]] = []
 
-        # Workers on other hosts see what has left this one.
-        with Announcer(self.client, prepare=lambda info: incoming.sync(info["file"])) as announcer:
+        def tell(info: dict[str, Any]) -> None:
+            # Workers on other hosts see what has left this one.
+            incoming.sync(info["file"])
+            self.client.update_weights(info)
+
+        with Announcer(tell) as announcer:
 
             def flush() -> None:
                 if bucket.tensors:

@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import traceback
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.digesting import DigestingSource
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# The round that a thread sends for. An engine's threads inherit it with their context, so that a
+# call which is late, as its round has failed, does not reach the next one.
+_ROUND: ContextVar[Round] = ContextVar("wtransfer_round")
+
+
 class RoundClient:
     """What an engine gets as its client: its calls become steps of the present round.
 
@@ -35,12 +41,6 @@ class RoundClient:
     def attach(self, round_: Round) -> None:
         """Direct the calls to this round from now on."""
         self._round = round_
-
-    def of_this_round(self) -> RoundClient:
-        """Return a client that stays with the present round: for threads that may outlive it."""
-        bound = RoundClient()
-        bound.attach(self._current())
-        return bound
 
     @property
     def num_workers(self) -> int:
@@ -64,9 +64,10 @@ class RoundClient:
         self._current().check()
 
     def _current(self) -> Round:
-        if self._round is None:
+        round_ = _ROUND.get(None) or self._round
+        if round_ is None:
             raise NotInitializedError("not initialized: the client has no round yet")
-        return self._round
+        return round_
 
 
 class Running:
@@ -185,7 +186,13 @@ class Sender:
     def send(self, round_: Round) -> Running:
         """Let the engine send to every worker of `round_`."""
         self._client.attach(round_)
-        return self._running("send_weights", self._engine.send_weights, round_)
+        engine = self._engine
+
+        def send() -> None:
+            _ROUND.set(round_)
+            engine.send_weights()
+
+        return self._running("send_weights", send, round_)
 
     def resend(self, round_: Round) -> Running:
         """Let the engine send its last committed weights to the workers of `round_` only."""

@@ -137,8 +137,8 @@ class WorkerSession:
         # Held by whoever changes the model or decides not to: one thing at a time.
         self._model = threading.Lock()
         self._model_thread: int | None = None
-        self._weights = process_weights.hold(self.ledger.held.fingerprint)
-        weakref.finalize(self, self._weights.close)
+        self._weights = process_weights.hold(self.ledger.held.fingerprint, model_or_target)
+        self._forget_weights = weakref.finalize(self, self._weights.close)
         close_at_exit(self)
         if join is not None:
             self.join(join)
@@ -369,7 +369,7 @@ class WorkerSession:
         """Leave every publisher. The model keeps the weights that it has."""
         if os.getpid() != self._pid or not self.ledger.close():
             return
-        self._weights.close()
+        self._forget_weights()
         for link in self._links:
             link.close()
 

@@ -152,7 +152,7 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         layout = self._layout_of(source.metadata)
         slot = self._take_slot(layout.nbytes, source.note_progress)
         # More than one under way, since a worker that has to wait for the next is idle.
-        with Announcer(self.client, NUM_UNDER_WAY) as announcer:
+        with Announcer(self.client.update_weights, NUM_UNDER_WAY) as announcer:
             self._copy(source, slot, layout, announcer)
 
     def resend(self, client: WeightSyncClient) -> None:
