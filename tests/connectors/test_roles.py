@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from wtransfer import KVTransferConfig, ServingConfig
+from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.connectors.interface import (
     SCHEDULER_METHODS,
     WORKER_METHODS,
@@ -19,6 +19,10 @@ from wtransfer.connectors.interface import (
     KVConnectorWorkerMetadata,
 )
 from wtransfer.errors import ConnectorRoleError
+from wtransfer.host import hooks
+from wtransfer.host import registry as registry_module
+from wtransfer.host.hooks import Board, hookimpl
+from wtransfer.host.registry import Host
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 SERVING = ServingConfig(kv_transfer_config=KVTransferConfig(kv_connector="c"))
@@ -185,12 +189,82 @@ def test_a_subclass_reaches_what_it_narrows():
         Narrower(SERVING, WORKER).get_num_new_matched_tokens("r", 0)
 
 
-def test_a_side_alone_leaves_the_other_abstract():
-    class Half(KVConnectorBase_V1):
-        scheduler_cls = Scheduler
+def test_one_side_alone_is_refused():
+    with pytest.raises(TypeError, match="Half names one side only; name both scheduler_cls and"):
 
-    with pytest.raises(TypeError, match="abstract"):
-        Half(SERVING, SCHEDULER)
+        class Half(KVConnectorBase_V1):
+            scheduler_cls = Scheduler
+
+
+class SchedulerHalf(KVConnectorBase_V1):
+    get_num_new_matched_tokens = Scheduler.get_num_new_matched_tokens
+    update_state_after_alloc = Scheduler.update_state_after_alloc
+    build_connector_meta = Scheduler.build_connector_meta
+
+
+class WorkerHalf(KVConnectorBase_V1):
+    start_load_kv = Worker.start_load_kv
+    wait_for_layer_load = Worker.wait_for_layer_load
+    save_kv_layer = Worker.save_kv_layer
+    wait_for_save = Worker.wait_for_save
+
+
+class Counting(KVConnectorBase_V1):
+    def get_finished(self, finished_req_ids):
+        return finished_req_ids, None
+
+
+class Plain:
+    """No connector: a class that others are mixed with."""
+
+    def get_block_ids_with_load_errors(self):
+        return {7}
+
+
+def test_classes_may_be_mixed():
+    class Mixed(SchedulerHalf, WorkerHalf, Counting):
+        pass
+
+    class WithPlain(Plain, Mixed):
+        pass
+
+    assert Mixed(SERVING, WORKER).get_finished({"r"}) == ({"r"}, None)
+    assert Mixed(SERVING, SCHEDULER).get_num_new_matched_tokens("r", 0) == (16, True)
+    assert WithPlain(SERVING, WORKER).get_block_ids_with_load_errors() == {7}
+    for cls, name in ((Mixed, "get_finished"), (WithPlain, "get_block_ids_with_load_errors")):
+        with pytest.raises(ConnectorRoleError, match=name):
+            getattr(cls(SERVING, SCHEDULER), name)()
+
+
+def test_a_delegating_connector_has_the_metadata_of_its_side():
+    worker = Split(SERVING, WORKER)
+    worker.bind_connector_metadata(Metadata([3]))
+    assert worker.metadata.blocks == worker._get_connector_metadata().blocks == [3]
+
+
+def test_hooks_of_a_side_are_heard(monkeypatch):
+    heard = []
+
+    class Listening(Scheduler):
+        @hookimpl
+        def wtransfer_weights_committed(self, version):
+            heard.append(version)
+
+    class Outer(KVConnectorBase_V1):
+        scheduler_cls = Listening
+        worker_cls = Worker
+
+    board = Board()
+    monkeypatch.setattr(hooks, "board", board)
+    monkeypatch.setattr(registry_module, "host", Host({}, board=board))
+    registry_module.registry("connectors").register("listening", Outer)
+    serving = ServingConfig(kv_transfer_config=KVTransferConfig(kv_connector="listening"))
+    made = KVConnectorFactory.create_connector_v1(serving, SCHEDULER)
+    facts = {"fingerprint": "f", "round_id": "r", "worker": "w"}
+    board.notify("wtransfer_weights_committed", version="v1", **facts)
+    made.shutdown()
+    board.notify("wtransfer_weights_committed", version="v2", **facts)
+    assert heard == ["v1"]
 
 
 def test_without_a_transfer_config_nothing_is_made():

@@ -74,6 +74,21 @@ class OfTwoArguments(Seven):
         self.got = (vllm_config, role)
 
 
+class BaseByKeywords(Seven):
+    """As connectors in the field call their base."""
+
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        KVConnectorBase_V1.__init__(
+            self, vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config
+        )
+        self.got = (vllm_config, role, kv_cache_config)
+
+
+class OfAnyKeyword(Seven):
+    def __init__(self, config, role, **kwargs):
+        super().__init__(config, role, **kwargs)
+
+
 class OfKeywords(Seven):
     def __init__(self, config, role, *, kv_cache_config):
         super().__init__(config, role, kv_cache_config)
@@ -121,7 +136,17 @@ def fresh_host(monkeypatch):
 def module(monkeypatch):
     """These classes under a path that a configuration can name."""
     made = ModuleType("tests_connectors")
-    for each in (Seven, OfTwoArguments, OfKeywords, OfAnything, First, NoConnector, Unfinished):
+    for each in (
+        Seven,
+        OfTwoArguments,
+        BaseByKeywords,
+        OfAnyKeyword,
+        OfKeywords,
+        OfAnything,
+        First,
+        NoConnector,
+        Unfinished,
+    ):
         setattr(made, each.__name__, each)
     monkeypatch.setitem(sys.modules, made.__name__, made)
     return made.__name__
@@ -284,7 +309,7 @@ def test_a_module_without_the_class_is_named(module):
     assert isinstance(caught.value.__cause__, AttributeError)
 
 
-@pytest.mark.parametrize("name", ["OfTwoArguments", "OfAnything", "Seven"])
+@pytest.mark.parametrize("name", ["OfTwoArguments", "OfAnything", "Seven", "BaseByKeywords"])
 def test_the_signature_decides_on_the_third_argument(module, name):
     serving, cache = config(name, module), object()
     made = KVConnectorFactory.create_connector_v1(serving, WORKER, cache)
@@ -301,9 +326,10 @@ def test_an_error_in_a_constructor_is_not_taken_for_a_signature(module, monkeypa
         create("Seven", module)
 
 
-def test_a_third_argument_by_keyword_only_is_given_by_keyword(module):
+@pytest.mark.parametrize("name", ["OfKeywords", "OfAnyKeyword"])
+def test_a_third_argument_by_keyword_only_is_given_by_keyword(module, name):
     cache = object()
-    made = KVConnectorFactory.create_connector_v1(config("OfKeywords", module), WORKER, cache)
+    made = KVConnectorFactory.create_connector_v1(config(name, module), WORKER, cache)
     assert made.kv_cache_config is cache
 
 

@@ -93,6 +93,8 @@ class KVConnectorFactory:
         )
         made = _make(connector_cls, config, role, kv_cache_config)
         hooks.board.attach(made)
+        if made.side is not None:
+            hooks.board.attach(made.side)
         return made
 
     create_connector = create_connector_v1
@@ -164,7 +166,8 @@ def _make(
         return connector_cls(config, role, cache_config)
     kinds = [each.kind for each in parameters.values()]
     named = parameters.get("kv_cache_config")
-    if named is not None and named.kind is named.KEYWORD_ONLY:
+    by_keyword = inspect.Parameter.VAR_KEYWORD in kinds if named is None else False
+    if by_keyword or (named is not None and named.kind is named.KEYWORD_ONLY):
         return connector_cls(config, role, kv_cache_config=cache_config)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     num_positional = sum(kind in positional for kind in kinds)

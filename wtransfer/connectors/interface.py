@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
@@ -352,7 +351,7 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     raises: state that one process changed and another reads would not be there.
 
     Args:
-        config: The serving engine's configuration, with ``kv_transfer_config``.
+        vllm_config: The serving engine's configuration, with ``kv_transfer_config``.
         role: Which side this object is.
         kv_cache_config: Shape of the KV cache; None where the host does not say.
 
@@ -367,27 +366,43 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.scheduler_cls is not None and cls.worker_cls is not None:
+        named = (cls.scheduler_cls, cls.worker_cls)
+        if None not in named:
             for name in (*SCHEDULER_METHODS, *WORKER_METHODS, "shutdown"):
-                if not _is_own(cls, name):
+                if _is_ours(_owner(cls, name)):
                     setattr(cls, name, _delegating(name))
+        elif any(named):
+            raise TypeError(
+                f"{cls.__qualname__} names one side only; name both scheduler_cls and worker_cls, "
+                "or write the methods of both sides"
+            )
+        # Those of its own, and of classes beside this one. Others have their guard already.
         for role, names in _METHODS.items():
             for name in names:
-                setattr(cls, name, _guarded(role, name, getattr(cls, name)))
+                owner = _owner(cls, name)
+                if owner is cls or not issubclass(owner, KVConnectorBase_V1):
+                    setattr(cls, name, _guarded(role, name, getattr(cls, name)))
 
-    def __init__(self, config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
-        if config.kv_transfer_config is None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        if vllm_config.kv_transfer_config is None:
             raise ValueError(f"{type(self).__name__} needs kv_transfer_config, and it is None")
-        super().__init__(config, kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config)
         self._metadata: KVConnectorMetadata | None = None
         self._role = role
         # The field's names, which connectors in the style of the seed read.
-        self._vllm_config = config
-        self._kv_transfer_config = config.kv_transfer_config
+        self._vllm_config = vllm_config
+        self._kv_transfer_config = vllm_config.kv_transfer_config
         self._kv_cache_config = kv_cache_config
         named = self.scheduler_cls if role is KVConnectorRole.SCHEDULER else self.worker_cls
-        self.side: Any = None if named is None else _load(named)(config, kv_cache_config)
+        self.side: Any = None if named is None else _load(named)(vllm_config, kv_cache_config)
         """The object of this role; None where the connector has the methods itself."""
+
+    @property
+    def metadata(self) -> Any:
+        """What the scheduler's side told for this step; see `ConnectorWorker.metadata`."""
+        return super().metadata if self.side is None else self.side.metadata
 
     @property
     def role(self) -> KVConnectorRole:
@@ -405,10 +420,13 @@ _METHODS = {
 }
 
 
-def _is_own(cls: type, name: str) -> bool:
-    """Whether an author has written a method, rather than this module."""
-    method: Callable[..., Any] = inspect.unwrap(getattr(cls, name))
-    return method.__module__ != __name__
+def _owner(cls: type, name: str) -> type:
+    """Return the class from which another one has a method."""
+    return next(each for each in cls.__mro__ if name in vars(each))
+
+
+def _is_ours(owner: type) -> bool:
+    return owner.__module__ == __name__
 
 
 def _delegating(name: str) -> Callable[..., Any]:
@@ -435,6 +453,14 @@ def _guarded(role: KVConnectorRole, name: str, method: Callable[..., Any]) -> Ca
 
     call._wtransfer_guard = True  # type: ignore[attr-defined]  # noqa: SLF001
     return call
+
+
+# What an author leaves out is guarded as well.
+for _role, _names in _METHODS.items():
+    for _name in _names:
+        setattr(
+            KVConnectorBase_V1, _name, _guarded(_role, _name, getattr(KVConnectorBase_V1, _name))
+        )
 
 
 def _load(named: type | str) -> Any:
