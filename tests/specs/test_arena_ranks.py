@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,7 @@ def test_when_all_have_gone_a_new_arena_is_empty(pair, start_rank, engine):
 def test_a_rank_of_another_layout_is_refused_and_the_field_named(pair, start_rank, engine):
     pair[1].kill()
     late = start_rank()
+    engine = {**engine, "deadline_s": 0.3}
     with pytest.raises(start_rank.error) as caught:
         late.ask("open", rank=1, **{**engine, "num_slots": 12})
     assert caught.value.kind == "ProtocolError"
@@ -108,6 +110,21 @@ def test_a_rank_of_another_layout_is_refused_and_the_field_named(pair, start_ran
     with pytest.raises(start_rank.error, match="wants an arena with num_ranks 3"):
         late.ask("open", rank=1, **{**engine, "world_size": 3})
     late.ask("open", rank=1, **engine)
+
+
+def test_an_engine_that_is_ending_is_waited_for_though_its_arena_is_another(
+    pair, start_rank, engine
+):
+    """It had another size, and its last rank takes a while to go."""
+    zero, one = pair
+    zero.kill()
+    again = start_rank()
+    again.order("open", rank=0, **{**engine, "num_slots": 12})
+    time.sleep(0.5)
+    one.kill()
+    inode = again.answer()
+    other = start_rank()
+    assert other.ask("open", rank=1, **{**engine, "num_slots": 12}) == inode
 
 
 def test_two_engines_with_one_id_are_told_apart(pair, start_rank, engine):

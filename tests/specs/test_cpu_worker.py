@@ -145,6 +145,19 @@ def test_a_number_that_is_in_use_is_not_begun_again(hang, arena_rig):
     number = hang.submit_store([1], [1], [arena_rig.key(1)])
     again = ArenaLoadStoreSpec([2], [arena_rig.key(2)])
     assert not hang.worker.submit_store(number, GPULoadStoreSpec([2]), again)
+    # Nor does one that makes no sense give a result to the one that runs.
+    assert not hang.worker.submit_store(number, GPULoadStoreSpec([1, 2]), again)
+    assert hang.worker.get_finished() == []
+
+
+def test_a_load_may_be_said_to_be_waited_for(make_rig, arena_rig):
+    rig = make_rig().fill()
+    rig.store([1], [1], [arena_rig.key(1)])
+    place = ArenaLoadStoreSpec([1], [arena_rig.key(1)])
+    assert rig.worker.submit_load(99, place, GPULoadStoreSpec([3]), expedited=True)
+    rig.worker.wait({99})
+    assert [(each.job_id, each.success) for each in rig.worker.get_finished()] == [(99, True)]
+    assert rig.block(3) == rig.block(1)
 
 
 def test_jobs_are_counted(make_rig, arena_rig):

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from wtransfer.blocks import fence_key, host_key
+from wtransfer.config import OffloadingConfig, OffloadingParallelConfig
 from wtransfer.errors import BlockNotKeptError
+from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.fence.spoiled import SpoiledBlocks
 from wtransfer.specs.fenced import (
     BlockWitnesses,
@@ -25,11 +27,13 @@ from wtransfer.specs.fenced import (
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
     LookupResult,
+    Medium,
+    OffloadingEvent,
     ReqContext,
     ScheduleEndContext,
     TransferResult,
 )
-from wtransfer.weights import WeightsStamp
+from wtransfer.weights import ProcessWeights, WeightsStamp
 
 PARTS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("fence_world.py"))))
 KEY = b"0123456789abcdef\0\0\0\0"
@@ -212,6 +216,20 @@ def test_the_host_gets_its_own_keys_back(manager):
     assert keys[:2] == output.evicted_keys
 
 
+def test_no_key_is_said_to_have_gone_that_may_stand_for_another_block(manager):
+    """What gave way was of other weights, or of another sequence: the host's key says neither."""
+    other = KEY + b"1"
+    manager._inner.capacity = 2
+    keep(manager)
+    manager.weights_are([stamp("B", 2)])
+    keep(manager)
+    assert keep(manager, other).evicted_keys == []
+    assert list(manager._inner.kept) == [fence_key(KEY, "B"), fence_key(other, "B")]
+    asking = begin(manager, witnesses=[(KEY, b"one")])
+    assert manager.prepare_store([KEY], asking).evicted_keys == []
+    assert fence_key(KEY, "B") not in manager._inner.kept
+
+
 def test_old_blocks_give_way_once_per_change_and_a_manager_that_cannot_is_left_in_peace(
     manager, caplog
 ):
@@ -239,10 +257,10 @@ def test_calls_that_are_not_about_keys_pass(manager):
     assert not manager.has_pending_work()
     assert ([context], 1) == (inner.finished, inner.num_changes)
     stats = manager.get_stats()
-    assert {name: stats[name] for name in ("kept", "fence_open", "fence_changes")} == {
+    assert {name: stats[name] for name in ("kept", "fence_open", "fence_changes_total")} == {
         "kept": 0,
         "fence_open": 1,
-        "fence_changes": 0,
+        "fence_changes_total": 0,
     }
     manager.shutdown()
 
@@ -263,11 +281,8 @@ def test_what_the_fence_refuses_is_counted(manager):
     manager.lookup(KEY, context)
     manager.prepare_store([KEY], context)
     stats = manager.get_stats()
-    assert [stats[name] for name in ("fence_changes", "fence_misses", "fence_stores_refused")] == [
-        1,
-        1,
-        1,
-    ]
+    names = [f"fence_{what}_total" for what in ("changes", "misses", "stores_refused")]
+    assert [stats[name] for name in names] == [1, 1, 1]
 
 
 # -- a fence that fails
@@ -376,7 +391,7 @@ def test_a_block_that_could_not_be_loaded_makes_room_for_a_whole_one(manager, wi
         output = keep(manager, context=context)
         assert output.keys_to_store == [KEY]
         assert finds(manager, context=ask())
-        assert times == manager.get_stats()["fence_blocks_spoiled"]
+        assert times == manager.get_stats()["fence_blocks_spoiled_total"]
     assert len(manager._inner.kept) == 4
     assert manager._inner.pins.total() == 0
 
@@ -392,7 +407,7 @@ def test_a_block_that_two_could_not_load_is_given_up_once(manager):
         if context is contexts[0]:
             keep(manager)
     assert finds(manager), "the whole one that was stored in between"
-    assert manager.get_stats()["fence_blocks_spoiled"] == 1
+    assert manager.get_stats()["fence_blocks_spoiled_total"] == 1
 
 
 def test_a_load_that_failed_as_the_weights_had_gone_spoils_nothing(manager):
@@ -455,6 +470,48 @@ def test_an_index_that_follows_the_events_holds_what_is_kept_of_the_present_weig
     assert (event.removed, event.keys) == (False, other.names)
     assert indexed(again) == [True, True]
     assert len(world.inner.kept) == 4
+
+
+@pytest.mark.parametrize("announced", ["before", "meanwhile"])
+def test_an_index_that_follows_the_events_knows_of_blocks_that_could_not_be_loaded(
+    world, announced
+):
+    def keep(request):
+        world.compute(request)
+        world.store(request)
+        world.finish_all()
+
+    request = world.start((1,))
+    keep(request)
+    (key,) = request.names
+    if announced == "before":
+        world.take_events()
+        assert world.index == {key}
+    asking = world.start((1,))
+    world.manager.prepare_load([key], asking.context)
+    world.manager.complete_load([key], asking.context)
+    world.manager.load_failed([key], asking.context)
+    assert not finds(world.manager, key, asking.context)
+    # Whatever way it goes.
+    damaged = fence_key(key, "A", request.witnesses[0])
+    world.inner.events.append(OffloadingEvent([damaged], Medium.STORAGE, removed=False))
+    world.take_events()
+    assert world.index == set()
+
+    again = world.start((1,))
+    keep(again)
+    world.take_events()
+    assert finds(world.manager, key, again.context)
+    assert world.index == {key}
+
+    # The damaged one gives way; the whole one is kept.
+    world.inner.capacity = 2
+    other = world.start((2,))
+    keep(other)
+    assert damaged not in world.inner.kept
+    world.take_events()
+    assert finds(world.manager, key, again.context)
+    assert world.index == {key, *other.names}
 
 
 def test_a_store_that_ends_after_the_change_is_not_announced(world):
@@ -523,9 +580,10 @@ def test_a_job_for_other_weights_ends_without_success_and_touches_no_byte(rank, 
     assert worker.get_finished() == []
     assert (rank.cache[1], rank.inner.tier[0, "k"]) == ("new content", "old content")
     stats = worker.get_stats()
-    assert [
-        stats[f"fence_{what}"] for what in ("stores_refused", "loads_refused", "loads_outdated")
-    ] == [1, 1, 0]
+    names = [
+        f"fence_{what}_total" for what in ("stores_refused", "loads_refused", "loads_outdated")
+    ]
+    assert [stats[name] for name in names] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("when", ["while it ran", "after it ended"])
@@ -538,7 +596,7 @@ def test_a_load_whose_weights_went_before_it_was_reported_has_failed(rank, when)
     rank.commit("A")
     rank.inner.run(1)
     assert [TransferResult(1, success=False)] == rank.worker.get_finished()
-    assert rank.worker.get_stats()["fence_loads_outdated"] == 1
+    assert rank.worker.get_stats()["fence_loads_outdated_total"] == 1
 
 
 def test_a_store_that_had_begun_before_the_change_may_end(rank):
@@ -554,7 +612,7 @@ def test_what_the_fenced_worker_says_passes(rank):
     place = job_for([rank.worker.stamp()])
     assert not rank.worker.submit_store(1, GPULoadStoreSpec([1]), place)
     assert not rank.worker.submit_load(2, place, GPULoadStoreSpec([1]))
-    assert rank.worker._loads == {}
+    assert rank.worker._under_way == {}
     rank.worker.shutdown()
     assert rank.inner.is_shut_down
 
@@ -573,7 +631,64 @@ def test_a_worker_that_cannot_tell_its_weights_refuses_everything_and_says_so_on
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("kind", ["load", "store"])
+@pytest.mark.parametrize("second", ["load", "store", "refused load", "refused store"])
+def test_a_second_job_of_a_number_does_nothing_to_the_first(rank, kind, second):
+    """Least of all does it let what was loaded for weights that have gone pass."""
+
+    def submit(what, stamps):
+        if what.endswith("load"):
+            return rank.worker.submit_load(1, job_for(stamps), GPULoadStoreSpec([1]))
+        return rank.worker.submit_store(1, GPULoadStoreSpec([1]), job_for(stamps))
+
+    rank.inner.tier[0, "k"] = rank.cache[1] = "old content"
+    assert submit(kind, [rank.worker.stamp()])
+    rank.inner.submit_load = rank.inner.submit_store = lambda *args: False
+    rank.commit("B")
+    now = rank.worker.stamp() if "refused" not in second else stamp("A")
+    assert not submit(second, [now])
+    assert rank.worker.get_finished() == []
+    rank.inner.run(1)
+    (result,) = rank.worker.get_finished()
+    assert (result.job_id, result.success) == (1, kind == "store")
+    del rank.inner.submit_load, rank.inner.submit_store
+    assert submit(second.removeprefix("refused "), [rank.worker.stamp()]), "the number is free"
+
+
+def test_that_somebody_waits_for_a_load_is_passed_on_to_those_who_want_to_know(rank):
+    place, told = job_for([rank.worker.stamp()]), []
+    assert rank.worker.submit_load(1, place, GPULoadStoreSpec([1]), expedited=True)
+    rank.inner.submit_load = lambda *args, expedited=False: told.append(expedited) or True
+    assert rank.worker.submit_load(2, place, GPULoadStoreSpec([1]), expedited=True)
+    assert rank.worker.submit_load(3, place, GPULoadStoreSpec([1]))
+    assert told == [True, False]
+
+
 # -- the spec
+
+
+@pytest.mark.parametrize(("given", "rank"), [(None, 1), (0, 0)])
+def test_the_rank_stands_in_the_config_of_the_spec(given, rank):
+    options = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1 << 20}
+    config = OffloadingConfig(
+        options,
+        worker_kv_bytes_per_block=64,
+        parallel=OffloadingParallelConfig(rank=1, world_size=2),
+    )
+    inner = OffloadingSpecFactory.create_spec(config)
+    inner.get_worker = PARTS.PlainSpec().get_worker
+    weights = ProcessWeights()
+    spec = FencedSpec(inner, rank=given, weights=weights)
+    assert (spec.config, spec.extra_config, spec.tokens_per_block) == (config, options, (16,))
+    worker = spec.get_worker({})
+    stamps = [stamp("another rank's"), stamp("another rank's")]
+    stamps[rank] = weights.stamp()
+    worker.submit_store(1, GPULoadStoreSpec([1]), job_for(stamps))
+    assert set(worker._inner.jobs) == {1}
+
+
+def test_the_rank_of_a_spec_without_a_config_is_0():
+    assert FencedSpec(PARTS.PlainSpec()).get_worker({})._rank == 0
 
 
 def test_a_fenced_spec_has_one_manager_and_one_worker_and_fences_with_this_process_weights():

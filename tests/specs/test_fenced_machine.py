@@ -161,7 +161,7 @@ class FenceMachine(RuleBasedStateMachine):
             assert self.world.manager._failure is None
             assert self.world.inner.pins.total() == 0
             FOUND["loaded"] += self.world.num_loaded
-            FOUND["changes"] += stats["fence_changes"]
+            FOUND["changes"] += stats["fence_changes_total"]
             FOUND["refused"] += sum(
                 value
                 for rank in self.world.ranks

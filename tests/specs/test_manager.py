@@ -330,6 +330,16 @@ def test_a_block_that_is_asked_for_again_after_a_way_back_is_no_old_one(make):
     assert store(manager, E).evicted_keys != [D]
 
 
+def test_a_block_that_is_loaded_after_a_way_back_is_of_the_newest_weights(make):
+    manager = make(2)
+    store(manager, A)
+    manager.weights_changed()
+    store(manager, B)
+    manager.prepare_load([A], ONE)
+    manager.complete_load([A], ONE)
+    assert store(manager, C).evicted_keys == [B]
+
+
 def test_a_block_may_be_touched_twice_in_one_call(make):
     manager = make(2)
     store(manager, A, B)
@@ -351,8 +361,20 @@ def test_jobs_that_outlive_their_weights_end_as_they_would_have(make):
     manager.complete_store([C], TWO, success=False)
     assert looked_up(manager, A, B, C) == [HIT, HIT, MISS]
     assert store(manager, D).evicted_keys == []
-    # A was asked for after the change; B was merely stored.
-    assert store(manager, E).evicted_keys == [B]
+    # Both are of the old weights: A was asked for before the change.
+    evicted = [*store(manager, E).evicted_keys, *store(manager, F).evicted_keys]
+    assert sorted(evicted) == [A, B]
+
+
+def test_a_block_that_was_being_loaded_at_a_change_gives_way_before_those_of_the_new_weights(make):
+    manager = make(4)
+    store(manager, A)
+    manager.prepare_load([A], ONE)
+    manager.weights_changed()
+    store(manager, B, C, D)
+    manager.complete_load([A], ONE)
+    assert store(manager, E).evicted_keys == [A]
+    assert looked_up(manager, A, B, C, D, E) == [MISS, HIT, HIT, HIT, HIT]
 
 
 def test_many_changes_leave_nothing_behind(make):
@@ -559,6 +581,11 @@ class Refuses(Base):
         return None
 
 
+class Raises(Base):
+    def evict(self, count, protected, incoming):
+        raise IndexError("pop from an empty deque")
+
+
 class TakesPinned(Base):
     def pin(self, keys): ...
 
@@ -567,7 +594,10 @@ class TakesPinned(Base):
             self._order.setdefault(key)
 
 
-@pytest.mark.parametrize("policy", [TooFew, Twice, Strangers, Protected, Refuses, TakesPinned])
+POLICIES = [TooFew, Twice, Strangers, Protected, Refuses, Raises, TakesPinned]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_that_breaks_its_word_is_replaced(policy, caplog, monkeypatch):
     monkeypatch.setattr("wtransfer.specs.manager.policy_class", lambda _: policy)
     manager = CPUOffloadingManager(4, policy="bad")
@@ -580,6 +610,8 @@ def test_a_policy_that_breaks_its_word_is_replaced(policy, caplog, monkeypatch):
     assert looked_up(manager, A, B, C, D, E, F) == [HIT, HIT, HIT, HIT, MISS, MISS]
     (record,) = caplog.records
     assert f"{policy.__name__} was asked for 2 candidates" in record.getMessage()
+    assert (policy is Raises) == ("raised IndexError('pop" in record.getMessage())
+    assert (policy is Raises) == bool(record.exc_info)
     manager.complete_load([D], ONE)
     loaded = manager.prepare_load([A, B, C, D], TWO)
     assert sorted(loaded.slots) == [0, 1, 2, 3]

@@ -399,6 +399,11 @@ def test_handlers_that_want_canonical_caches_get_them():
     assert worker.submit_store(1, GPULoadStoreSpec([1]), Cpu())
 
 
+def test_handlers_need_not_know_that_somebody_waits():
+    worker = HandlersWorker([(Cpu, Gpu, Handler())])
+    assert worker.submit_load(1, Cpu(), GPULoadStoreSpec([1]), expedited=True)
+
+
 def test_caches_by_layer_are_views_of_the_same_memory():
     tensors = [torch.zeros(5, 2, 4, 6, dtype=torch.bfloat16) for _ in range(2)]
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(each, 96) for each in tensors], [[]])

@@ -473,6 +473,13 @@ class TestTakesAThread(Kit):
             self.thread.start()
 
 
+class TestSaysNothing(Kit):
+    class spec_cls(MemorySpec):
+        def __init__(self, config):
+            super().__init__(config)
+            del self.extra_config
+
+
 class TestMakesManagers(Kit):
     class spec_cls(MemorySpec):
         def get_manager(self):

@@ -52,6 +52,7 @@ CAUGHT_BY = {
     "TestKeepsOldWeights": "test_blocks_of_earlier_weights_are_not_in_the_way",
     "TestTakesAThread": "test_constructors_take_nothing",
     "TestMakesManagers": "test_each_side_is_made_once",
+    "TestSaysNothing": "test_a_spec_says_what_it_was_made_with",
 }
 # What the same specs are good at: a kit that fails everything proves nothing.
 PASSED_BY = {

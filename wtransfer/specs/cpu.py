@@ -39,7 +39,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self.options = CPUOffloadingOptions.of(config.extra_config)
         """What the user said."""
         self.layout = _layout(config, self.options.cpu_bytes_to_use)
@@ -57,7 +57,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._manager = CPUOffloadingManager(
                 self.layout.num_slots,
                 self.options.eviction_policy,
-                enable_events=self._config.enable_kv_cache_events,
+                enable_events=self.config.enable_kv_cache_events,
             )
         return self._manager
 
@@ -75,7 +75,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self._worker
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
-        config, options, rank = self._config, self.options, self._config.parallel.rank
+        config, options, rank = self.config, self.options, self.config.parallel.rank
         groups = pages_of(kv_caches)
         geometries = geometries_of(config, kv_caches, self.layout.part_nbytes)
         with contextlib.ExitStack() as on_error:

@@ -75,7 +75,13 @@ class CPUOffloadingWorker(OffloadingWorker):
         """
         return self._submit(job_id, "store", src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
+    ) -> bool:
         """Begin to copy blocks from slots into the cache; as `submit_store`."""
         return self._submit(job_id, "load", dst_spec, src_spec)
 
@@ -130,8 +136,7 @@ class CPUOffloadingWorker(OffloadingWorker):
                 _check_storable(found)
         except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
             logger.warning("%s: %s job %d cannot be done: %s", self._name, kind, job_id, error)
-            self._jobs.fail(job_id, kind, "malformed")
-            return True
+            return self._jobs.fail(job_id, kind, "malformed")
         return self._jobs.submit(self._job(job_id, kind, found))
 
     def _job(self, job_id: int, kind: Kind, found: list[Chunks]) -> Job:

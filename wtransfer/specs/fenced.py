@@ -3,11 +3,14 @@
 Neither the author of a spec nor its user writes a line for it. A host makes its spec, puts the
 fence around it, and drives that instead::
 
-    spec = FencedSpec(factory.create_spec(config), rank=rank)
+    spec = FencedSpec(factory.create_spec(config))
     manager, worker = spec.get_manager(), spec.get_worker(kv_caches)
 
-    metadata.stamp = worker.stamp()            # each worker, with the result of each step
+    metadata.stamp = worker.stamp()            # each worker, before each step computes
     manager.weights_are([each.stamp for each in metadata])            # the scheduler, when it comes
+
+A stamp travels with the result of its step and says what that was computed with. So it is read
+before the step computes, and nothing is committed between the two.
 
 What the worker computes with is known from `wtransfer.weights`, where every session enters its
 commits.
@@ -57,16 +60,21 @@ class FencedSpec(OffloadingSpec):
 
     Args:
         spec: Any spec.
-        rank: This worker's rank; of no account on the scheduler's side.
+        rank: This worker's rank, of no account on the scheduler's side; None: the one that stands
+            in the spec's config, or 0 if there is none.
         weights: What this process computes with.
     """
 
     def __init__(
-        self, spec: OffloadingSpec, *, rank: int = 0, weights: ProcessWeights = process_weights
+        self,
+        spec: OffloadingSpec,
+        *,
+        rank: int | None = None,
+        weights: ProcessWeights = process_weights,
     ) -> None:
         self.spec = todays(spec)
         """What is fenced; a spec in the seed's style is wrapped."""
-        self._rank = rank
+        self._rank = _rank_of(spec) if rank is None else rank
         self._weights = weights
         # The base class would answer for these itself.
         self.config = getattr(spec, "config", None)
@@ -91,3 +99,10 @@ class FencedSpec(OffloadingSpec):
         if self._worker is None:
             self._worker = FencedWorker(self.spec.get_worker(kv_caches), self._rank, self._weights)
         return self._worker
+
+
+def _rank_of(spec: Any) -> int:
+    """Return the rank that a spec was made for, whichever era its config is of."""
+    config = getattr(spec, "config", None)
+    parallel = getattr(config, "parallel", None) or getattr(config, "parallel_config", None)
+    return int(getattr(parallel, "rank", 0))

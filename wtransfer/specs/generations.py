@@ -58,8 +58,9 @@ class Generations:
     """All generations of one cache.
 
     Args:
-        policy_cls: Orders the blocks of each. One that names other blocks than it may, when blocks
-            have to give way, is replaced, for its answers decide whose slots are written to.
+        policy_cls: Orders the blocks of each. One that raises or names other blocks than it may,
+            when blocks have to give way, is replaced: its answers decide whose slots are written
+            to.
         capacity: Number of slots.
         blocks: What is kept, as the manager knows it; read only.
     """
@@ -145,15 +146,33 @@ class Generations:
             return None
         taken: list[tuple[Generation, list[OffloadKey]]] = []
         for generation, share in self._shares(count, protected):
-            keys = generation.policy.evict(share, protected, incoming)
-            if keys is None or not self._are_candidates(keys, share, generation, protected):
-                self._replace_policy(generation, share, keys)
-                keys = generation.policy.evict(share, protected, incoming)
-                assert keys is not None
+            keys = self._evict_from(generation, share, protected, incoming)
             taken.append((generation, keys))
         for generation, keys in taken:
             self._lose(len(keys), generation)
         return [key for _, keys in taken for key in keys]
+
+    def _evict_from(
+        self,
+        generation: Generation,
+        count: int,
+        protected: AbstractSet[OffloadKey],
+        incoming: Sequence[OffloadKey],
+    ) -> list[OffloadKey]:
+        """Ask the policy of one generation, or ours if it has no answer that can be relied on."""
+        failure = None
+        try:
+            keys = generation.policy.evict(count, protected, incoming)
+            if keys is not None and self._are_candidates(keys, count, generation, protected):
+                return keys
+            did = "None" if keys is None else f"{len(keys)} keys, not all of them candidates"
+            did = f"returned {did}"
+        except Exception as error:  # somebody else's code
+            did, failure = f"raised {error!r}", error
+        self._replace_policy(generation, count, did, failure)
+        keys = generation.policy.evict(count, protected, incoming)
+        assert keys is not None
+        return keys
 
     def _shares(
         self, count: int, protected: AbstractSet[OffloadKey]
@@ -181,18 +200,18 @@ class Generations:
         return idle and len(set(keys)) == count == len(keys) and protected.isdisjoint(keys)
 
     def _replace_policy(
-        self, generation: Generation, count: int, keys: Sequence[OffloadKey] | None
+        self, generation: Generation, count: int, did: str, error: Exception | None = None
     ) -> None:
         """Go on with a policy of ours: the one that was chosen has broken its word."""
-        named = "None" if keys is None else f"{len(keys)} keys, not all of them candidates"
         if generation.policy.__class__ is self._policy_cls:
             logger.error(
-                "The eviction policy %s.%s was asked for %d candidates to give way and returned "
-                "%s. It cannot be relied on: lru takes its place.",
+                "The eviction policy %s.%s was asked for %d candidates to give way and %s. "
+                "It cannot be relied on: lru takes its place.",
                 self._policy_cls.__module__,
                 self._policy_cls.__qualname__,
                 count,
-                named,
+                did,
+                exc_info=error,
             )
         self._policy_cls = LRUCachePolicy
         generation.policy = self._new().policy

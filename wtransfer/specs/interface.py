@@ -368,13 +368,20 @@ class OffloadingWorker(ABC):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        """Begin to copy blocks of the cache into the tier; return whether that was begun."""
+        """Begin to copy blocks of the cache into the tier.
+
+        Returns:
+            Whether that was begun. No result follows a False: the host takes the job for failed.
+        """
 
     @abstractmethod
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Begin to copy blocks of the tier into the cache; return whether that was begun.
+        """Begin to copy blocks of the tier into the cache.
 
         A block that turns out to be another one, or damaged, fails the job and is not written.
+
+        Returns:
+            As `submit_store`.
         """
 
     @abstractmethod

@@ -119,7 +119,10 @@ class CPUOffloadingManager(OffloadingManager):
             return ArenaLoadStoreSpec([], [])
         loads = self._jobs_of(req_context).loads
         # Before it is counted: a block may be named twice.
-        self._generations.pin([key for key in dict.fromkeys(keys) if self._is_idle(key)])
+        idle = [key for key in dict.fromkeys(keys) if self._is_idle(key)]
+        self._generations.pin(idle)
+        # Now, not when the load has ended: the weights may have changed by then.
+        self._generations.adopt(idle)
         for key, block in zip(keys, blocks, strict=True):
             block.num_loads += 1
             loads[key] = loads.get(key, 0) + 1
@@ -130,7 +133,6 @@ class CPUOffloadingManager(OffloadingManager):
         """Unpin blocks; what this request has not pinned is counted and passed over."""
         loads = self._jobs_of(req_context).loads
         ended = [key for key in _tail_first(keys) if self._end_load(key, loads)]
-        self._generations.adopt(ended)
         self._generations.release(ended)
         self._forget_jobs_if_done(req_context)
 

@@ -113,10 +113,54 @@ def test_requests_that_start_after_a_commit_get_the_tokens_of_a_fresh_model(kit,
     counts = service.counts
     assert counts["weight_changes"] >= 3
     stats = service.host.scheduler._offload.get_stats()
-    assert stats["fence_changes"] >= 2
-    assert stats["fence_stores_refused"] > 0, "requests that lived through a commit tried to store"
+    assert stats["fence_changes_total"] >= 2
+    assert stats["fence_stores_refused_total"] > 0, "mixed requests tried to store"
     # The way back leads to the old blocks; the cache has none, as it was emptied.
     loaded = counts["tokens_loaded"]
     service.go_back("v0 again", 1)
     assert [kit.truth(prompts[0], 1)] == service.host.generate(prompts[:1], kit.NEW_TOKENS)
     assert counts["tokens_loaded"] > loaded
+
+
+@pytest.mark.parametrize("way", ["torn", "lost"])
+def test_nothing_is_computed_while_a_worker_is_empty(kit, serve, trainer, monkeypatch, way):
+    """A commit that breaks and cannot be taken back, or weights that were lost another way."""
+    host = serve(
+        HostSettings(
+            cache=CacheShape(BLOCK_SIZE, 24),
+            seed=7,
+            tier=kit.cpu_tier(BLOCK_SIZE, 96),
+            engine_id="empty",
+            publishing=Publishing(*trainer.where),
+        )
+    )
+    prompt = kit.prompts(BLOCK_SIZE, 1)[0]
+    assert [kit.truth(prompt, 7)] == host.generate([prompt], kit.NEW_TOKENS)
+    worker = host.workers.worker
+
+    def tear(tensors):
+        next(iter(worker.model.parameters())).data.fill_(0.5)
+        raise OSError("no such memory")
+
+    with monkeypatch.context() as patch:
+        if way == "torn":
+            patch.setattr(worker.session._target, "apply", tear)
+            trainer.begin("torn", 1)
+            deadline = time.monotonic() + kit.PATIENCE_S
+            while worker.session.state != "empty":
+                assert time.monotonic() < deadline, "no commit was tried"
+                host.step()
+            assert trainer.result()[:1] == [False]
+        else:
+            worker.session.weights_lost("asleep")
+        before = host.scheduler.counts["tokens_computed"]
+        waiting = host.submit([*prompt, 1], kit.NEW_TOKENS)
+        for _ in range(20):
+            host.step()
+        assert host.scheduler.counts["tokens_computed"] == before
+        assert (waiting.state, worker.session.state) == ("waiting", "empty")
+        assert not host.scheduler._offload._manager.is_open()
+    trainer.begin("whole", 2)
+    host.run()
+    assert trainer.result()[:1] == [True]
+    assert waiting.output == kit.truth([*prompt, 1], 2)

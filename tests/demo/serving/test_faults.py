@@ -166,7 +166,8 @@ def test_two_blocks_of_one_hash_in_one_request_are_computed(kit, serve, settings
 @pytest.fixture
 def changing_host(serve, settings):
     """A host, and what changes its weights between two steps, telling nobody but the process."""
-    host, held = serve(settings), process_weights.hold("A")
+    host = serve(settings)
+    held = process_weights.hold("A", host.workers.worker.model)
 
     def change(seed):
         with held.changing(lambda: f"seed {seed}"):
@@ -201,8 +202,8 @@ def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changi
     if moment != "store":
         assert request.output == kit.truth(request.tokens[: request.num_prompt], 4)
     stats = host.workers.worker.get_stats()
-    refused = {"load": "fence_loads_refused", "store": "fence_stores_refused"}.get(moment)
-    assert refused is None or stats[refused] == 1
+    if moment != "prefix":
+        assert stats[f"fence_{moment}s_refused_total"] == 1
     # It has left nothing, under neither weights: they are computed, or of whom began with them.
     ask(kit, host, [request.tokens, *prompts], seed=4)
     change(3)
@@ -222,7 +223,7 @@ def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, chang
     change(4)
     worker.offload._inner.get_finished = get_finished
     host.run()
-    assert worker.get_stats()["fence_loads_outdated"] == 1
+    assert worker.get_stats()["fence_loads_outdated_total"] == 1
     assert request.output == kit.truth(prompts[0], 4)
     assert host.scheduler.counts["restarts"] == 1
 
@@ -238,3 +239,26 @@ def test_nothing_is_computed_while_the_weights_have_no_name(kit, prompts, changi
         host.workers.worker.model.draw_weights(4)
     host.run()
     assert request.output == kit.truth(prompts[1], 4)
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_job_that_a_spec_does_not_begin_has_failed(kit, serve, prompts, settings, kind):
+    """No result follows, and nobody waits for one."""
+    host = serve(settings)
+    if kind == "load":
+        ask(kit, host, prompts)
+    worker = host.workers.worker.offload._inner
+    submit, refused = getattr(worker, f"submit_{kind}"), []
+
+    def refuse_once(job_id, *places):
+        if not refused:
+            refused.append(job_id)
+            return False
+        return submit(job_id, *places)
+
+    setattr(worker, f"submit_{kind}", refuse_once)
+    counts = ask(kit, host, prompts)
+    assert (len(refused), counts[f"{kind}s_failed"]) == (1, 1)
+    assert host.scheduler._pool.num_free == settings.cache.num_blocks
+    ask(kit, host, prompts)
+    assert ask(kit, host, prompts)["tokens_loaded"] > 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
-from wtransfer.demo.serving.build import HostSettings, Publishing
+from wtransfer.demo.serving.build import HostSettings, Publishing, make_local_host
 from wtransfer.demo.serving.shape import CacheShape
 
 BLOCK_SIZE = 16
@@ -12,7 +14,7 @@ LABEL = "step-7"
 
 
 @pytest.fixture
-def run(kit, serve, train, tmp_path):
+def run(kit, train, tmp_path):
     """One run: a trainer and a host, of which nothing is left but a folder.
 
     Returns the answers, and how many tokens were loaded for them.
@@ -21,23 +23,24 @@ def run(kit, serve, train, tmp_path):
     folder.mkdir()
 
     def answers(prompts, label, seed):
+        # As long as the model of another run is there, this process has several.
+        gc.collect()
         trainer = train()
         settings = HostSettings(
             cache=CacheShape(BLOCK_SIZE, 32),
             tier=kit.shelf_tier(256, folder=str(folder)),
             publishing=Publishing(*trainer.where),
         )
-        host = serve(settings)
-        # What is asked before there are weights with a name is of this run alone.
-        host.generate(prompts, kit.NEW_TOKENS)
-        assert host.scheduler.counts["tokens_loaded"] == 0
-        trainer.begin(label, seed)
-        while host.scheduler.counts["weight_changes"] == 0:
-            host.step()
-        assert trainer.result()[0]
-        got = host.generate(prompts, kit.NEW_TOKENS)
-        loaded = host.scheduler.counts["tokens_loaded"]
-        host.close()
+        with make_local_host(settings) as host:
+            # What is asked before there are weights with a name is of this run alone.
+            host.generate(prompts, kit.NEW_TOKENS)
+            assert host.scheduler.counts["tokens_loaded"] == 0
+            trainer.begin(label, seed)
+            while host.scheduler.counts["weight_changes"] == 0:
+                host.step()
+            assert trainer.result()[0]
+            got = host.generate(prompts, kit.NEW_TOKENS)
+            loaded = host.scheduler.counts["tokens_loaded"]
         return got, loaded
 
     return answers

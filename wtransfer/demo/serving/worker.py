@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from wtransfer.demo.serving.shards import Shards
     from wtransfer.engines.session import WorkerSession
     from wtransfer.specs.interface import OffloadingWorker
-    from wtransfer.weights import ProcessWeights
+    from wtransfer.weights import ProcessWeights, WeightsStamp
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,13 @@ class ServingWorker:
         some build on blocks of other weights; the scheduler will hear so, and plan anew.
         """
         self._commit()
-        self._submit(plan.jobs)
-        stamp = self._weights.stamp()
+        not_begun = self._submit(plan.jobs)
+        stamp = self._stamp()
         expected = plan.stamps[self._shards.rank] if plan.stamps else None
         # All ranks compute, or none: they wait for each other in every layer.
         refused = self._shards.any(stamp is None or stamp != expected)
         tokens = {} if refused else self._compute(plan)
-        return StepResult(stamp, not refused, tokens, self._finished())
+        return StepResult(stamp, not refused, tokens, not_begun + self._finished())
 
     def get_stats(self) -> dict[str, float]:
         """Return the offloading worker's numbers."""
@@ -96,18 +96,30 @@ class ServingWorker:
         try:
             session.commit_pending(COMMIT_WAIT_S)
         except CommitError:
-            # The old weights are whole again, or have no name and nothing is computed with them.
+            # The old weights are whole again, or the session is empty and nothing is computed.
             logger.exception("the update was not applied")
 
-    def _submit(self, jobs: Sequence[Job]) -> None:
+    def _stamp(self) -> WeightsStamp | None:
+        """Return what this rank computes with; None if that is nothing to serve from."""
+        # An empty worker's weights have a name, which nobody shares; they may be torn all the same.
+        if self.session is not None and self.session.state == "empty":
+            return None
+        return self._weights.stamp()
+
+    def _submit(self, jobs: Sequence[Job]) -> list[Finished]:
+        """Begin jobs; return those that could not be begun, of which no result will come."""
+        not_begun = []
         for job in jobs:
             assert self.offload is not None, "a host without a tier plans no jobs"
             blocks, tier = from_place(job.blocks), from_place(job.tier)
             assert isinstance(blocks, GPULoadStoreSpec)
             if job.kind == "load":
-                self.offload.submit_load(job.job_id, tier, blocks)
+                begun = self.offload.submit_load(job.job_id, tier, blocks)
             else:
-                self.offload.submit_store(job.job_id, blocks, tier)
+                begun = self.offload.submit_store(job.job_id, blocks, tier)
+            if not begun:
+                not_begun.append(Finished(job.job_id, success=False))
+        return not_begun
 
     def _compute(self, plan: StepPlan) -> dict[str, int]:
         return {

@@ -82,7 +82,9 @@ class Meeting:
         """Return the memory of the arena, found or made, and hand it to those who ask from now on.
 
         Raises:
-            ProtocolError: The arena has another layout; the first field that differs is named.
+            ProtocolError: The arena has another layout, and whoever has it is still there after
+                `CLAIM_S`; the first field that differs is named.
+            AuthenticationError: Another user's process has the name of one of the ranks.
             StallError: No rank has it, and this one is not to make it.
             StagingMemoryError: There is not enough memory.
         """
@@ -109,14 +111,30 @@ class Meeting:
 
     def _find_or_make(self) -> Segment:
         deadline = Deadline(self._deadline_s)
+        # Those who have another arena may be of the engine before this one, and be ending.
+        patience = Deadline(min(CLAIM_S, self._deadline_s))
         while True:
-            for shared in self._offers(deadline):
-                self._check(shared)
-                return shared.segment
-            if self._rank == 0:
+            found = self._found(deadline)
+            if isinstance(found, ProtocolError):
+                if patience.expired:
+                    raise found
+            elif found is not None:
+                return found
+            elif self._rank == 0:
                 return make_segment(self._layout)
-            self._check_time(deadline)
+            else:
+                self._check_time(deadline)
             time.sleep(_POLL_S)
+
+    def _found(self, deadline: Deadline) -> Segment | ProtocolError | None:
+        """Return the arena that others have; if they only have another one, in what it differs."""
+        unlike = None
+        for shared in self._offers(deadline):
+            difference = self._difference(shared)
+            if difference is None:
+                return shared.segment
+            unlike = unlike or difference
+        return unlike
 
     def _offers(self, deadline: Deadline) -> Iterator[Shared]:
         """Yield what other ranks have, first of all nothing if none of them has it."""
@@ -128,15 +146,16 @@ class Meeting:
                     asked = Borrower(self._address_of(rank), self._engine_id, timeout_s)
                     yield asked.share(_SEGMENT_ID)
 
-    def _check(self, shared: Shared) -> None:
+    def _difference(self, shared: Shared) -> ProtocolError | None:
         for name, wanted in self._layout.facts().items():
             got = shared.facts.get(name)
             if got != wanted:
-                raise ProtocolError(
+                return ProtocolError(
                     f"rank {self._rank} of engine {self._engine_id!r} wants an arena with {name} "
                     f"{wanted}, the other ranks have one with {got}; start all ranks with the same "
                     "model, parallelism and cpu_bytes_to_use"
                 )
+        return None
 
     def _check_time(self, deadline: Deadline) -> None:
         if deadline.expired:

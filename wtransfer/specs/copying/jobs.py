@@ -116,12 +116,19 @@ class Jobs:
             self._begin(job)
         return True
 
-    def fail(self, job_id: int, kind: Kind, reason: Reason) -> None:
-        """Note a job that failed before it could begin."""
+    def fail(self, job_id: int, kind: Kind, reason: Reason) -> bool:
+        """Note a job that failed before it could begin.
+
+        Returns:
+            Whether that was done, as for `submit`: what runs has one result, its own.
+        """
         failed = Job(job_id, kind, (), np.empty(0, np.int64))
         failed.reason = reason
         with self._moved:
+            if self._closed or job_id in self._open:
+                return False
             self._conclude(failed)
+        return True
 
     def finished(self) -> list[TransferResult]:
         """Return what has ended since the last call."""

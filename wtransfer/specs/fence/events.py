@@ -65,6 +65,17 @@ class FenceEvents:
             self._retired.update(keys)
         self._announced = {}
 
+    def retire(self, keys: Collection[OffloadKey]) -> None:
+        """Take back what was announced of blocks that are not asked for any more."""
+        for medium, announced in self._announced.items():
+            gone = [key for key in keys if key in announced]
+            if gone:
+                told = [host_key(key) for key in gone]
+                self._ready.append(OffloadingEvent(told, medium, removed=True))
+            announced.difference_update(gone)
+            # As at a change: they may come to another medium, and be removed from each.
+            self._retired.update(keys)
+
     def _stored(self, event: OffloadingEvent) -> list[OffloadKey]:
         keys = [key for key in event.keys if key not in self._retired]
         self._announced.setdefault(event.medium, set()).update(keys)

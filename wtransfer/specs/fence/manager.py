@@ -76,7 +76,10 @@ class FencedManager(OffloadingManager):
         self._spoiled = SpoiledBlocks()
         self._failure: Exception | None = None
         self._counts = Counter(
-            fence_changes=0, fence_misses=0, fence_stores_refused=0, fence_blocks_spoiled=0
+            fence_changes_total=0,
+            fence_misses_total=0,
+            fence_stores_refused_total=0,
+            fence_blocks_spoiled_total=0,
         )
 
     # -- what the fence adds
@@ -115,8 +118,12 @@ class FencedManager(OffloadingManager):
             note = self._note(req_context)
             if note is not None:
                 witnesses = req_context.get_state(BlockWitnesses)
-                count = note.spoil(keys, witnesses, self._spoiled)
-                self._counts["fence_blocks_spoiled"] += count
+                spoiled = note.spoil(keys, witnesses, self._spoiled)
+                self._counts["fence_blocks_spoiled_total"] += len(spoiled)
+                if spoiled:
+                    # Before: what was stored until now must be announced to be taken back.
+                    self._events.put(self._inner.take_events())
+                    self._events.retire(spoiled)
         except Exception as error:
             self._shut(error)
 
@@ -131,7 +138,7 @@ class FencedManager(OffloadingManager):
             self._change()
 
     def _change(self) -> None:
-        self._counts["fence_changes"] += 1
+        self._counts["fence_changes_total"] += 1
         # Before: what was stored until now must be announced to be taken back.
         self._events.put(self._inner.take_events())
         self._events.change()
@@ -203,7 +210,7 @@ class FencedManager(OffloadingManager):
         """Say what is known of a block of the request's weights; a miss if the request is out."""
         fenced = self._key(key, req_context)
         if fenced is None:
-            self._counts["fence_misses"] += 1
+            self._counts["fence_misses_total"] += 1
             return LookupResult.MISS
         return self._inner.lookup(fenced, req_context)
 
@@ -230,10 +237,14 @@ class FencedManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Make room, and mark the job with the weights that it is for; None if it is out."""
+        """Make room, and mark the job with the weights that it is for; None if it is out.
+
+        Of the evicted keys only those are returned that are surely of this request's weights: the
+        host's key of another one may stand for a block that is kept, or is being stored just now.
+        """
         fenced = self._keys(keys, req_context)
         if fenced is None:
-            self._counts["fence_stores_refused"] += 1
+            self._counts["fence_stores_refused_total"] += 1
             return None
         output = self._inner.prepare_store(fenced, req_context)
         if output is None:
@@ -242,8 +253,13 @@ class FencedManager(OffloadingManager):
             output,
             keys_to_store=[host_key(key) for key in output.keys_to_store],
             store_spec=self._mark(output.store_spec, req_context),
-            evicted_keys=[host_key(key) for key in output.evicted_keys],
+            evicted_keys=self._own(output.evicted_keys, req_context),
         )
+
+    def _own(self, fenced: Iterable[OffloadKey], ctx: ReqContext) -> list[OffloadKey]:
+        """Return the host's keys of those that this request would ask for by them."""
+        named = ((host_key(key), key) for key in fenced)
+        return [key for key, kept_under in named if self._key(key, ctx) == kept_under]
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

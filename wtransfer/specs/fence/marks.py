@@ -105,13 +105,13 @@ class FenceNote:
 
     def spoil(
         self, keys: Iterable[bytes], witnesses: BlockWitnesses | None, spoiled: SpoiledBlocks
-    ) -> int:
+    ) -> list[OffloadKey]:
         """Give up what blocks were kept under, now that nothing is under way for them.
 
         Returns:
-            How many; others may have given some up before.
+            What they were kept under, without those that others have given up before.
         """
-        count = 0
+        given_up = []
         for key in keys:
             kept_under = self._fenced.pop(key, None)
             witness = b"" if witnesses is None else witnesses.of(key)
@@ -120,8 +120,8 @@ class FenceNote:
             fenced = fence_key(key, self.fingerprint, witness)
             if spoiled.current(fenced) == kept_under:
                 spoiled.add([fenced])
-                count += 1
-        return count
+                given_up.append(kept_under)
+        return given_up
 
 
 class FencedLoadStoreSpec(LoadStoreSpec):

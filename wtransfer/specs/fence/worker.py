@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wtransfer.specs.fence.marks import FencedLoadStoreSpec
 from wtransfer.specs.interface import (
@@ -16,7 +18,7 @@ from wtransfer.specs.interface import (
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from wtransfer.weights import ProcessWeights, WeightsStamp
 
@@ -46,11 +48,12 @@ class FencedWorker(OffloadingWorker):
         self._inner = worker
         self._rank = rank
         self._weights = weights
-        self._loads: dict[int, WeightsStamp] = {}
+        # By job; None for a store, which is not compared again.
+        self._under_way: dict[int, WeightsStamp | None] = {}
         self._refused: list[TransferResult] = []
         self._failed = False
         self._counts = Counter(
-            fence_stores_refused=0, fence_loads_refused=0, fence_loads_outdated=0
+            fence_stores_refused_total=0, fence_loads_refused_total=0, fence_loads_outdated_total=0
         )
 
     def stamp(self) -> WeightsStamp | None:
@@ -69,29 +72,45 @@ class FencedWorker(OffloadingWorker):
         """Begin to store what was computed with the job's weights, if those are the present ones.
 
         Returns:
-            What the fenced worker says; true for a job that is refused, which ends at once.
+            What the fenced worker says; true for a job that is refused, which ends at once. False
+            while a job of this number is under way.
         """
+        if job_id in self._under_way:
+            return False
         if not isinstance(dst_spec, FencedLoadStoreSpec) or self._admitted(dst_spec) is None:
-            return self._refuse(job_id, "fence_stores_refused")
-        return self._inner.submit_store(job_id, src_spec, dst_spec.inner)
+            return self._refuse(job_id, "fence_stores_refused_total")
+        inner = dst_spec.inner
+        return self._begin(job_id, None, lambda: self._inner.submit_store(job_id, src_spec, inner))
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+    ) -> bool:
         """Begin to load blocks of the job's weights, if those are the present ones.
+
+        Args:
+            job_id: As the host counts.
+            src_spec: Where they are, marked.
+            dst_spec: Where they go.
+            expedited: That somebody waits, as vLLM says it; for workers that want to know.
 
         Returns:
             As `submit_store`.
         """
+        # A second job of this number would take the first one's comparison away.
+        if job_id in self._under_way:
+            return False
         stamp = self._admitted(src_spec) if isinstance(src_spec, FencedLoadStoreSpec) else None
         if stamp is None or not isinstance(src_spec, FencedLoadStoreSpec):
-            return self._refuse(job_id, "fence_loads_refused")
-        self._loads[job_id] = stamp
-        begun = False
-        try:
-            begun = self._inner.submit_load(job_id, src_spec.inner, dst_spec)
-        finally:
-            if not begun:
-                del self._loads[job_id]
-        return begun
+            return self._refuse(job_id, "fence_loads_refused_total")
+        inner = src_spec.inner
+        submit: Any = self._inner.submit_load
+        if expedited and _takes_expedited(submit):
+            submit = functools.partial(submit, expedited=True)
+        return self._begin(job_id, stamp, lambda: submit(job_id, inner, dst_spec))
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended, the refused ones among them."""
@@ -117,14 +136,34 @@ class FencedWorker(OffloadingWorker):
             return None
         return now
 
+    def _begin(self, job_id: int, stamp: WeightsStamp | None, submit: Callable[[], bool]) -> bool:
+        # Entered before: it may have ended when `submit` returns.
+        self._under_way[job_id] = stamp
+        begun = False
+        try:
+            begun = submit()
+        finally:
+            if not begun:
+                del self._under_way[job_id]
+        return begun
+
     def _refuse(self, job_id: int, reason: str) -> bool:
         self._counts[reason] += 1
         self._refused.append(TransferResult(job_id, success=False))
         return True
 
     def _judged(self, result: TransferResult) -> TransferResult:
-        stamp = self._loads.pop(result.job_id, None)
+        stamp = self._under_way.pop(result.job_id, None)
         if stamp is None or not result.success or stamp == self.stamp():
             return result
-        self._counts["fence_loads_outdated"] += 1
+        self._counts["fence_loads_outdated_total"] += 1
         return TransferResult(result.job_id, success=False)
+
+
+def _takes_expedited(submit_load: Any) -> bool:
+    try:
+        parameters = inspect.signature(submit_load).parameters
+    except (TypeError, ValueError):
+        return False
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or "expedited" in parameters

@@ -46,7 +46,13 @@ class HandlersWorker(OffloadingWorker):
         """Hand a store to its handler."""
         return self._submit(job_id, _NumberedBlocks(src_spec), dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # noqa: ARG002  # handlers know of no such thing
+    ) -> bool:
         """Hand a load to its handler."""
         return self._submit(job_id, src_spec, _NumberedBlocks(dst_spec))
 
