@@ -10,6 +10,7 @@ from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.staged import StagedTensors
 from wtransfer.engines.target import NotedTensors, StateDictTarget
+from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
 
 SHAPES = {"a": (4,), "b": (4,), "square": (3, 3), "scalar": (), "row": (1, 6)}
@@ -109,6 +110,41 @@ def test_whatever_was_done_to_the_model_is_noticed(model, read, change):
     change(tensors)
     assert target.schema() == StateDictTarget(dict(tensors)).schema()
     assert read[0:1] == [1]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor of another one, as quantising libraries make them."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function}")
+
+
+UNWRITABLE = {
+    "sparse": (torch.Tensor.to_sparse, "of layout torch.sparse_coo"),
+    "mkldnn": (torch.Tensor.to_mkldnn, "of layout torch._mkldnn"),
+    "lazy": (lambda _tensor: torch.nn.UninitializedBuffer(), "not initialized yet"),
+    "wrapper": (Wrapper, "a Wrapper, which wraps others"),
+    # In the same place, with the same shape, too.
+    "expanded": (lambda tensor: tensor[:1, :1].expand(3, 3), "expanded: several"),
+}
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_what_nothing_can_be_written_to_any_more_is_named(model, case):
+    tensors, target = model
+    convert, why = UNWRITABLE[case]
+    tensors["square"] = convert(tensors["square"])
+    for _ in range(2):
+        with pytest.raises(SchemaError, match=f"square: {why}") as refused:
+            target.schema()
+        assert refused.value.piece == "square"
+    with pytest.raises(SchemaError, match=f"square: {why}"):
+        target.apply(placed(3))
 
 
 @pytest.mark.parametrize("change", [move, replace, tie, overlap, add, wrap])

@@ -17,9 +17,17 @@ from wtransfer.engines.origin import Origin
 from wtransfer.engines.roster import Exchange
 from wtransfer.engines.rules import Rules
 from wtransfer.engines.seating import Seating
+from wtransfer.engines.sender import Sender
 from wtransfer.engines.source import StateDictSource
 from wtransfer.engines.watch import Watch
-from wtransfer.errors import AddressError, EngineError, GroupError, PeerLostError, StallError
+from wtransfer.errors import (
+    AddressError,
+    EngineError,
+    GroupError,
+    PeerLostError,
+    StallError,
+    WTransferError,
+)
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.faults import Fault
 from wtransfer.transport.connections import listening
@@ -102,6 +110,52 @@ def test_what_ends_a_group_leaves_nothing_that_listens(fleet, faults, weights):
     made.publisher.close()
     eventually(lambda: listening() == before)
     assert [member.session.version for member in made.members] == ["v4", "v4"]
+
+
+class ForgetfulSource(StateDictSource):
+    """A source that does not know what it has, as long as a test wants that."""
+
+    forgets = False
+
+    @property
+    def metadata(self):
+        if self.forgets:
+            raise RuntimeError("I forgot")
+        return super().metadata
+
+
+def test_a_round_that_ends_before_its_plan_leaves_no_group_in_a_worker(fleet, weights):
+    threads, before = set(threading.enumerate()), listening()
+    source = ForgetfulSource(weights)
+    made = fleet(source, engine="gloo")
+    made.join({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
+    source.forgets = True
+    with pytest.raises(WTransferError, match="I forgot"):
+        made.publish("fails")
+    source.forgets = False
+
+    def in_groups():
+        return [t for t in set(threading.enumerate()) - threads if t.name == "wtransfer-gloo"]
+
+    eventually(lambda: (in_groups(), listening()) == ([], before))
+    assert made.publish("v1").ok
+
+
+def test_a_round_ends_though_its_engine_cannot_be_let_go_of(fleet, weights, monkeypatch):
+    made = fleet(weights, engine="gloo")
+    made.join()
+    shutdown = Sender.shutdown
+
+    def breaks(sender):
+        shutdown(sender)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Sender, "shutdown", breaks)
+        round_ = made.publisher.publish("dry", dry_run=True, wait=False)
+        assert round_.result(timeout_s=5.0).ok
+    # Neither the round nor what broke stands in the way of another.
+    assert made.publish("v1").ok
 
 
 def eventually(condition, within_s=5.0):
@@ -208,6 +262,18 @@ def test_a_time_that_cannot_be_is_named(value):
     info = {"master_address": "h", "master_port": 1, "rendezvous": "r", "world_size": 2}
     with pytest.raises(ValueError, match="`timeout_s` is "):
         CollectiveInitInfo(**info, timeout_s=value)
+
+
+@pytest.mark.parametrize("value", [1.1e9, 10**400], ids=["float", "whole"])
+def test_a_time_that_no_clock_counts_is_refused(value):
+    info = {"master_address": "h", "master_port": 1, "rendezvous": "r", "world_size": 2}
+    assert CollectiveInitInfo(**info, timeout_s=1e9).timeout_s == 1e9
+    with pytest.raises(
+        ValueError, match=r"`timeout_s` is 1.*, expected seconds > 0, at most 1e\+09"
+    ):
+        CollectiveInitInfo(**info, timeout_s=value)
+    with pytest.raises(ValueError, match=r"timeout_s is 1.*, expected seconds > 0, at most 1e\+09"):
+        GlooTrainerInitInfo(timeout_s=value)
 
 
 @pytest.mark.parametrize(

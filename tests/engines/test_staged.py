@@ -103,7 +103,10 @@ def apart(starts, outline, *, made=()):
 def test_places_are_apart_when_all_are_there_and_none_is_anothers():
     two = Outline(["a", "b"], [torch.float32] * 2, [(2,)] * 2)
     assert apart([0, 64], two)
+    assert apart([0, 8], two)
     assert not apart([0, 0], two)
+    assert not apart([0, 4], two)
+    assert not apart([64, 0], two)  # they are; this is not asked of places in another order
     assert not apart([0], two)
     assert not apart([0], two, made=["b"])
     assert not apart(STARTS, OUTLINE)  # an empty one is nowhere

@@ -1,6 +1,7 @@
 """Connections that begin or end at an endpoint are hung up, and nothing else of the process is."""
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -61,6 +62,24 @@ def test_a_thread_that_waits_in_a_connection_is_woken(opened):
     hang_up({listener.getsockname()})
     thread.join(PATIENCE_S)
     assert received == [b""]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_what_cannot_be_looked_at_is_told_once_the_rest_is_hung_up(opened, monkeypatch, number):
+    listener, accepted, dialer = connected(opened)
+    duplicate = os.dup
+
+    def exhausted_once(descriptor):
+        if descriptor == accepted.fileno():
+            raise OSError(number, os.strerror(number))
+        return duplicate(descriptor)
+
+    monkeypatch.setattr(os, "dup", exhausted_once)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        hang_up({listener.getsockname()})
+    assert is_over(dialer)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        listening()
 
 
 def test_connections_to_other_endpoints_and_listeners_go_on(opened):

@@ -1,10 +1,14 @@
 """Groups of several processes: what they carry, how they break, and that nothing of them stays."""
 
 import contextlib
+import errno
+import gc
+import os
 import runpy
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from wtransfer.errors import GroupError, StallError
 from wtransfer.transport import process_group
 from wtransfer.transport.connections import listening
 from wtransfer.transport.process_group import GlooCommunicator
-from wtransfer.transport.rendezvous import host_rendezvous
+from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
 from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
@@ -331,6 +335,66 @@ def test_a_rank_that_cannot_connect_says_so_and_leaves_nothing(leaves_nothing, m
     assert listening() == before
     rendezvous.close()
     assert caught.value.__traceback__ is not None
+
+
+# -- two ranks in this process
+
+
+@pytest.fixture
+def two_here(leaves_nothing):
+    """Both ranks of a group; whoever does not close them takes them out."""
+    hosted = host_rendezvous(HOST)
+    meetings = [hosted, join_rendezvous(hosted.host, hosted.port, hosted.name)]
+
+    def form_one(rank):
+        options = {"timeout_s": 10.0, "operation_timeout_s": 20.0}
+        return GlooCommunicator(meetings[rank], rank, 2, host=HOST, **options)
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(form_one, range(2)))
+    meetings.clear()
+    del hosted
+    yield ranks
+    while ranks:
+        ranks.pop().close()
+
+
+def test_who_waits_is_free_though_no_descriptor_is_left_to_hang_up_with(two_here, monkeypatch):
+    def exhausted(_endpoints):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(process_group, "hang_up", exhausted)
+    errors = []
+    pending = two_here[0].recv(torch.zeros(8, dtype=torch.uint8), 1)
+
+    def wait():
+        with pytest.raises(GroupError, match="the group was aborted") as caught:
+            pending.wait()
+        errors.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    with pytest.raises(OSError, match="Too many open files"):
+        two_here[0].abort()
+    waiting.join(ABORT_S)
+    assert errors == ["rank 0 of 2: the group was aborted"]
+    # That no thread of theirs and no connection stays, is looked at after the test.
+    while two_here:
+        with pytest.raises(OSError, match="Too many open files"):
+            two_here.pop(0).close()
+
+
+def test_a_group_that_nobody_closes_goes_with_its_communicators(two_here):
+    for value in range(2):
+        tensors = [torch.full((8,), value, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)]
+        operations = zip(two_here, tensors, strict=True)
+        for pending in [rank.broadcast(tensor, 0) for rank, tensor in operations]:
+            pending.wait()
+        assert tensors[1].tolist() == [value] * 8
+    del operations, pending
+    two_here.clear()
+    # That no thread of theirs and no connection stays, is looked at after the test.
+    gc.collect()
 
 
 # -- in a process that does other things

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wtransfer.transport.tensors import PART
+from wtransfer.transport.tensors import PART, are_in_host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -97,8 +97,11 @@ class Adopted:
         """Return the tensors of a part; None unless each lies where it was adopted, in its form."""
         tensors = [own[name] for name in part.names]
         known = list(map(self._addresses.get, part.names))
+        # Others may have no address at all, or show one that says nothing about their elements.
         same = (
-            list(map(torch.Tensor.data_ptr, tensors)) == known
+            are_in_host_memory(tensors)
+            and all(map(torch.Tensor.is_contiguous, tensors))
+            and list(map(torch.Tensor.data_ptr, tensors)) == known
             and all(map(operator.is_, map(_dtype, tensors), part.dtypes))
             and all(map(operator.eq, map(_shape, tensors), part.shapes))
         )

@@ -13,7 +13,6 @@ Gloo is one of them; third parties bring others by way of a `Communicator` of fi
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""
+MAX_TIMEOUT_S = 1e9
+"""Longest time that a peer may name, for ever as it were: clocks in nanoseconds can count it."""
 
 
 @dataclass
@@ -202,8 +203,10 @@ def check_timeout(value: object) -> None:
         ValueError: Naming the field.
     """
     # JSON has whole numbers, and Python calls its truth values such.
-    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"`timeout_s` is {value!r:.80}, expected seconds > 0")
+    if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:  # type: ignore[operator]
+        raise ValueError(
+            f"`timeout_s` is {value!r:.80}, expected seconds > 0, at most {MAX_TIMEOUT_S:g}"
+        )
 
 
 def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from wtransfer.engines.announcing import Announcer
+from wtransfer.engines.collective import MAX_TIMEOUT_S
 from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.interface import (
     ParamMeta,
@@ -239,8 +240,10 @@ def _seconds(name: str, value: object) -> float:
         number = float(str(value))
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} is {value!r}, expected seconds > 0")
+    if not 0 < number <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{name} is {value!r:.80}, expected seconds > 0, at most {MAX_TIMEOUT_S:g}"
+        )
     return number
 
 

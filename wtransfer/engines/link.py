@@ -196,7 +196,11 @@ class Link:
     def _on_abort(self, abort: Abort) -> None:
         if self._current(abort.round_id) is not None:
             self._end_reception(abort.reason)
-            self._engine.submit(self._engine.end_group)
+        elif self._reception is not None:
+            return
+        # Also of a round that ended between its init and its plan: its group is there, too. The
+        # abort comes before the init of another, on the same connection, so the group is that one.
+        self._engine.submit(self._engine.end_group)
 
     def _on_release(self, release: Release) -> None:
         self._ledger.release(release.round_id)

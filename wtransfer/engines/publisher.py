@@ -472,10 +472,15 @@ class Publisher:
 
     def _on_done(self, round_: Round) -> None:
         # Before another round can begin.
-        if not round_.is_resend:
-            self._source.end(round_.failure, round_.sealed.fingerprint if round_.sealed else "")
-        if self._origin.needs_generation and not round_.went_through:
-            self._drop_sender()
+        try:
+            if not round_.is_resend:
+                self._source.end(round_.failure, round_.sealed.fingerprint if round_.sealed else "")
+            if self._origin.needs_generation and not round_.went_through:
+                self._drop_sender()
+        finally:
+            self._settle(round_)
+
+    def _settle(self, round_: Round) -> None:
         with self._changed:
             if self._active is round_:
                 self._active = None
@@ -492,9 +497,10 @@ class Publisher:
 
     def _drop_sender(self) -> None:
         """Let go of the engine, and of a group that it has; the next round makes another."""
-        if not self._sender.abandoned:
-            self._sender.shutdown()
-        self._sender = Sender(*self._sender_args)
+        # First of all: whatever becomes of the old one, no round shall meet it again.
+        sender, self._sender = self._sender, Sender(*self._sender_args)
+        if not sender.abandoned:
+            sender.shutdown()
 
     # -- on the channel's thread
 

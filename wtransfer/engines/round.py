@@ -308,7 +308,15 @@ class Round:
             self._failure = self._failure or _unexpected(error)
         finally:
             self.phase = "over"
+            self._tell_done()
+
+    def _tell_done(self) -> None:
+        try:
             self._on_done(self)
+        except BaseException:
+            # The round's outcome stands; a thread has nobody to raise to.
+            logger.exception("what follows round %s broke", self.round_id)
+        finally:
             self._done.set()
             self.wake()
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# The round that a thread sends for. An engine's threads inherit it with their context, so that a
-# call which is late, as its round has failed, does not reach the next one.
+# The round that a thread sends for, so that a call which is late, as its round has failed, does not
+# reach the next one. A thread of the engine's own has it if it runs in a copy of the context of the
+# one that sends, as `Announcer` sees to; a plain `threading.Thread` begins with an empty one.
 _ROUND: ContextVar[Round] = ContextVar("wtransfer_round")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import ItemsView, Mapping
 from typing import TYPE_CHECKING
 
@@ -57,11 +58,12 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 
     @property
     def all_apart(self) -> bool:
-        """Whether every tensor of the plan is a place in `memory`, and each another."""
+        """Whether every tensor of the plan is a place in `memory`, each behind the one before."""
         # Empty ones have none of their own.
-        placed = not self._made and len(self.starts) == len(self.outline)
-        apart = len(set(self.starts)) == len(self.starts) and 0 not in self.outline.sizes
-        return placed and apart
+        if self._made or len(self.starts) != len(self.outline) or 0 in self.outline.sizes:
+            return False
+        stops = map(operator.add, self.starts, self.outline.sizes)
+        return all(map(operator.le, stops, self.starts[1:]))
 
     def addresses(self, part: Part) -> Iterator[int]:
         """Return the address of each place of a part of the plan."""

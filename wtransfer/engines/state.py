@@ -278,8 +278,18 @@ def _memory(tensor: torch.Tensor) -> object:
         return _itself(tensor)
     if hasattr(tensor, "full_tensor") or tensor.numel() == 0:
         return _itself(tensor)
-    address = tensor.untyped_storage().data_ptr()
+    address = memory_address(tensor)
+    if address is None:
+        return _itself(tensor)
     return address if tensor.is_cpu else (tensor.device, address)
+
+
+def memory_address(tensor: torch.Tensor) -> int | None:
+    """Return where a strided tensor's storage begins; None for one that only wraps others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _itself(tensor: torch.Tensor) -> object:

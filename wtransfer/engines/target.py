@@ -16,11 +16,13 @@ from wtransfer.engines.staged import StagedTensors
 from wtransfer.engines.state import (
     Group,
     Grouping,
+    memory_address,
     module_tensors,
     stands_alone,
     unnamed_tensors,
 )
 from wtransfer.errors import SchemaError
+from wtransfer.transport.tensors import PLAIN_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +77,7 @@ class StateDictTarget:
 
     Raises:
         SchemaError: Tensors that nothing can be written to: on the meta device, lazy, expanded,
-            sparse, quantised.
+            sparse, quantised, wrappers of others.
 
     Cost: about 3 us per tensor and call, beside what is copied; 1 us to find that nothing was done
     to a model that adopts, since it adopted the last update.
@@ -301,7 +303,14 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
         return f"quantised ({tensor.dtype})"
     if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}"
+    if type(tensor) not in PLAIN_TYPES and _only_wraps(tensor):
+        return f"a {type(tensor).__name__}, which wraps others and has no memory of its own"
     return "expanded: several of its elements are one" if _overlaps_itself(tensor) else None
+
+
+def _only_wraps(tensor: torch.Tensor) -> bool:
+    # A DTensor does, too, and takes an update all the same.
+    return not hasattr(tensor, "full_tensor") and memory_address(tensor) is None
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

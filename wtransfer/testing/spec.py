@@ -31,6 +31,7 @@ from wtransfer.errors import BlockNotKeptError
 from wtransfer.host.registry import registry
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import LookupResult
+from wtransfer.specs.older.spec import OlderSpec
 from wtransfer.testing.excuses import check_excused
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.spec_host import Geometry, Shelf, SpecHost, config_of, key_of
@@ -500,6 +501,19 @@ class SpecConformance:
         assert fallen == []
 
     # -- beginning and end
+
+    def test_a_spec_says_what_it_was_made_with(self, make_spec: Any) -> None:
+        """Hosts read it: `OffloadingSpec` notes it where its constructor is called."""
+        geometry = Geometry(num_groups=2, blocks_per_chunk=2)
+        config = config_of(geometry, self._options_for(geometry, NUM_FEW))
+        made = make_spec(config)
+        assert made.config is not None
+        given = config.extra_config
+        assert {name: made.extra_config[name] for name in given} == given
+        if not isinstance(made, OlderSpec):
+            assert made.tokens_per_block == (geometry.block_size,) * geometry.num_groups
+            assert made.tokens_per_hash == geometry.block_size
+            assert made.blocks_per_chunk == geometry.blocks_per_chunk
 
     def test_constructors_take_nothing(self, make_spec: Any, host: MakeHost) -> None:
         """Neither threads nor memory: a spec is made on the scheduler's side, too."""

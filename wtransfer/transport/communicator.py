@@ -5,6 +5,11 @@ There are three: gloo (`wtransfer.transport.process_group`), NCCL (the distribut
 hang (`wtransfer.testing.communicator`).
 
 Ranks must call the same collectives in the same order with the same sizes: bytes carry no names.
+
+A rank's operations are carried out one after the other, in the order in which it began them; also
+those that it does not wait for yet. So two ranks that each begin to receive from the other, and to
+send after that, wait for each other, and each for itself: one of the two must send first. The group
+in memory refuses what would wait so.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ not show its descriptors.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,6 +32,9 @@ def hang_up(endpoints: Collection[Endpoint]) -> int:
 
     Returns:
         How many there were.
+
+    Raises:
+        OSError: No descriptor is left to look with; those that could be looked at have ended.
     """
     wanted = set(endpoints)
     count = 0
@@ -44,7 +48,11 @@ def hang_up(endpoints: Collection[Endpoint]) -> int:
 
 
 def listening() -> set[Endpoint]:
-    """Return where this process listens."""
+    """Return where this process listens.
+
+    Raises:
+        OSError: No descriptor is left to look with.
+    """
     found = set()
     for listener in _sockets():
         with listener, contextlib.suppress(OSError):
@@ -54,11 +62,18 @@ def listening() -> set[Endpoint]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of every TCP socket of this process; the caller closes it."""
+    """Yield a duplicate of every TCP socket of this process; the caller closes it.
+
+    Raises:
+        OSError: At the end, if there were any that could not be duplicated.
+    """
+    shortage = 0
     for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 (descriptors, not files)
         try:
             duplicate = os.dup(int(name))
-        except OSError:  # closed meanwhile, or the listing's own
+        except OSError as error:
+            if error.errno != errno.EBADF:  # closed meanwhile, or the listing's own
+                shortage = error.errno or errno.EMFILE
             continue
         try:
             # Given this type, Python leaves the mode of the socket alone. Otherwise it would make
@@ -71,6 +86,8 @@ def _sockets() -> Iterator[socket.socket]:
             yield found
         else:
             found.close()
+    if shortage:
+        raise OSError(shortage, os.strerror(shortage))
 
 
 def _is_stream(found: socket.socket) -> bool:

@@ -18,7 +18,8 @@ import datetime as dt
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from wtransfer.transport.rendezvous import Rendezvous
+
+_ToDo: TypeAlias = "queue.SimpleQueue[GlooPending | None]"
 
 dist: Any = torch.distributed  # whose groups torch does not declare
 
@@ -99,6 +102,8 @@ class GlooPending:
 
     def carry_out(self, group: Any) -> None:
         """Wait for the content, if it is another rank's, answer, and send it on; does not raise."""
+        if self._communicator.aborted:  # which has failed this one, too
+            return
         tensor, moving = self._tensor, self._moving  # an abort lets go of them at any time
         try:
             if self._source is not None:
@@ -121,7 +126,9 @@ class GlooPending:
     def forget(self) -> None:
         """Let go of torch's works, which hold the group's connections; an error may hold this.
 
-        When this returns, gloo neither reads nor writes the tensor any more.
+        Of an operation that has ended gloo neither reads nor writes the tensor any more. Of one
+        that was made to fail while the thread is inside `carry_out` it may, until that returns:
+        its frame keeps works and tensor for as long, which is until their connections have ended.
         """
         self._moving, self._answers, self._tensor = [], [], None
 
@@ -178,11 +185,18 @@ class GlooCommunicator:
             self._device = None
         self._changing = threading.Lock()
         self._under_way: set[GlooPending] = set()
-        self._to_do: queue.SimpleQueue[GlooPending | None] = queue.SimpleQueue()
+        to_do: _ToDo = queue.SimpleQueue()
+        self._to_do = to_do
         self._answers_sent: collections.deque[Any] = collections.deque(maxlen=MAX_ANSWERS)
         # One after the other, in the order in which they were begun: what goes over a connection
-        # has no name. On a thread, since ranks answer and send on whatever their callers do.
-        self._thread = threading.Thread(target=self._work, name="wtransfer-gloo", daemon=True)
+        # has no name. On a thread, since ranks answer and send on whatever their callers do. It has
+        # no communicator, so that it ends with one that nobody has closed.
+        self._thread = threading.Thread(
+            target=_carry_out_all, args=(to_do, self._group), name="wtransfer-gloo", daemon=True
+        )
+        self._end_thread = weakref.finalize(self, to_do.put, None)
+        # At exit threads end anyhow, and a group must not be destroyed meanwhile.
+        self._end_thread.atexit = False
         self._thread.start()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> GlooPending:
@@ -201,25 +215,38 @@ class GlooCommunicator:
         return self._begin(tensor, source, [])
 
     def abort(self) -> None:
-        """End the connections, so that all that waits ends: here, and elsewhere for this rank."""
+        """End the connections, so that all that waits ends: here, and elsewhere for this rank.
+
+        Raises:
+            OSError: They cannot be found, since no descriptor is left. Everything under way has
+                failed nevertheless; what gloo itself waits for ends with the group, or in time.
+        """
         with self._changing:
             self.aborted = True
             under_way = list(self._under_way)
-        hang_up(self._endpoints)
-        for pending in under_way:
-            pending.fail("the group was aborted")
+        try:
+            hang_up(self._endpoints)
+        finally:
+            for pending in under_way:
+                pending.fail("the group was aborted")
 
     def close(self) -> None:
-        """Release the group; what is under way in it fails."""
-        self.abort()
-        self._to_do.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        with self._changing:
-            for pending in self._under_way:
-                pending.forget()
-            self._under_way.clear()
-        self._answers_sent.clear()
-        self._group = None
+        """Release the group; what is under way in it fails.
+
+        Raises:
+            OSError: As `abort`; the group has been released all the same.
+        """
+        try:
+            self.abort()
+        finally:
+            self._end_thread()
+            self._thread.join(CLOSE_TIMEOUT_S)
+            with self._changing:
+                for pending in self._under_way:
+                    pending.forget()
+                self._under_way.clear()
+            self._answers_sent.clear()
+            self._group = None
 
     # -- for its operations
 
@@ -260,13 +287,6 @@ class GlooCommunicator:
             self._to_do.put(pending)
         return pending
 
-    def _work(self) -> None:
-        for pending in iter(self._to_do.get, None):
-            if not self.aborted:
-                pending.carry_out(self._group)
-            # Waiting for the next one, this frame would keep it, and its tensor.
-            del pending
-
     def _connect(self, rendezvous: Rendezvous) -> Any:
         options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  # the only way to name a device
         options._devices = [self._device]  # noqa: SLF001
@@ -278,6 +298,13 @@ class GlooCommunicator:
         finally:
             options._devices = []  # noqa: SLF001
         return group
+
+
+def _carry_out_all(to_do: _ToDo, group: Any) -> None:
+    for pending in iter(to_do.get, None):
+        pending.carry_out(group)
+        # Waiting for the next one, this frame would keep it, its tensor, and its communicator.
+        del pending
 
 
 def _nothing() -> torch.Tensor:
