@@ -76,6 +76,7 @@ def test_a_scratch_folder_goes_with_all_that_is_in_it():
     assert not Path(scratch.path).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_bench_that_is_ended_leaves_neither_processes_nor_files(how):
     process = subprocess.Popen(

@@ -36,7 +36,7 @@ def states(fleet):
 
 
 # FAULTS 18 and whatever else an engine may raise.
-@pytest.mark.parametrize("side", ["worker", "trainer"])
+@pytest.mark.parametrize("side", ["worker", pytest.param("trainer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", CAUGHT)
 def test_what_an_engine_raises_ends_the_round_at_every_tensor(two_workers, faults, action, side):
     before = states(two_workers)

@@ -240,7 +240,14 @@ class Nth:
         return counted
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EMFILE], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number",
+    [
+        errno.ENOSPC,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (errno.EIO, errno.EMFILE)),
+    ],
+    ids=errno.errorcode.get,
+)
 def test_any_call_to_the_disk_may_fail(publishing, store, monkeypatch, number, caplog):
     caplog.set_level("CRITICAL")
     made = publishing(shard_nbytes=100, keep=2)

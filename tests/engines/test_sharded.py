@@ -54,13 +54,9 @@ def start(kind, engine, rank, port):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "engine"),
-    [
-        ("fsdp", "gloo"),
-        pytest.param("dtensors", "shm", marks=pytest.mark.slow),
-        pytest.param("metadata", "shm", marks=pytest.mark.slow),
-    ],
+    ("kind", "engine"), [("fsdp", "gloo"), ("dtensors", "shm"), ("metadata", "shm")]
 )
 def test_what_two_ranks_hold_arrives_whole_in_every_round(kind, engine):
     first = start(kind, engine, 0, 0)

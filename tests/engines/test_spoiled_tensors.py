@@ -53,7 +53,7 @@ def states(fleet):
 
 
 # FAULTS 2, 6: promise 1 (all or nothing) and 2 (proof of receipt).
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", CAUGHT)
 def test_both_workers_stay_on_the_old_version_bit_for_bit(two_workers, faults, action, worker):
     before = states(two_workers)

@@ -81,7 +81,7 @@ def test_a_worker_killed_while_the_group_forms_is_named(flow, failing):
     flow.publish(trainer, 2, survivors)
 
 
-@pytest.mark.parametrize("phase", ["verdict", "commit"])
+@pytest.mark.parametrize("phase", ["commit", pytest.param("verdict", marks=pytest.mark.slow)])
 def test_a_worker_killed_at_its_commit_leaves_the_group_mixed(flow, serving, phase):
     trainer, workers = serving
     *rest, victim = workers
@@ -95,7 +95,7 @@ def test_a_worker_killed_at_its_commit_leaves_the_group_mixed(flow, serving, pha
     flow.publish(trainer, 3, rest)
 
 
-@pytest.mark.parametrize("phase", ["midst", "seal"])
+@pytest.mark.parametrize("phase", ["midst", pytest.param("seal", marks=pytest.mark.slow)])
 def test_whom_the_group_still_needs_is_not_dropped_and_others_are(flow, failing, phase):
     trainer = flow.trainer(engine="gloo", options=OPTIONS, on_lost_worker="drop")
     *rest, victim = flow.workers(3)

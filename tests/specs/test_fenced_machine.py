@@ -219,6 +219,7 @@ BREAKAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_the_judge_catches_a_fence_with_a_hole(monkeypatch, breakage):
     monkeypatch.setattr(*BREAKAGES[breakage])

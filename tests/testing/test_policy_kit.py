@@ -59,11 +59,13 @@ def _outcome(case):
     return "failed" if {child.tag for child in case} & {"failure", "error"} else "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "test"), CAUGHT_BY.items())
 def test_a_broken_policy_is_caught(outcomes, policy, test):
     assert outcomes[policy, test] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "test"), PASSED_BY.items())
 def test_what_a_policy_does_well_passes(outcomes, policy, test):
     assert outcomes[policy.strip(), test] == "passed"

@@ -73,7 +73,11 @@ def trickle(sockets, stop):
 
 @pytest.mark.parametrize(
     ("address", "num_connections"),
-    [(None, 10_000), pytest.param("tcp:127.0.0.1:0", 3000, marks=pytest.mark.slow)],
+    [
+        pytest.param(None, 10_000, marks=pytest.mark.slow),
+        pytest.param("tcp:127.0.0.1:0", 3000, marks=pytest.mark.slow),
+        ("tcp:127.0.0.1:0", 1500),
+    ],
 )
 def test_a_flood_disturbs_neither_the_live_nor_the_newcomer(
     channel, messages, many_descriptors, address, num_connections
