@@ -88,7 +88,8 @@ def test_a_trainer_stopped_halfway_does_not_stop_generation(server, models, fres
             # Whole and old, although half of the new weights lies ready.
             assert (server.tokens(PROMPTS), server.label()) == (fresh["A"], "A")
             assert trainer.is_stopped()
-        assert f"at most {STALL_S:g} s are allowed" in trainer.hear()["error"]
+        # Whoever sees it first: the server that heard nothing, or the trainer's own watch.
+        assert f" {STALL_S:g} s" in trainer.hear()["error"]
         assert trainer.publish_to_hosts(checkpoints["B"], "B") == ["committed"]
         assert (server.tokens(PROMPTS), server.label()) == (fresh["B"], "B")
     record_property("longest_gap_s", max(gaps))
