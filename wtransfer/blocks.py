@@ -110,6 +110,21 @@ _FORMAT = 1
 _LAYOUT = struct.Struct("<4sBxHIQ16s16s64s4xQ")
 assert _LAYOUT.size == HEADER_NBYTES
 
+
+def check_key_nbytes(nbytes: int) -> None:
+    """Raise unless a fenced key of this length fits into a header.
+
+    Raises:
+        ValueError: It does not.
+    """
+    most = FENCE_NBYTES + MAX_KEY_NBYTES
+    if nbytes > most:
+        raise ValueError(
+            f"a block key of {nbytes} bytes; at most {most} fit into a header: let the host hash "
+            "what it is made of"
+        )
+
+
 Mismatch = Literal["absent", "torn", "format", "key", "geometry", "rank", "length", "checksum"]
 """Why a block is not the one that was asked for. *absent*: nothing was ever stored there, or it was
 taken back. *torn*: the header itself is damaged or half written."""
@@ -145,11 +160,7 @@ class BlockHeader:
         Raises:
             ValueError: The key is longer than `MAX_KEY_NBYTES` and the fence's part.
         """
-        if len(self.key) > FENCE_NBYTES + MAX_KEY_NBYTES:
-            raise ValueError(
-                f"a block key of {len(self.key)} bytes; at most {FENCE_NBYTES + MAX_KEY_NBYTES} "
-                "fit into a header: let the host hash what it is made of"
-            )
+        check_key_nbytes(len(self.key))
         fields = (_MAGIC, _FORMAT, self.rank, len(self.key), self.nbytes)
         packed = _LAYOUT.pack(*fields, self.geometry, self.checksum, self.key, 0)
         return packed[:-8] + xxhash.xxh3_64_digest(packed[:-8])

@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from wtransfer.engines import hosted
-from wtransfer.engines.mover import NICENESS, MoverThread
+from wtransfer.engines.mover import MoverThread
+from wtransfer.transport.niceness import NICENESS
 
 PATIENCE_S = 5.0
 

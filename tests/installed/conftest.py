@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+HERE = Path(__file__).parent
 PYPROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -146,3 +145,19 @@ def python(installed):
         return _run(*arguments, env=env).stdout
 
     return run
+
+
+@pytest.fixture(scope="module")
+def pip_install(tmp_path_factory):
+    """Lets pip install a project of this folder; returns where to."""
+
+    def install(name):
+        folder = tmp_path_factory.mktemp("third-party")
+        project = shutil.copytree(HERE / name, folder / "project")
+        site = folder / "site"
+        pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+        options = ["--disable-pip-version-check", "--no-cache-dir", "--target", str(site)]
+        _run(*pip, *options, str(project))
+        return site
+
+    return install

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,16 +23,9 @@ TOKEN = "third-party-tests-" + "0" * 32
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(pip_install):
     """The folder into which pip has installed the engine."""
-    folder = tmp_path_factory.mktemp("third-party")
-    project = shutil.copytree(HERE / "third_party_engine", folder / "project")
-    site = folder / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    options = ["--no-index", "--disable-pip-version-check", "--no-cache-dir", "--target", site]
-    done = subprocess.run([*pip, *options, project], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return site
+    return pip_install("third_party_engine")
 
 
 class Peer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +17,9 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(pip_install):
     """The folder into which pip has installed the spec."""
-    folder = tmp_path_factory.mktemp("third-party")
-    project = shutil.copytree(HERE / "third_party_spec", folder / "project")
-    site = folder / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    options = ["--no-index", "--disable-pip-version-check", "--no-cache-dir", "--target", site]
-    done = subprocess.run([*pip, *options, project], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return site
+    return pip_install("third_party_spec")
 
 
 @pytest.fixture

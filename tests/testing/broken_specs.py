@@ -315,8 +315,8 @@ class TestPinsNothing(Kit):
     spec_cls = spec(manager=PinsNothing)
 
 
-class PinsOnce(CPUOffloadingManager):
-    """The first completion unpins a block, whoever else has it."""
+class NotesHolders(CPUOffloadingManager):
+    """Knows who has pinned a block."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -327,6 +327,10 @@ class PinsOnce(CPUOffloadingManager):
         for key in keys:
             self.holders.setdefault(key, []).append(req_context)
         return prepared
+
+
+class PinsOnce(NotesHolders):
+    """The first completion unpins a block, whoever else has it."""
 
     def complete_load(self, keys, req_context):
         for key in keys:
@@ -338,18 +342,8 @@ class TestPinsOnce(Kit):
     spec_cls = spec(manager=PinsOnce)
 
 
-class BelievesCompletions(CPUOffloadingManager):
+class BelievesCompletions(NotesHolders):
     """A completion unpins a block once, whoever sends it."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.holders = {}
-
-    def prepare_load(self, keys, req_context):
-        prepared = super().prepare_load(keys, req_context)
-        for key in keys:
-            self.holders.setdefault(key, []).append(req_context)
-        return prepared
 
     def complete_load(self, keys, req_context):
         for key in keys:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -45,26 +42,7 @@ PASSED_BY = {
     "TestExcuses": "test_two_workers_get_the_same",
 }
 EXCUSED = ("TestExcuses", "test_empty_and_scalar_tensors_arrive")
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Outcome of each test that was run in a process of its own: passed, failed or excused."""
-    file = tmp_path_factory.mktemp("kit") / "junit.xml"
-    wanted = [*CAUGHT_BY.items(), *PASSED_BY.items(), EXCUSED]
-    nodes = [f"{BROKEN}::{cls}::{name}" for cls, name in wanted]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={file}"]
-    done = subprocess.run([*command, *nodes], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout
-    cases = ET.parse(file).getroot().iter("testcase")
-    return {
-        (case.get("classname").split(".")[-1], case.get("name")): _outcome(case) for case in cases
-    }
-
-
-def _outcome(case):
-    tags = {child.tag for child in case}
-    return "failed" if tags & {"failure", "error"} else "excused" if "skipped" in tags else "passed"
+WANTED = [*CAUGHT_BY.items(), *PASSED_BY.items(), EXCUSED]
 
 
 @pytest.mark.slow

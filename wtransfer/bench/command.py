@@ -52,6 +52,18 @@ def _commits(text: str) -> tuple[str, ...]:
     return chosen
 
 
+_rounds = click.option(
+    "--rounds", "num_rounds", type=click.IntRange(min=1), help="Rounds that count, per row [7]."
+)
+_only = click.option("--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more.")
+_quick = click.option(
+    "--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers."
+)
+_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document, nothing else."
+)
+
+
 @click.group()
 def bench() -> None:
     """Measure here what is promised, each number beside its goal and its neighbours."""
@@ -68,9 +80,7 @@ def bench() -> None:
     metavar="N,M",
     help="Numbers of workers; the first one for all rows but those that compare [1,4].",
 )
-@click.option(
-    "--rounds", "num_rounds", type=click.IntRange(min=1), help="Rounds that count, per row [7]."
-)
+@_rounds
 @click.option(
     "--small",
     callback=_parsed(parse_many),
@@ -80,9 +90,9 @@ def bench() -> None:
 @click.option(
     "--commit", "commits", callback=_parsed(_commits), metavar="MODES", help="[adopt,copy]"
 )
-@click.option("--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more.")
-@click.option("--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, nothing else.")
+@_only
+@_quick
+@_json
 def weights(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
     """Measure rounds of weights: speed, pauses, memory, and how soon a death is noticed.
 
@@ -137,12 +147,10 @@ def _settings(quick: bool, asked: dict[str, Any]) -> Settings:
     metavar="N,M",
     help="How many blocks managers have; the last number for most rows [1000,10000,100000].",
 )
-@click.option(
-    "--rounds", "num_rounds", type=click.IntRange(min=1), help="Rounds that count, per row [7]."
-)
-@click.option("--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more.")
-@click.option("--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, nothing else.")
+@_rounds
+@_only
+@_quick
+@_json
 def offload(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
     """Measure KV cache in host memory: copies into the arena and back, and its manager.
 

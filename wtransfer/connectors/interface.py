@@ -104,11 +104,8 @@ class KVConnectorOutput:
         return not any(vars(self).values())
 
 
-# -- the scheduler's side ---------------------------------------------------------------------
-
-
-class ConnectorScheduler(ABC):
-    """Decides what comes from elsewhere. The scheduler's thread calls it; nothing may block.
+class ConnectorSide(ABC):  # noqa: B024  # each side has methods of its own
+    """What both sides know.
 
     Args:
         config: The serving engine's configuration, with ``kv_transfer_config``.
@@ -120,6 +117,13 @@ class ConnectorScheduler(ABC):
         """The serving engine's configuration."""
         self.kv_cache_config = kv_cache_config
         """Shape of the KV cache."""
+
+
+# -- the scheduler's side ---------------------------------------------------------------------
+
+
+class ConnectorScheduler(ConnectorSide):
+    """Decides what comes from elsewhere. The scheduler's thread calls it; nothing may block."""
 
     @abstractmethod
     def get_num_new_matched_tokens(
@@ -202,19 +206,11 @@ class ConnectorScheduler(ABC):
 # -- the worker's side ------------------------------------------------------------------------
 
 
-class ConnectorWorker(ABC):
-    """Moves bytes into and out of a worker's cache. The model's thread calls it.
-
-    Args:
-        config: The serving engine's configuration, with ``kv_transfer_config``.
-        kv_cache_config: Shape of the KV cache; None where the host does not say.
-    """
+class ConnectorWorker(ConnectorSide):
+    """Moves bytes into and out of a worker's cache. The model's thread calls it."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
-        self.config = config
-        """The serving engine's configuration."""
-        self.kv_cache_config = kv_cache_config
-        """Shape of the KV cache."""
+        super().__init__(config, kv_cache_config)
         self._metadata: KVConnectorMetadata | None = None
 
     @property
@@ -389,7 +385,6 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
         if vllm_config.kv_transfer_config is None:
             raise ValueError(f"{type(self).__name__} needs kv_transfer_config, and it is None")
         super().__init__(vllm_config, kv_cache_config)
-        self._metadata: KVConnectorMetadata | None = None
         self._role = role
         # The field's names, which connectors in the style of the seed read.
         self._vllm_config = vllm_config

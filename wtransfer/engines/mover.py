@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import sys
 import threading
 from typing import TYPE_CHECKING, NamedTuple
+
+from wtransfer.transport.niceness import step_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,10 +23,6 @@ class Task(NamedTuple):
     """Should not raise: an error is only logged."""
     done: threading.Event
     """Set when it has run."""
-
-
-NICENESS = 10
-"""Priority of engine threads: on busy processors they get about a tenth."""
 
 
 class MoverThread:
@@ -78,7 +74,7 @@ class MoverThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        _step_back()
+        step_back()
         while (task := self._tasks.get()) is not None:
             try:
                 task.call()
@@ -89,16 +85,3 @@ class MoverThread:
                 task.done.set()
             # A closure may hold staged tensors: let go of it before the next wait.
             del task
-
-
-def _step_back() -> None:
-    """Let this thread have what processors the others leave: it works for a later step.
-
-    Serving, and a trainer on the same host that wants to train on, come first.
-    """
-    # Only there do threads have priorities of their own, under the numbers of processes.
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        present = os.getpriority(os.PRIO_PROCESS, thread)
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, max(present, NICENESS))

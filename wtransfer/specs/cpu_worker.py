@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wtransfer.specs.arena.seat import Seat
     from wtransfer.specs.copying.copier import Copier
     from wtransfer.specs.copying.jobs import Kind
+    from wtransfer.specs.copying.pages import Numbers
     from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec, TransferResult
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class CPUOffloadingWorker(OffloadingWorker):
             mark = copier.pages.mark()
             copy = copier.store if kind == "store" else copier.load
             steps += [functools.partial(copy, task, mark) for task in copier.tasks(chunks)]
-        slots = np.concatenate([np.empty(0, np.int64), *(chunks.slots for chunks in found)])
+        slots = _slots_of(found)
         # A job of no blocks ends like any other.
         return Job(job_id, kind, steps or [lambda: 0], slots)
 
@@ -157,8 +158,12 @@ class CPUOffloadingWorker(OffloadingWorker):
             )
 
 
+def _slots_of(found: list[Chunks]) -> Numbers:
+    return np.concatenate([np.empty(0, np.int64), *(chunks.slots for chunks in found)])
+
+
 def _check_storable(found: list[Chunks]) -> None:
-    slots = np.concatenate([np.empty(0, np.int64), *(chunks.slots for chunks in found)])
+    slots = _slots_of(found)
     if len(np.unique(slots)) != len(slots):
         raise MalformedJobError("two blocks for one slot")
     for chunks in found:

@@ -16,7 +16,6 @@ from wtransfer.blocks import fence_key, make_offload_key
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import DigestMismatchError
 from wtransfer.specs.arena.layout import stride_of
-from wtransfer.specs.copying.threads import NICENESS
 from wtransfer.specs.cpu import CPUOffloadingSpec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
@@ -25,6 +24,7 @@ from wtransfer.specs.interface import (
     GPULoadStoreSpec,
 )
 from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,6 +18,7 @@ from wtransfer.blocks import (
     MAX_KEY_NBYTES,
     BlockHeader,
     Mismatch,
+    check_key_nbytes,
 )
 
 if TYPE_CHECKING:
@@ -81,12 +82,7 @@ class HeaderForm:
 
     def expect(self, keys: Sequence[bytes], nbytes: npt.ArrayLike) -> Headers:
         """Return headers without checksums, to compare others with by `differ`."""
-        longest = max(map(len, keys), default=0)
-        if longest > _KEY_NBYTES:
-            raise ValueError(
-                f"a block key of {longest} bytes; at most {_KEY_NBYTES} fit into a header: let the "
-                "host hash what it is made of"
-            )
+        check_key_nbytes(max(map(len, keys), default=0))
         headers = np.tile(self._blank, (len(keys), 1))
         fields = headers.view(_FIELDS)
         fields["nbytes"][:, 0] = nbytes

@@ -18,8 +18,9 @@ import numpy as np
 from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
 from wtransfer.specs.copying.copier import RefusedError
-from wtransfer.specs.copying.threads import NICENESS, CopyThreads
+from wtransfer.specs.copying.threads import CopyThreads
 from wtransfer.specs.interface import TransferResult
+from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
-import sys
 import threading
 from typing import TYPE_CHECKING
+
+from wtransfer.transport.niceness import step_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from wtransfer.deadline import Deadline
-
-NICENESS = 10
-"""Priority of threads for whose work nobody waits: on busy processors they get about a tenth."""
 
 
 class CopyThreads:
@@ -57,17 +53,8 @@ class CopyThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        _step_back(self._niceness)
+        step_back(self._niceness)
         while (call := self._tasks.get()) is not None:
             call()
             # A closure may hold a cache: let go of it before the next wait.
             del call
-
-
-def _step_back(niceness: int) -> None:
-    # Only there do threads have priorities of their own, under the numbers of processes.
-    if sys.platform == "linux" and niceness:
-        thread = threading.get_native_id()
-        present = os.getpriority(os.PRIO_PROCESS, thread)
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, max(present, niceness))
