@@ -8,10 +8,12 @@ trust neither a table nor a disk.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, NewType
 
 import xxhash
+
+from wtransfer.errors import KVLayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,6 +72,37 @@ def witness_blocks(tokens: Sequence[int], block_size: int, root: bytes = b"") ->
     for words in _words(tokens, block_size):
         parent = xxhash.xxh3_128_digest(parent + words, seed=_WITNESS_SEED)
         yield parent
+
+
+class BlockHashes:
+    """Hash and witness of every whole block of a sequence that grows.
+
+    Args:
+        block_size: Tokens per block.
+        root: As for `hash_blocks`.
+        hash_function: As for `hash_blocks`.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        root: bytes = b"",
+        hash_function: Callable[[bytes], bytes] = xxhash.xxh3_128_digest,
+    ) -> None:
+        self.pairs: list[tuple[bytes, bytes]] = []
+        """For each block what `hash_blocks` and `witness_blocks` say of it."""
+        self._block_size = block_size
+        self._hash = hash_function
+        self._parent = hash_function(root), xxhash.xxh3_128_digest(root, seed=_WITNESS_SEED)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take the whole sequence as it is known now; it begins with what was known before."""
+        known = len(self.pairs) * self._block_size
+        for words in _words(tokens[known:], self._block_size):
+            parent, witness = self._parent
+            digest = xxhash.xxh3_128_digest(witness + words, seed=_WITNESS_SEED)
+            self._parent = self._hash(parent + words), digest
+            self.pairs.append(self._parent)
 
 
 _WITNESS_SEED = 0x57495430
@@ -216,9 +249,36 @@ class BlockGeometry:
         """Bytes of one rank's part of a block."""
         return sum(nbytes for _, nbytes in self.pages)
 
+    def check_fits(self, other: BlockGeometry, whose: str) -> None:
+        """Raise unless blocks of the other side are blocks here.
+
+        Args:
+            other: How the other side lays its blocks out.
+            whose: The other side's name.
+
+        Raises:
+            KVLayoutError: They are not; it names the first field in which they differ.
+        """
+        for each in fields(self):
+            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+            if ours != theirs:
+                raise KVLayoutError(
+                    f"KV blocks of {whose} do not fit: {each.name} is {_shown(theirs)} there and "
+                    f"{_shown(ours)} here",
+                    field=each.name,
+                )
+
     @property
     def digest(self) -> bytes:
         """16 bytes that are equal where everything here is."""
         pages = "".join(f"{dtype}:{nbytes}," for dtype, nbytes in self.pages)
         text = f"{self.block_size}|{self.num_ranks}|{self.model}|{pages}"
         return xxhash.xxh3_128_digest(text.encode())
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+_MAX_SHOWN = 120

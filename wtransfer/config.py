@@ -81,6 +81,16 @@ class KVCacheConfig:
 
 
 @dataclass(frozen=True)
+class ModelConfig:
+    """What is served."""
+
+    model: str = ""
+    """Name of the model, or where it is."""
+    dtype: str = ""
+    """Of its computation."""
+
+
+@dataclass(frozen=True)
 class ServingConfig:
     """The configs of one serving instance, held together."""
 
@@ -92,6 +102,8 @@ class ServingConfig:
     """The connector; None where KV stays in the instance."""
     cache_config: KVCacheConfig | None = None
     """Shape of the KV cache, where it is known before the workers have one."""
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    """What is served."""
 
 
 # -- what an offloading spec is made with ---------------------------------------------------------

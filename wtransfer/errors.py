@@ -224,6 +224,19 @@ class KVTransferConfigError(WTransferError, ValueError, AssertionError):
     """A config says nothing of where KV cache goes, and something that moves it was asked for."""
 
 
+class ConnectorOptionError(WTransferError, ValueError):
+    """An option of a connector is missing or cannot be used; the text says what can."""
+
+
+class KVLayoutError(WTransferError, ValueError):
+    """Two sides keep their KV cache in ways that do not fit; `field` says in what they differ."""
+
+    def __init__(self, message: str, *, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+        """What differs."""
+
+
 class OffloadingOptionError(WTransferError, ValueError):
     """An option of an offloading spec is missing or cannot be used; the text says what can."""
 

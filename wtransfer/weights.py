@@ -24,7 +24,7 @@ import xxhash
 from wtransfer.manifest import local_fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class WeightsStamp(NamedTuple):
@@ -35,6 +35,33 @@ class WeightsStamp(NamedTuple):
     epoch: int
     """How often this process's weights have changed. Equal stamps, read at two times in one
     process, mean that nothing has changed in between, not even there and back."""
+
+
+Stamps = tuple[WeightsStamp, ...]
+"""What each rank of an instance computes with, in order of rank."""
+
+
+def known_stamps(stamps: Iterable[Sequence[str | int] | None]) -> Stamps | None:
+    """Return what all ranks compute with; None if that is not known of every one of them.
+
+    Args:
+        stamps: One for each rank; None where a rank's weights are changing. As they travel between
+            processes they may have become plain lists.
+    """
+    given = list(stamps)
+    known = [WeightsStamp(*stamp) for stamp in given if stamp is not None]  # type: ignore[arg-type]
+    return tuple(known) if known and len(known) == len(given) else None
+
+
+def instance_fingerprint(stamps: Stamps) -> str:
+    """Return the identity of the weights that the ranks of an instance hold together.
+
+    Beyond the first layer, what one rank computes depends on the weights of all.
+    """
+    names = [stamp.fingerprint for stamp in stamps]
+    if len(set(names)) == 1:
+        return names[0]
+    return "ranks:" + xxhash.xxh3_128_hexdigest("\0".join(names).encode())
 
 
 _numbers = itertools.count(1)

@@ -21,8 +21,6 @@ from wtransfer.specs.fenced import (
     FencedManager,
     FencedSpec,
     FencedWorker,
-    instance_fingerprint,
-    known_stamps,
 )
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
@@ -33,7 +31,7 @@ from wtransfer.specs.interface import (
     ScheduleEndContext,
     TransferResult,
 )
-from wtransfer.weights import ProcessWeights, WeightsStamp
+from wtransfer.weights import ProcessWeights, WeightsStamp, instance_fingerprint, known_stamps
 
 PARTS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("fence_world.py"))))
 KEY = b"0123456789abcdef\0\0\0\0"

@@ -31,9 +31,6 @@ from wtransfer.specs.fence.manager import FencedManager
 from wtransfer.specs.fence.marks import (
     BlockWitnesses,
     FencedLoadStoreSpec,
-    Stamps,
-    instance_fingerprint,
-    known_stamps,
 )
 from wtransfer.specs.fence.worker import FencedWorker
 from wtransfer.specs.interface import CanonicalKVCaches, OffloadingSpec
@@ -49,9 +46,6 @@ __all__ = [
     "FencedManager",
     "FencedSpec",
     "FencedWorker",
-    "Stamps",
-    "instance_fingerprint",
-    "known_stamps",
 ]
 
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from wtransfer.blocks import OffloadKey
-    from wtransfer.specs.fenced import Stamps
     from wtransfer.specs.interface import ReqContext
+    from wtransfer.weights import Stamps
 
 State = Literal["waiting", "loading", "running", "finished"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from wtransfer.demo.serving.messages import Job, Span, StepPlan
 from wtransfer.demo.serving.request import block_names
-from wtransfer.specs.fenced import instance_fingerprint, known_stamps
+from wtransfer.weights import instance_fingerprint, known_stamps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from wtransfer.demo.serving.offload import JobInFlight, Offload
     from wtransfer.demo.serving.pool import BlockPool
     from wtransfer.demo.serving.request import BlockNames, Request
-    from wtransfer.specs.fenced import Stamps
+    from wtransfer.weights import Stamps
 
 STORE_BATCH = 32
 """Most blocks that are offered to the tier at once: it takes all of them or none."""

@@ -25,8 +25,6 @@ from wtransfer.specs.fence.marks import (
     BlockWitnesses,
     FencedLoadStoreSpec,
     FenceNote,
-    instance_fingerprint,
-    known_stamps,
 )
 from wtransfer.specs.fence.spoiled import SpoiledBlocks
 from wtransfer.specs.interface import (
@@ -39,13 +37,13 @@ from wtransfer.specs.interface import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
+from wtransfer.weights import instance_fingerprint, known_stamps
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from wtransfer.blocks import OffloadKey
-    from wtransfer.specs.fence.marks import Stamps
-    from wtransfer.weights import WeightsStamp
+    from wtransfer.weights import Stamps, WeightsStamp
 
 logger = logging.getLogger(__name__)
 

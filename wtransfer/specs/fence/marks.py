@@ -5,43 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from wtransfer.blocks import fence_key
 from wtransfer.specs.interface import LoadStoreSpec
-from wtransfer.weights import WeightsStamp
+from wtransfer.weights import known_stamps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from wtransfer.blocks import OffloadKey
     from wtransfer.specs.fence.spoiled import SpoiledBlocks
-
-Stamps = tuple[WeightsStamp, ...]
-"""What each rank of an instance computes with, in order of rank."""
-
-
-def known_stamps(stamps: Iterable[Sequence[str | int] | None]) -> Stamps | None:
-    """Return what all ranks compute with; None if that is not known of every one of them.
-
-    Args:
-        stamps: One for each rank; None where a rank's weights are changing. As they travel between
-            processes they may have become plain lists.
-    """
-    given = list(stamps)
-    known = [WeightsStamp(*stamp) for stamp in given if stamp is not None]  # type: ignore[arg-type]
-    return tuple(known) if known and len(known) == len(given) else None
-
-
-def instance_fingerprint(stamps: Stamps) -> str:
-    """Return the identity of the weights that the ranks of an instance hold together.
-
-    Beyond the first layer, what one rank computes depends on the weights of all.
-    """
-    names = [stamp.fingerprint for stamp in stamps]
-    if len(set(names)) == 1:
-        return names[0]
-    return "ranks:" + xxhash.xxh3_128_hexdigest("\0".join(names).encode())
+    from wtransfer.weights import Stamps
 
 
 class BlockWitnesses:

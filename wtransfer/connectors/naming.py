@@ -1,0 +1,111 @@
+"""How connectors name the blocks of a request: equal names, equal keys and values.
+
+A name contains the tokens of the block and of all before it, the model, whatever else of a request
+its KV depends on, and the weights. So two instances agree on names without asking each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import xxhash
+
+from wtransfer.blocks import BlockHashes, fence_key, make_offload_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from wtransfer.blocks import OffloadKey
+
+
+class BlockNaming:
+    """Names the blocks of one model.
+
+    Args:
+        block_size: Tokens per block.
+        root: What keys and values depend on besides request and weights.
+        hash_function: Of bytes; a weak one costs nothing but speed, as names have a witness.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        root: bytes,
+        hash_function: Callable[[bytes], bytes] = xxhash.xxh3_128_digest,
+    ) -> None:
+        self.block_size = block_size
+        """Tokens per block."""
+        self._root = root
+        self._hash = hash_function
+
+    def of(self, request: Any) -> RequestNames:
+        """Return the names of a request's blocks.
+
+        Args:
+            request: ``all_token_ids``, or ``prompt_token_ids`` where there is none yet, and if it
+                has them ``cache_salt``, ``lora_request``, ``mm_features``, ``prompt_embeds``.
+        """
+        root = msgspec.msgpack.encode([self._root, *_particulars(request)])
+        hashes = BlockHashes(self.block_size, root, self._hash)
+        return RequestNames(request, hashes, nameless=_is_nameless(request))
+
+
+class RequestNames:
+    """Names of the whole blocks of one request, made as its tokens become known.
+
+    Args:
+        request: The request.
+        hashes: Of its tokens.
+        nameless: Whether nothing of it has a name.
+    """
+
+    def __init__(self, request: Any, hashes: BlockHashes, *, nameless: bool = False) -> None:
+        self._request = request
+        self._hashes = hashes
+        self._nameless = nameless
+        self._named: list[OffloadKey] = []
+        self._fingerprint = ""
+
+    def under(self, fingerprint: str, most: int | None = None) -> list[OffloadKey]:
+        """Return the names of all blocks whose tokens are known, in order.
+
+        Args:
+            fingerprint: Weights that compute them.
+            most: How many of them; None: all.
+        """
+        if self._nameless:
+            return []
+        self._hashes.extend(_tokens(self._request))
+        if fingerprint != self._fingerprint:
+            self._fingerprint, self._named = fingerprint, []
+        for block_hash, witness in self._hashes.pairs[len(self._named) :]:
+            self._named.append(fence_key(make_offload_key(block_hash), fingerprint, witness))
+        return self._named[:most]
+
+
+def _tokens(request: Any) -> Any:
+    tokens = getattr(request, "all_token_ids", None)
+    return request.prompt_token_ids if tokens is None else tokens
+
+
+def _is_nameless(request: Any) -> bool:
+    """Return whether a request's KV depends on something that nobody can name."""
+    if getattr(request, "prompt_embeds", None) is not None or _tokens(request) is None:
+        return True
+    return any(each.identifier is None for each in getattr(request, "mm_features", None) or ())
+
+
+def _particulars(request: Any) -> list[Any]:
+    """Return what a request's KV depends on besides its tokens."""
+    adapter = getattr(request, "lora_request", None)
+    # All of them, whichever block they stand in: some blocks are not shared that could be.
+    media = [
+        [each.identifier, each.mm_position.offset]
+        for each in getattr(request, "mm_features", None) or ()
+    ]
+    return [
+        getattr(request, "cache_salt", None),
+        None if adapter is None else [adapter.lora_name, adapter.lora_path],
+        media,
+    ]

@@ -1,0 +1,87 @@
+"""How far each request has come, as the scheduler's side of a connector follows it step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.errors import ConnectorOptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass
+class Tracked:
+    """One request."""
+
+    request: Any
+    """The serving engine's own object."""
+    block_ids: list[int] = field(default_factory=list)
+    """Its blocks, in order, those that are not full yet included."""
+    num_computed: int = 0
+    """Tokens whose keys and values are there once the step is done."""
+
+
+class Progress:
+    """All requests that have blocks."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+        self._tracked: dict[str, Tracked] = {}
+
+    def know(self, request: Any) -> None:
+        """Take note of a request, which later steps name by its identity only."""
+        self._known[request.request_id] = request
+
+    def step(self, scheduler_output: Any) -> Iterator[Tracked]:
+        """Yield the requests for which a step computes something, as they are after it.
+
+        Args:
+            scheduler_output: ``scheduled_new_reqs``, ``scheduled_cached_reqs``,
+                ``num_scheduled_tokens``, as vLLM has them.
+        """
+        computed = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            yield self._new(
+                new.req_id, new.block_ids, new.num_computed_tokens + computed[new.req_id]
+            )
+        cached = scheduler_output.scheduled_cached_reqs
+        fields = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens)
+        for request_id, block_ids, before in zip(*fields, strict=True):
+            after = before + computed[request_id]
+            if request_id in cached.resumed_req_ids:
+                yield self._new(request_id, block_ids, after)
+            else:
+                tracked = self._tracked[request_id]
+                tracked.block_ids += only_group(block_ids) if block_ids else []
+                tracked.num_computed = after
+                yield tracked
+
+    def forget(self, request_id: str) -> None:
+        """Hear that a request has ended."""
+        self._known.pop(request_id, None)
+        self._tracked.pop(request_id, None)
+
+    def _new(self, request_id: str, block_ids: Any, num_computed: int) -> Tracked:
+        known = self._known[request_id]
+        tracked = Tracked(known, list(only_group(block_ids)), num_computed)
+        self._tracked[request_id] = tracked
+        return tracked
+
+
+def only_group(block_ids: Any) -> list[int]:
+    """Return the blocks of the only KV cache group.
+
+    Args:
+        block_ids: By group, as ``get_block_ids()`` returns them.
+
+    Raises:
+        ConnectorOptionError: There are several.
+    """
+    if len(block_ids) != 1:
+        raise ConnectorOptionError(
+            f"this model has {len(block_ids)} KV cache groups; this connector moves one"
+        )
+    group: list[int] = block_ids[0]
+    return group
