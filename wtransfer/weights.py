@@ -86,6 +86,8 @@ class ProcessWeights:
         self._leaving: set[HeldWeights] = set()
         self._own = local_fingerprint()
         self._unwatched: dict[int, str] = {}
+        self._named: WeightsStamp | None = None
+        self._num_withheld = 0
         # Not from 0: who takes the place of a process that has died must not have its stamps.
         self._epoch = secrets.randbits(48)
         self._restamp()
@@ -96,6 +98,22 @@ class ProcessWeights:
         Cost: 0.1 us; takes no lock.
         """
         return self._stamp
+
+    @contextlib.contextmanager
+    def withheld(self) -> Iterator[None]:
+        """Have no stamp for a while, though nothing changes: what is done meanwhile does not count.
+
+        For the thread that owns the models.
+        """
+        with self._lock:
+            self._num_withheld += 1
+            self._show()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_withheld -= 1
+                self._show()
 
     def hold(self, fingerprint: str, model: object = None) -> HeldWeights:
         """Enter one more model.
@@ -152,7 +170,11 @@ class ProcessWeights:
         stamp = WeightsStamp(self._joined(known), epoch) if len(known) == len(names) else None
         # Else the collector has come in between, and what it has found is the news.
         if self._epoch == epoch:
-            self._stamp: WeightsStamp | None = stamp
+            self._named = stamp
+            self._show()
+
+    def _show(self) -> None:
+        self._stamp: WeightsStamp | None = None if self._num_withheld else self._named
 
     def _joined(self, names: list[str]) -> str:
         names = [*names, *self._unwatched.values()]

@@ -25,7 +25,8 @@ The life of a request, S beside the scheduler, W beside every worker's model:
     on it, otherwise after it.
 8.  W for each layer, within the forward pass: ``wait_for_layer_load(name)``, attention, then
     ``save_kv_layer(name, kv_layer, attn_metadata)``.
-9.  W ``wait_for_save()``: from here on blocks may be overwritten.
+9.  W ``wait_for_save()``: the step counts, and from here on its blocks may be overwritten. Only
+    after a forward pass all of whose loads have come.
 10. W ``get_finished(finished_req_ids)``, ``get_block_ids_with_load_errors()``,
     ``build_connector_worker_meta()``, ``clear_connector_metadata()``.
 11. S ``update_connector_output(output)``: what the workers said, aggregated over all of them.
@@ -118,6 +119,13 @@ class ConnectorSide(ABC):  # noqa: B024  # each side has methods of its own
         self.kv_cache_config = kv_cache_config
         """Shape of the KV cache."""
 
+    def get_stats(self) -> Mapping[str, float]:
+        """Return what was done so far, as plain numbers by name."""
+        return {}
+
+    def shutdown(self) -> None:
+        """Let go of everything. A second call does nothing."""
+
 
 # -- the scheduler's side ---------------------------------------------------------------------
 
@@ -199,8 +207,9 @@ class ConnectorScheduler(ConnectorSide):
         """Forget everything that is kept; return whether that was done, None for "nothing is"."""
         return None
 
-    def shutdown(self) -> None:
-        """Let go of everything. A second call does nothing."""
+    def has_pending_work(self) -> bool:
+        """Return whether steps are needed though no request is there, to end what is under way."""
+        return False
 
 
 # -- the worker's side ------------------------------------------------------------------------
@@ -262,7 +271,11 @@ class ConnectorWorker(ConnectorSide):
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """Return once nothing of this step's blocks is read any more."""
+        """Return once nothing of this step's blocks is read any more, but those that it keeps.
+
+        It makes the step count. Where the forward pass was not carried out, or built on blocks that
+        could not be loaded, it is not called, and what `save_kv_layer` got must not be kept.
+        """
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches, by layer; dim 0 counts blocks. Called once."""
@@ -293,9 +306,6 @@ class ConnectorWorker(ConnectorSide):
         """Return what workers of other instances must know of this one; None: nothing."""
         return None
 
-    def shutdown(self) -> None:
-        """Let go of everything. A second call does nothing."""
-
 
 # -- both sides under one name ----------------------------------------------------------------
 
@@ -309,6 +319,7 @@ SCHEDULER_METHODS = frozenset(
         "build_connector_meta",
         "get_finished_count",
         "get_num_new_matched_tokens",
+        "has_pending_work",
         "on_new_request",
         "request_finished",
         "reset_cache",
@@ -359,12 +370,15 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     """The scheduler's side: a class, or ``"package.module:Class"``, imported where it is needed."""
     worker_cls: ClassVar[type[ConnectorWorker] | str | None] = None
     """The worker's side, likewise."""
+    names_weights: ClassVar[bool] = False
+    """Whether what it keeps is named with the weights that computed it, so that it needs not be
+    told when they change. If not, a host has everything forgotten then, by ``reset_cache``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         named = (cls.scheduler_cls, cls.worker_cls)
         if None not in named:
-            for name in (*SCHEDULER_METHODS, *WORKER_METHODS, "shutdown"):
+            for name in (*SCHEDULER_METHODS, *WORKER_METHODS, "get_stats", "shutdown"):
                 if _is_ours(_owner(cls, name)):
                     setattr(cls, name, _delegating(name))
         elif any(named):

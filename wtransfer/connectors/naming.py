@@ -66,6 +66,7 @@ class RequestNames:
         self._nameless = nameless
         self._named: list[OffloadKey] = []
         self._fingerprint = ""
+        self._bare: list[OffloadKey] = []
 
     def under(self, fingerprint: str, most: int | None = None) -> list[OffloadKey]:
         """Return the names of all blocks whose tokens are known, in order.
@@ -82,6 +83,20 @@ class RequestNames:
         for block_hash, witness in self._hashes.pairs[len(self._named) :]:
             self._named.append(fence_key(make_offload_key(block_hash), fingerprint, witness))
         return self._named[:most]
+
+    def witnessed(self, add: Callable[[bytes, bytes], object]) -> list[OffloadKey]:
+        """Return keys without weights, for whoever fences them itself.
+
+        Args:
+            add: Gets each new key, and the witness that tells it from others of its hash.
+        """
+        if not self._nameless:
+            self._hashes.extend(_tokens(self._request))
+        for block_hash, witness in self._hashes.pairs[len(self._bare) :]:
+            key = make_offload_key(block_hash)
+            self._bare.append(key)
+            add(key, witness)
+        return self._bare
 
 
 def _tokens(request: Any) -> Any:

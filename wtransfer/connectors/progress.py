@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.errors import ConnectorOptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass
@@ -19,6 +19,8 @@ class Tracked:
     """The serving engine's own object."""
     block_ids: list[int] = field(default_factory=list)
     """Its blocks, in order, those that are not full yet included."""
+    num_before: int = 0
+    """Tokens whose keys and values are there before the step."""
     num_computed: int = 0
     """Tokens whose keys and values are there once the step is done."""
 
@@ -43,30 +45,28 @@ class Progress:
         """
         computed = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            yield self._new(
-                new.req_id, new.block_ids, new.num_computed_tokens + computed[new.req_id]
-            )
+            self._begin(new.req_id, new.block_ids)
+            yield self._advance(new.req_id, new.num_computed_tokens, computed)
         cached = scheduler_output.scheduled_cached_reqs
         fields = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens)
         for request_id, block_ids, before in zip(*fields, strict=True):
-            after = before + computed[request_id]
             if request_id in cached.resumed_req_ids:
-                yield self._new(request_id, block_ids, after)
-            else:
-                tracked = self._tracked[request_id]
-                tracked.block_ids += only_group(block_ids) if block_ids else []
-                tracked.num_computed = after
-                yield tracked
+                self._begin(request_id, block_ids)
+            elif block_ids:
+                self._tracked[request_id].block_ids += only_group(block_ids)
+            yield self._advance(request_id, before, computed)
 
     def forget(self, request_id: str) -> None:
         """Hear that a request has ended."""
         self._known.pop(request_id, None)
         self._tracked.pop(request_id, None)
 
-    def _new(self, request_id: str, block_ids: Any, num_computed: int) -> Tracked:
-        known = self._known[request_id]
-        tracked = Tracked(known, list(only_group(block_ids)), num_computed)
-        self._tracked[request_id] = tracked
+    def _begin(self, request_id: str, block_ids: Any) -> None:
+        self._tracked[request_id] = Tracked(self._known[request_id], list(only_group(block_ids)))
+
+    def _advance(self, request_id: str, before: int, computed: Mapping[str, int]) -> Tracked:
+        tracked = self._tracked[request_id]
+        tracked.num_before, tracked.num_computed = before, before + computed[request_id]
         return tracked
 
 

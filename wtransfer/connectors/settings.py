@@ -90,3 +90,22 @@ def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptio
         raise ConnectorOptionError(
             f"kv_connector_extra_config: {error}; the options are {known}"
         ) from error
+
+
+def load_failure_policy(policy: str) -> str:
+    """Return what becomes of a request whose blocks could not be loaded.
+
+    Args:
+        policy: ``kv_load_failure_policy``: ``recompute`` or ``fail``.
+
+    Raises:
+        ConnectorOptionError: It is neither.
+    """
+    if policy not in _POLICIES:
+        raise ConnectorOptionError(
+            f"kv_load_failure_policy={policy!r}: expected one of {', '.join(_POLICIES)}"
+        )
+    return policy
+
+
+_POLICIES = ("recompute", "fail")

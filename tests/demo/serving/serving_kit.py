@@ -69,7 +69,8 @@ def blocks_for(prompt, block_size, count=NEW_TOKENS):
 
 
 def nbytes_per_block(block_size, num_ranks=1):
-    return HostSettings(cache=CacheShape(block_size, 1), num_ranks=num_ranks)._nbytes_per_block()
+    settings = HostSettings(cache=CacheShape(block_size, 1), num_ranks=num_ranks)
+    return settings.kv_cache_config.bytes_per_block
 
 
 def cpu_tier(block_size, num_blocks, num_ranks=1, **options):

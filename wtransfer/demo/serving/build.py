@@ -7,29 +7,31 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from wtransfer.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
+    KVCacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    ServingConfig,
 )
+from wtransfer.connectors.factory import KVConnectorFactory
+from wtransfer.connectors.interface import KVConnectorRole
+from wtransfer.connectors.naming import BlockNaming
 from wtransfer.demo.serving.cache import PagedCache
 from wtransfer.demo.serving.loop import LocalWorkers, ServingLoop
 from wtransfer.demo.serving.model import PagedTransformer
-from wtransfer.demo.serving.offload import Offload
 from wtransfer.demo.serving.pool import BlockPool
-from wtransfer.demo.serving.request import BlockNames
 from wtransfer.demo.serving.scheduler import Scheduler
-from wtransfer.demo.serving.shape import CacheShape, ServedShape
+from wtransfer.demo.serving.scheduler_link import SchedulerLink
+from wtransfer.demo.serving.shape import CacheShape, Limits, ServedShape
 from wtransfer.demo.serving.shards import Shards
 from wtransfer.demo.serving.worker import ServingWorker
+from wtransfer.demo.serving.worker_link import WorkerLink
 from wtransfer.engines.session import WorkerSession
-from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.fenced import FencedSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from wtransfer.connectors.interface import KVConnectorBase_V1
     from wtransfer.demo.serving.loop import Workers
     from wtransfer.transport.communicator import Communicator
 
@@ -52,37 +54,56 @@ class HostSettings(msgspec.Struct, frozen=True):
     """Sizes of the model."""
     cache: CacheShape = CacheShape()
     """Sizes of the cache of each rank."""
+    limits: Limits = Limits()
+    """How much is served at once."""
     seed: int = 0
     """Of the first weights."""
-    tier: dict[str, Any] | None = None
-    """Options of the offloading spec, ``spec_name`` among them; None: no tier."""
+    connector: str | None = None
+    """Name of the connector; None: there is none."""
+    options: dict[str, Any] = {}
+    """Its options: ``kv_connector_extra_config``."""
+    role: str = "kv_both"
+    """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
+    module_path: str | None = None
+    """Module of a connector that is registered nowhere."""
+    on_load_failure: str = "recompute"
+    """``recompute`` or ``fail``."""
     engine_id: str = "reference"
-    """Identity of this host: its ranks share a tier by it."""
+    """Identity of this host."""
     num_ranks: int = 1
     """Ranks among which the heads are divided."""
     publishing: Publishing | None = None
     """Where new weights come from; None: there are none."""
 
-    def spec(self, rank: int = 0) -> FencedSpec | None:
-        """Return the fenced spec, for the scheduler or for a rank."""
-        if self.tier is None:
-            return None
-        return FencedSpec(OffloadingSpecFactory.create_spec(self._config(rank)), rank=rank)
-
-    def _config(self, rank: int) -> OffloadingConfig:
-        layers = tuple(f"layers.{number}" for number in range(self.model.num_layers))
-        return OffloadingConfig(
-            extra_config=self.tier or {},
-            engine_id=self.engine_id,
-            worker_kv_bytes_per_block=self._nbytes_per_block(),
-            groups=(OffloadingGroupConfig(self.cache.block_size, layers),),
-            model=OffloadingModelConfig(self.model_name, _DTYPE),
-            cache=OffloadingCacheConfig(self.cache.block_size),
-            parallel=OffloadingParallelConfig(
-                rank=rank, world_size=self.num_ranks, tp_size=self.num_ranks
+    def serving_config(self, rank: int = 0) -> ServingConfig:
+        """Return what a connector is told of this host, for the scheduler or for a rank."""
+        return ServingConfig(
+            parallel_config=ParallelConfig(
+                rank=rank, world_size=self.num_ranks, tensor_parallel_size=self.num_ranks
             ),
-            enable_kv_cache_events=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=self.connector,
+                engine_id=self.engine_id,
+                kv_role=self.role,
+                kv_connector_module_path=self.module_path,
+                kv_connector_extra_config=dict(self.options),
+                kv_load_failure_policy=self.on_load_failure,
+            ),
+            cache_config=self.kv_cache_config,
+            model_config=ModelConfig(self.model_name, _DTYPE),
         )
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """Shape of each rank's cache."""
+        return KVCacheConfig(self.cache.num_blocks, self.cache.block_size, self._nbytes_per_block())
+
+    def make_side(self, role: KVConnectorRole, rank: int = 0) -> KVConnectorBase_V1 | None:
+        """Return one side of the connector; None if there is none."""
+        if self.connector is None:
+            return None
+        config = self.serving_config(rank)
+        return KVConnectorFactory.create_connector(config, role, self.kv_cache_config)
 
     @property
     def model_name(self) -> str:
@@ -106,37 +127,36 @@ def make_scheduler(
 
     Args:
         settings: Of the host.
-        hash_function: What blocks are named by; None: the usual one.
+        hash_function: What its own cache names blocks by; None: the usual one.
     """
-    names = BlockNames(settings.cache.block_size, settings.model_name.encode(), hash_function)
-    spec = settings.spec()
+    options = {"hash_function": hash_function} if hash_function else {}
+    naming = BlockNaming(settings.cache.block_size, settings.model_name.encode(), **options)
+    connector = settings.make_side(KVConnectorRole.SCHEDULER)
     return Scheduler(
         BlockPool(settings.cache.num_blocks),
-        names,
-        settings.cache.block_size,
-        Offload(spec.get_manager(), settings.num_ranks) if spec else None,
+        naming,
+        settings.limits,
+        SchedulerLink(connector, settings.num_ranks) if connector else None,
+        settings.on_load_failure,
     )
 
 
-def make_worker(
-    settings: HostSettings, group: Communicator | None = None, spec: FencedSpec | None = None
-) -> ServingWorker:
+def make_worker(settings: HostSettings, group: Communicator | None = None) -> ServingWorker:
     """Return the worker of one rank.
 
     Args:
         settings: Of the host.
         group: The ranks; None: there is one.
-        spec: Fenced, for this rank; None: made from the settings.
     """
     shards = Shards(settings.model, group)
     model = PagedTransformer(settings.model, settings.seed)
     cache = PagedCache(settings.model, settings.cache, len(shards.heads))
-    spec = spec or settings.spec(shards.rank)
+    connector = settings.make_side(KVConnectorRole.WORKER, shards.rank)
     return ServingWorker(
         model,
         cache,
         shards,
-        offload=spec.get_worker(cache.canonical()) if spec else None,
+        link=WorkerLink(connector, cache) if connector else None,
         session=_session(settings, model, shards),
     )
 

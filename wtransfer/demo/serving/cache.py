@@ -7,12 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 
-from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
-
 if TYPE_CHECKING:
     from wtransfer.demo.serving.shape import CacheShape, ServedShape
 
@@ -47,11 +41,9 @@ class PagedCache:
         """Bytes of one block, over all layers."""
         return sum(layer[0].nbytes for layer in self.layers)
 
-    def canonical(self) -> CanonicalKVCaches:
-        """Return the cache in the form that specs copy from and into."""
-        tensors = [CanonicalKVCacheTensor(layer, layer[0].nbytes) for layer in self.layers]
-        pages = [CanonicalKVCacheRef(i, each.page_size_bytes) for i, each in enumerate(tensors)]
-        return CanonicalKVCaches(tensors, [pages])
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return the layers by name, as connectors get them."""
+        return {f"layers.{number}": layer for number, layer in enumerate(self.layers)}
 
     def write(
         self, layer: int, table: torch.Tensor, start: int, keys: torch.Tensor, values: torch.Tensor

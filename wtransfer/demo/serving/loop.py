@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wtransfer.deadline import Deadline
 from wtransfer.demo.serving.request import Request
@@ -24,6 +24,9 @@ _IDLE_S = 0.0005
 class Workers(Protocol):
     """The ranks of the host."""
 
+    def handshakes(self) -> Sequence[Any]:
+        """Return what each rank's side of the connector says before the first step."""
+
     def step(self, plan: StepPlan) -> Sequence[StepResult]:
         """Let every rank take a step; return their results in order of rank."""
 
@@ -41,6 +44,10 @@ class LocalWorkers:
     def __init__(self, worker: ServingWorker) -> None:
         self.worker = worker
         """The worker."""
+
+    def handshakes(self) -> list[Any]:
+        """Return what the connector says before the first step."""
+        return [self.worker.handshake()]
 
     def step(self, plan: StepPlan) -> list[StepResult]:
         """Take a step."""
@@ -65,10 +72,24 @@ class ServingLoop:
         self.workers = workers
         """Compute."""
         self._numbers = itertools.count()
+        if scheduler.link:
+            scheduler.link.meet(workers.handshakes())
 
-    def submit(self, prompt: list[int], max_new_tokens: int) -> Request:
-        """Take a request; it is served by the steps that follow."""
-        request = Request(f"request-{next(self._numbers)}", prompt, max_new_tokens)
+    def submit(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> Request:
+        """Take a request; it is served by the steps that follow.
+
+        Args:
+            prompt: Its tokens.
+            max_new_tokens: How many are generated.
+            kv_transfer_params: What the connector is told of it.
+        """
+        name = f"request-{next(self._numbers)}"
+        request = Request(name, prompt, max_new_tokens, kv_transfer_params)
         self.scheduler.add(request)
         return request
 
@@ -82,7 +103,7 @@ class ServingLoop:
         return finished
 
     def run(self, deadline_s: float = 60.0) -> None:
-        """Take steps until every request has been served and every copy has ended.
+        """Take steps until every request has been served and the connector has nothing to do.
 
         Raises:
             StallError: That did not come to pass in time.

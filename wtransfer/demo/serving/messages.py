@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from wtransfer.specs.interface import LoadStoreSpec
-from wtransfer.weights import WeightsStamp
-
-Place = tuple[str, dict[str, Any]]
-"""A `LoadStoreSpec` as plain data: name of its class, and its attributes."""
+from wtransfer.weights import WeightsStamp  # noqa: TC001  (msgspec reads it)
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -26,19 +22,6 @@ class Span(msgspec.Struct, frozen=True):
     """All blocks of the request, in order."""
 
 
-class Job(msgspec.Struct, frozen=True):
-    """A copy between the cache and the tier."""
-
-    job_id: int
-    """Identity."""
-    kind: Literal["load", "store"]
-    """From the tier, or into it."""
-    blocks: Place
-    """Where in the cache."""
-    tier: Place
-    """Where in the tier."""
-
-
 class StepPlan(msgspec.Struct, frozen=True):
     """One step, the same for all ranks."""
 
@@ -47,19 +30,26 @@ class StepPlan(msgspec.Struct, frozen=True):
     were computed with it. None: nothing is known yet, and there are no spans."""
     spans: list[Span] = []
     """What the model computes."""
-    jobs: list[Job] = []
-    """What the offloading worker begins, before that."""
+    metadata: Any = None
+    """What the connector's scheduler side tells its worker side, made plain; None: there is no
+    connector."""
+    loads_first: bool = False
+    """Whether the connector's loads must have come before the spans are computed."""
+    finished_req_ids: set[str] = set()
+    """Requests that have ended since the last step."""
 
 
-class Finished(msgspec.Struct, frozen=True):
-    """How a job ended on one rank."""
+class Said(msgspec.Struct, frozen=True):
+    """What one rank's side of the connector says after a step."""
 
-    job_id: int
-    """Which."""
-    success: bool
-    """Whether it was done."""
-    nbytes: int = 0
-    """Bytes moved."""
+    finished_sending: set[str] = set()
+    """Requests that it has sent."""
+    finished_recving: set[str] = set()
+    """Requests that it has received."""
+    invalid_block_ids: set[int] = set()
+    """Blocks that it could not load."""
+    metadata: Any = None
+    """What it tells the scheduler's side."""
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -68,46 +58,15 @@ class StepResult(msgspec.Struct, frozen=True):
     stamp: WeightsStamp | None
     """What the rank computed with; None: its weights have no name, and nothing was computed."""
     executed: bool
-    """Whether the spans were computed. If not, nothing of theirs was written."""
+    """Whether the spans were computed. If not, nothing of theirs was written that counts."""
     tokens: dict[str, int]
     """The token that follows each span."""
-    finished: list[Finished]
-    """Jobs that have ended since the last step."""
+    said: Said | None = None
+    """What the connector says; None: there is none."""
 
 
-def as_place(spec: LoadStoreSpec) -> Place:
-    """Return where blocks are, as plain data."""
-    attributes = {
-        name: as_place(value) if isinstance(value, LoadStoreSpec) else value
-        for name, value in vars(spec).items()
-    }
-    return type(spec).__name__, attributes
+class Ready(msgspec.Struct, frozen=True):
+    """The first message of a rank."""
 
-
-def from_place(place: Place) -> LoadStoreSpec:
-    """Return where blocks are. Only classes that this process has loaded are made.
-
-    Raises:
-        LookupError: It has loaded none of that name.
-    """
-    name, attributes = place
-    found = _loaded(LoadStoreSpec).get(name)
-    if found is None:
-        raise LookupError(f"{name!r} is no LoadStoreSpec of this process")
-    spec = found.__new__(found)
-    for attribute, value in attributes.items():
-        setattr(spec, attribute, _value(value, attribute))
-    return spec
-
-
-def _value(value: Any, attribute: str) -> Any:
-    if attribute == "stamps":
-        return tuple(WeightsStamp(*stamp) for stamp in value)
-    return from_place((value[0], value[1])) if attribute == "inner" else value
-
-
-def _loaded(cls: type[LoadStoreSpec]) -> dict[str, type[LoadStoreSpec]]:
-    found = {cls.__name__: cls}
-    for sub in cls.__subclasses__():
-        found |= _loaded(sub)
-    return found
+    handshake: Any = None
+    """What its side of the connector tells others; None: nothing."""

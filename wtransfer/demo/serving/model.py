@@ -10,7 +10,7 @@ loaded can be compared with one that is computed afresh, byte by byte.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
@@ -19,6 +19,8 @@ from torch import nn
 from wtransfer.demo.serving.shape import TILE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from wtransfer.demo.serving.cache import PagedCache
     from wtransfer.demo.serving.shape import ServedShape
     from wtransfer.demo.serving.shards import Shards
@@ -26,6 +28,27 @@ if TYPE_CHECKING:
 _ROPE_BASE = 10_000.0
 # Random weights of this size attend sharply and answer to the whole prompt: wrong keys show.
 _GAIN = 3.0
+
+
+class TokenSpan(NamedTuple):
+    """Consecutive tokens of one sequence."""
+
+    tokens: list[int]
+    """The tokens."""
+    start: int
+    """Position of the first."""
+    table: torch.Tensor
+    """The blocks of the sequence, in order: int64."""
+
+
+class LayerLink(Protocol):
+    """Hears of every layer of a forward pass."""
+
+    def before_layer(self, number: int) -> None:
+        """Return once its keys and values of earlier positions are there."""
+
+    def after_layer(self, number: int) -> None:
+        """Hear that those of this pass are there, too."""
 
 
 class Layer(nn.Module):
@@ -106,17 +129,47 @@ class PagedTransformer(nn.Module):
                 parameter.zero_()
 
     @torch.inference_mode()
-    def next_token(
+    def forward(
         self,
-        tokens: list[int],
-        start: int,
+        spans: Sequence[TokenSpan],
         cache: PagedCache,
-        table: torch.Tensor,
         shards: Shards,
-    ) -> int:
-        """Compute consecutive tokens of a sequence, and return the most likely one to follow.
+        link: LayerLink | None = None,
+    ) -> list[int]:
+        """Compute consecutive tokens of sequences, and return the most likely one to follow each.
 
-        Their keys and values are written into the cache; those before them must be there.
+        Their keys and values are written into the cache; those before them must be there, at least
+        once `link` has returned from ``before_layer``.
+
+        Args:
+            spans: Each at least one token.
+            cache: Of this rank.
+            shards: The heads of this rank, and the other ranks.
+            link: Hears of every layer.
+        """
+        tiles: list[_Tile] = []
+        last = []
+        for span in spans:
+            tiles += _tiles(span, self.shape.head_width, cache, shards)
+            last.append(len(tiles) - 1)
+        streams = [self.embedding(tile.tokens) for tile in tiles]
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            if link is not None:
+                link.before_layer(number)
+            # In the order of positions: a tile looks at what those before it have written.
+            streams = [
+                self._compute(number, layer, tile, stream)
+                for tile, stream in zip(tiles, streams, strict=True)
+            ]
+            if link is not None:
+                link.after_layer(number)
+        return [self._following(tiles[place], streams[place]) for place in last]
+
+    def next_token(
+        self, tokens: list[int], start: int, cache: PagedCache, table: torch.Tensor, shards: Shards
+    ) -> int:
+        """Compute consecutive tokens of one sequence, and return the most likely one to follow.
 
         Args:
             tokens: At least one.
@@ -125,26 +178,27 @@ class PagedTransformer(nn.Module):
             table: The blocks of the sequence: int64.
             shards: The heads of this rank, and the other ranks.
         """
-        end, logits = start + len(tokens), None
-        for tile_start in range(start // TILE * TILE, end, TILE):
-            first, last = max(start, tile_start), min(end, tile_start + TILE)
-            rows = torch.zeros(TILE, dtype=torch.int64)
-            span = (tile_start, first, last)
-            tile = _Tile(span, self.shape.head_width, cache, table, shards)
-            rows[tile.rows] = torch.tensor(tokens[first - start : last - start])
-            logits = self._compute(rows, tile)[last - 1 - tile_start]
-        assert logits is not None
-        return int(logits.argmax())
+        return self.forward([TokenSpan(tokens, start, table)], cache, shards)[0]
 
-    def _compute(self, rows: torch.Tensor, tile: _Tile) -> torch.Tensor:
-        stream = self.embedding(rows)
-        for number, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            normed = layer.attention_norm(stream)
-            stream = stream + layer.attention_out(tile.attend(number, layer, normed))
-            stream = layer.feed(stream)
+    def _compute(
+        self, number: int, layer: Layer, tile: _Tile, stream: torch.Tensor
+    ) -> torch.Tensor:
+        normed = layer.attention_norm(stream)
+        stream = stream + layer.attention_out(tile.attend(number, layer, normed))
+        return layer.feed(stream)
+
+    def _following(self, tile: _Tile, stream: torch.Tensor) -> int:
         logits: torch.Tensor = self.head(self.norm(stream))
-        return logits
+        return int(logits[tile.rows.stop - 1].argmax())
+
+
+def _tiles(span: TokenSpan, head_width: int, cache: PagedCache, shards: Shards) -> Iterator[_Tile]:
+    end = span.start + len(span.tokens)
+    for start in range(span.start // TILE * TILE, end, TILE):
+        first, last = max(span.start, start), min(end, start + TILE)
+        tile = _Tile((start, first, last), head_width, cache, span.table, shards)
+        tile.tokens[tile.rows] = torch.tensor(span.tokens[first - span.start : last - span.start])
+        yield tile
 
 
 class _Tile:
@@ -174,6 +228,8 @@ class _Tile:
         self._rotate = _Rotation(positions, head_width)
         self.rows = slice(self._first - start, self._end - start)
         """The rows that are computed."""
+        self.tokens = torch.zeros(TILE, dtype=torch.int64)
+        """The tokens of all rows; zero where none is computed."""
 
     def attend(self, number: int, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         """Write keys and values, and return what all heads of all ranks attend to."""

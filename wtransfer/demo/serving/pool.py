@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-
-class BlockName(NamedTuple):
-    """What a block contains."""
-
-    fingerprint: str
-    """Weights that computed it."""
-    key: bytes
-    """Its key."""
-    witness: bytes
-    """What tells it from other blocks of the same key."""
+    from wtransfer.blocks import OffloadKey
 
 
 class BlockPool:
@@ -35,8 +26,8 @@ class BlockPool:
         """How many there are."""
         self._holders = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._blocks: dict[BlockName, int] = {}
-        self._names: dict[int, BlockName] = {}
+        self._blocks: dict[OffloadKey, int] = {}
+        self._names: dict[int, OffloadKey] = {}
 
     @property
     def num_free(self) -> int:
@@ -53,7 +44,7 @@ class BlockPool:
             self._holders[block] = 1
         return taken
 
-    def find(self, names: Iterable[BlockName]) -> list[int]:
+    def find(self, names: Iterable[OffloadKey]) -> list[int]:
         """Return the blocks of the longest prefix of names that are known. They are not held."""
         found = []
         for name in names:
@@ -77,7 +68,7 @@ class BlockPool:
             if not self._holders[block]:
                 self._free[block] = None
 
-    def name(self, block: int, name: BlockName) -> None:
+    def name(self, block: int, name: OffloadKey) -> None:
         """State what a block contains, unless another is known to contain it."""
         if self._blocks.setdefault(name, block) == block:
             self._names[block] = name

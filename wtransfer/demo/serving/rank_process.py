@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wtransfer.demo.serving.build import make_worker
-from wtransfer.demo.serving.messages import StepPlan
+from wtransfer.demo.serving.messages import Ready, StepPlan
 from wtransfer.demo.serving.remote import HOST, PATIENCE_S, Line, Start
 from wtransfer.errors import PeerLostError
 from wtransfer.transport.auth import check_same_user
@@ -33,6 +33,7 @@ def main(address: str) -> None:
     worker = _worker(line.receive(Start))
     line.wait_for_ever()
     try:
+        line.send(Ready(worker.handshake()))
         while True:
             line.send(worker.step(line.receive(StepPlan)))
     except PeerLostError:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from wtransfer.demo.serving.build import HostSettings  # noqa: TC001  (msgspec reads it)
-from wtransfer.demo.serving.messages import StepPlan, StepResult
+from wtransfer.demo.serving.messages import Ready, StepPlan, StepResult
 from wtransfer.errors import PeerLostError, StallError
 from wtransfer.transport.auth import check_same_user
 from wtransfer.transport.rendezvous import host_rendezvous
@@ -64,7 +64,7 @@ class Line:
         """Wait for messages without bound: the scheduler may have nothing to do."""
         self._connection.settimeout(None)
 
-    def send(self, message: Start | StepPlan | StepResult) -> None:
+    def send(self, message: Start | Ready | StepPlan | StepResult) -> None:
         """Send a message.
 
         Raises:
@@ -127,9 +127,15 @@ class RemoteWorkers:
                 line = _started(f"rank {rank}", spawn)
                 self._lines.append(line)
                 line.send(Start(rank, settings, meeting))
+            # Only now: they wait for each other.
+            self._ready = [line.receive(Ready) for line in self._lines]
         except BaseException:
             self.close()
             raise
+
+    def handshakes(self) -> list[Any]:
+        """Return what each rank's side of the connector says before the first step."""
+        return [ready.handshake for ready in self._ready]
 
     def step(self, plan: StepPlan) -> list[StepResult]:
         """Let every rank take a step."""

@@ -5,62 +5,77 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
-from wtransfer.demo.serving.messages import Job, Span, StepPlan
-from wtransfer.demo.serving.request import block_names
+from wtransfer.connectors.settings import load_failure_policy
+from wtransfer.demo.serving.messages import Span, StepPlan
+from wtransfer.demo.serving.schedule import Step
+from wtransfer.demo.serving.shape import Limits
 from wtransfer.weights import instance_fingerprint, known_stamps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from wtransfer.blocks import OffloadKey
+    from wtransfer.connectors.naming import BlockNaming
     from wtransfer.demo.serving.messages import StepResult
-    from wtransfer.demo.serving.offload import JobInFlight, Offload
     from wtransfer.demo.serving.pool import BlockPool
-    from wtransfer.demo.serving.request import BlockNames, Request
-    from wtransfer.weights import Stamps
-
-STORE_BATCH = 32
-"""Most blocks that are offered to the tier at once: it takes all of them or none."""
+    from wtransfer.demo.serving.request import Request, State
+    from wtransfer.demo.serving.scheduler_link import SchedulerLink
+    from wtransfer.weights import Stamps, WeightsStamp
 
 
 class Scheduler:
     """Plans steps, and takes their results.
 
-    A request waits for its blocks, then for those that are loaded for it, then runs to its end:
-    it gets all its blocks when it is admitted. It builds on blocks of its own weights only, those
-    of the cache and those of the tier, and leaves blocks only as long as these have not changed.
-    A request for which nothing was computed when they change begins anew.
+    Requests run side by side, in the order in which they were admitted. Each step computes the next
+    token of those that have all of their prompt, and as much of the other prompts as it can hold.
+    Where blocks run out, the last that was admitted gives its own up, and begins anew later.
+
+    A request builds on blocks of its own weights only, and leaves blocks only as long as these have
+    not changed. A request for which nothing was computed when they change begins anew.
 
     Args:
         pool: The blocks of the cache.
-        names: How blocks are named.
-        block_size: Tokens per block.
-        offload: The tier; None: there is none.
+        naming: How blocks are named.
+        limits: How much is served at once.
+        link: The connector; None: there is none.
+        on_load_failure: ``recompute`` or ``fail``: what becomes of a request whose blocks could not
+            be loaded.
     """
 
     def __init__(
-        self, pool: BlockPool, names: BlockNames, block_size: int, offload: Offload | None = None
+        self,
+        pool: BlockPool,
+        naming: BlockNaming,
+        limits: Limits = Limits(),  # noqa: B008  # frozen
+        link: SchedulerLink | None = None,
+        on_load_failure: str = "recompute",
     ) -> None:
-        self._pool = pool
-        self._names = names
-        self._block_size = block_size
-        self._offload = offload
+        self.pool = pool
+        """The blocks of the cache."""
+        self.link = link
+        """The connector."""
+        self._naming = naming
+        self._block_size = naming.block_size
+        self._limits = limits
+        self._fails = load_failure_policy(on_load_failure) == "fail"
         self._stamps: Stamps | None = None
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
+        self._loaded: deque[Request] = deque()
         self._running: dict[str, Request] = {}
-        self._jobs: list[Job] = []
-        self._admitted: list[str] = []
+        self._held: dict[str, list[int]] = {}
+        self._ended: set[str] = set()
+        self._preempted: set[str] = set()
         self.counts: Counter[str] = Counter()
         """What was done so far: ``tokens_computed``, ``tokens_cached`` (found in the cache),
-        ``tokens_loaded`` (from the tier), ``bytes_loaded``, ``bytes_stored``, ``loads_failed``,
-        ``stores_failed``, ``steps_refused``, ``restarts``, ``weight_changes``."""
+        ``tokens_loaded`` (by the connector), ``loads_failed``, ``steps_refused``, ``preemptions``,
+        ``restarts``, ``weight_changes``."""
 
     @property
     def is_busy(self) -> bool:
         """Whether more steps are needed."""
-        requests = self._waiting or self._loading or self._running
-        return bool(requests or self._jobs or (self._offload and self._offload.is_busy))
+        requests = self._waiting or self._loading or self._loaded or self._running or self._held
+        return bool(requests or (self.link and self.link.connector.has_pending_work()))
 
     @property
     def is_computing(self) -> bool:
@@ -73,208 +88,294 @@ class Scheduler:
         Raises:
             ValueError: The cache is too small for it, even if it were alone.
         """
-        if self._blocks_of(request) > self._pool.num_blocks:
+        # What follows the last token is not computed.
+        needed = self._blocks_for(request.num_prompt_tokens + request.max_new_tokens - 1)
+        if needed > self.pool.num_blocks:
             raise ValueError(
-                f"request {request.request_id!r} needs {self._blocks_of(request)} blocks; the "
-                f"cache has {self._pool.num_blocks}"
+                f"request {request.request_id!r} needs {needed} blocks; the cache has "
+                f"{self.pool.num_blocks}"
             )
+        request.names = self._naming.of(request)
         self._waiting.append(request)
+        if self.link:
+            self.link.connector.on_new_request(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request before its time; one that has ended stays as it is."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request in self._loaded:
+            self._loaded.remove(request)
+        elif request.request_id not in {**self._loading, **self._running}:
+            return
+        self._end(request, "aborted")
 
     def close(self) -> None:
-        """Let go of the tier."""
-        if self._offload:
-            self._offload.close()
+        """Let go of the connector."""
+        if self.link:
+            self.link.connector.shutdown()
 
     # -- planning
 
     def plan(self) -> StepPlan:
         """Return the next step; each one is followed by its `update`."""
+        step = Step(self._limits.max_num_batched_tokens)
         if self._stamps is not None:
-            self._admit()
-        jobs, self._jobs = self._jobs, []
-        admitted, self._admitted = self._admitted, []
-        if self._offload:
-            self._offload.end_step(admitted)
-        if self._stamps is None:
-            return StepPlan(jobs=jobs)
-        spans = [
-            Span(
-                request.request_id,
-                request.tokens[request.num_computed :],
-                request.num_computed,
-                request.block_ids,
-            )
-            for request in self._running.values()
-        ]
-        return StepPlan(list(self._stamps), spans, jobs)
+            self._go_on(step)
+            # Who has just lost its blocks would only take them back.
+            if not self._preempted:
+                self._admit_loaded(step)
+                self._admit(step)
+        step.output.preempted_req_ids, self._preempted = self._preempted, set()
+        step.output.finished_req_ids, self._ended = self._ended, set()
+        return StepPlan(
+            None if self._stamps is None else list(self._stamps),
+            [_span(request, count) for request, count in step.requests],
+            self.link.metadata(step.output) if self.link else None,
+            step.loads_first,
+            step.output.finished_req_ids,
+        )
 
-    def _admit(self) -> None:
-        while self._waiting and self._admit_one(self._waiting[0]):
-            self._admitted.append(self._waiting.popleft().request_id)
+    def _go_on(self, step: Step) -> None:
+        for request in list(self._running.values()):
+            count = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            if request.request_id not in self._running or not count:
+                continue
+            blocks = self._grow(request, count)
+            while blocks is None:
+                last = next(reversed(self._running.values()))
+                self._preempt(last)
+                if last is request:
+                    break
+                blocks = self._grow(request, count)
+            if blocks is not None:
+                step.go_on(request, count, blocks)
 
-    def _admit_one(self, request: Request) -> bool:
-        """Give a request its blocks; return whether that was possible."""
-        assert self._stamps is not None
-        request.stamps = self._stamps
-        # The last token is computed in any case: what follows it is not kept anywhere.
-        named = self._names.of(request.tokens[:-1])
-        cached = self._pool.find(block_names(instance_fingerprint(self._stamps), named))
-        self._pool.hold(cached)
-        hits: int | None = 0
-        if self._offload:
-            self._offload.announce(request)
-            hits = self._offload.num_hits(request, named[len(cached) :])
-        new = self._pool.take(self._blocks_of(request) - len(cached)) if hits is not None else None
-        if hits is None or new is None:
-            self._pool.release(cached)
+    def _grow(self, request: Request, count: int) -> list[int] | None:
+        """Return the blocks that a request gets for more tokens; None if there are too few."""
+        needed = self._blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
+        blocks = self.pool.take(max(needed, 0))
+        if blocks is not None:
+            request.block_ids += blocks
+        return blocks
+
+    def _preempt(self, request: Request) -> None:
+        self.counts["preemptions"] += 1
+        self._put_back(request)
+
+    def _put_back(self, request: Request) -> None:
+        """Let a request begin anew, and be the next to do so."""
+        self._running.pop(request.request_id, None)
+        self.pool.release(request.block_ids)
+        request.lose_blocks()
+        self._waiting.appendleft(request)
+        if request.was_scheduled:
+            self._preempted.add(request.request_id)
+
+    def _has_room(self, step: Step) -> bool:
+        return bool(step.budget) and len(self._running) < self._limits.max_num_seqs
+
+    def _admit_loaded(self, step: Step) -> None:
+        """Let requests run that have blocks already, before others get any."""
+        while self._loaded and self._has_room(step):
+            request = self._loaded[0]
+            count = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            if self._grow(request, count) is not None:
+                self._loaded.popleft()
+                self._run(request, count, step)
+            elif self._running or self._loading or len(self._loaded) == 1:
+                return
+            else:
+                # They have all blocks among them, and none has enough.
+                self._preempt(self._loaded.pop())
+
+    def _admit(self, step: Step) -> None:
+        asked_again = []
+        while self._waiting and self._has_room(step):
+            request = self._waiting.popleft()
+            answer = self._begin(request, step)
+            if answer is None:
+                asked_again.append(request)
+            elif not answer:
+                self._waiting.appendleft(request)
+                break
+        self._waiting.extendleft(reversed(asked_again))
+
+    def _begin(self, request: Request, step: Step) -> bool | None:
+        """Give a request its first blocks.
+
+        Returns:
+            Whether there were enough; None: the connector must be asked again.
+        """
+        found = self._found(request)
+        # Before others are taken: nobody holds these, and they would be among them.
+        self.pool.hold(found)
+        num_found = len(found) * self._block_size
+        num_external, outlasts = self.link.matched(request, num_found) if self.link else (0, False)
+        if num_external is None:
+            self.pool.release(found)
+            return None
+        filled = num_found + num_external
+        # The last token is computed in any case.
+        there = min(filled, request.num_tokens - 1)
+        later = bool(num_external) and outlasts
+        count = 0 if later else min(request.num_tokens - there, step.budget)
+        fresh = self.pool.take(self._blocks_for(max(filled, there + count)) - len(found))
+        if fresh is None:
+            self.pool.release(found)
             return False
-        request.block_ids = cached + new
-        request.num_computed = len(cached) * self._block_size
-        self._need_not_offer(request)
-        self.counts["tokens_cached"] += request.num_computed
-        if self._offload:
-            self._offload.touch(request, named[: len(cached)])
-        self._begin(request, hits)
+        request.stamps = self._stamps
+        request.block_ids = found + fresh
+        request.num_computed_tokens, request.num_external_tokens = there, num_external
+        self.counts["tokens_cached"] += num_found
+        if self.link:
+            self.link.allocated(request, num_external)
+        if later:
+            request.state = "loading"
+            self._loading[request.request_id] = request
+        else:
+            step.loads_first |= bool(num_external)
+            self._run(request, count, step)
         return True
 
-    def _begin(self, request: Request, hits: int) -> None:
-        """Let a request run, or load first what the tier has for it."""
-        first = request.num_computed // self._block_size
-        if hits and self._offload:
-            keys = [key for key, _ in self._names.of(request.tokens)[first : first + hits]]
-            blocks = request.block_ids[first : first + hits]
-            job = self._offload.load(request, keys, first, blocks)
-            if job:
-                self._jobs.append(job)
-                request.state = "loading"
-                self._loading[request.request_id] = request
-                return
-        self._run(request)
+    def _found(self, request: Request) -> list[int]:
+        """Return the blocks of the cache with which a request can begin."""
+        assert self._stamps is not None
+        # The last token is always computed: what follows it is not kept.
+        most = (request.num_tokens - 1) // self._block_size
+        return self.pool.find(self._names(request, self._stamps)[:most])
 
-    def _need_not_offer(self, request: Request) -> None:
-        """Note that what a request has so far was found, unless the tier wants that as well."""
-        if not request.offers_all:
-            request.num_offered = request.num_computed // self._block_size
+    def _names(self, request: Request, stamps: Stamps) -> list[OffloadKey]:
+        assert request.names is not None
+        return request.names.under(instance_fingerprint(stamps))
 
-    def _run(self, request: Request) -> None:
+    def _run(self, request: Request, count: int, step: Step) -> None:
         request.state = "running"
         self._running[request.request_id] = request
+        step.begin(request, count)
 
-    def _blocks_of(self, request: Request) -> int:
-        return -(-(request.num_prompt + request.max_new_tokens) // self._block_size)
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
 
     # -- results
 
     def update(self, plan: StepPlan, results: Sequence[StepResult]) -> list[Request]:
         """Take what came of a step, one result for each rank in order; return what has ended."""
         # First: what else the ranks say may be of other weights than this side believed.
-        self._learn(results)
-        if self._offload:
-            for rank, result in enumerate(results):
-                for job in self._offload.finish(rank, result.finished):
-                    self._take_job(job)
+        self._learn([result.stamp for result in results])
+        failed = self._hear(results)
         if not all(result.executed for result in results):
             self.counts["steps_refused"] += bool(plan.spans)
-            return []
-        return [each for span in plan.spans if (each := self._take_span(span, results[0])).is_done]
+            return failed
+        tokens = results[0].tokens
+        spans = [span for span in plan.spans if span.request_id in self._running]
+        return failed + [each for span in spans if (each := self._take(span, tokens)).is_done]
 
-    def _learn(self, results: Sequence[StepResult]) -> None:
-        stamps = known_stamps([result.stamp for result in results])
-        if self._offload:
-            self._offload.weights_are([result.stamp for result in results])
+    def _learn(self, said: Sequence[WeightsStamp | None]) -> None:
+        stamps = known_stamps(said)
         if stamps == self._stamps:
             return
         self.counts["weight_changes"] += self._stamps is not None
         self._stamps = stamps
-        self._pool.forget_all()
-        for request in [each for each in self._running.values() if not each.began]:
-            del self._running[request.request_id]
+        self.pool.forget_all()
+        if self.link and not self.link.connector.names_weights:
+            self.link.connector.reset_cache()
+        for request in [each for each in self._running.values() if not each.wrote_blocks]:
             self._restart(request)
-        for request in self._waiting:
-            self._reset(request)
-
-    def _take_span(self, span: Span, result: StepResult) -> Request:
-        request = self._running[span.request_id]
-        request.began = True
-        request.num_computed += len(span.tokens)
-        request.tokens.append(result.tokens[span.request_id])
-        self.counts["tokens_computed"] += len(span.tokens)
-        self._leave(request)
-        if request.is_done:
-            del self._running[request.request_id]
-            request.state = "finished"
-            if self._offload:
-                self._offload.forget(request)
-            self._pool.release(request.block_ids)
-        return request
-
-    def _leave(self, request: Request) -> None:
-        """Offer what a request has computed to the tier, and to others.
-
-        The cache is this host's own, so it is for the host to see that the weights are those that
-        the request began with. The tier has its fence.
-        """
-        full = request.num_computed // self._block_size
-        if full <= request.num_offered:
-            return
-        named = self._names.of(request.tokens[: full * self._block_size])
-        self._name(request, named)
-        for first in range(request.num_offered, full, STORE_BATCH):
-            batch = slice(first, min(first + STORE_BATCH, full))
-            self._store(request, named[batch], first, request.block_ids[batch])
-        request.num_offered = full
-
-    def _name(self, request: Request, named: list[tuple[OffloadKey, bytes]]) -> None:
-        """Let the cache know what the first blocks of a request contain, unless it is mixed."""
-        if self._stamps is None or request.stamps is not self._stamps:
-            return
-        names = block_names(instance_fingerprint(self._stamps), named)
-        for block, name in zip(request.block_ids, names, strict=False):
-            self._pool.name(block, name)
-
-    def _store(
-        self,
-        request: Request,
-        named: list[tuple[OffloadKey, bytes]],
-        first: int,
-        block_ids: list[int],
-    ) -> None:
-        stored = self._offload.store(request, named, first, block_ids) if self._offload else None
-        if stored:
-            job, blocks = stored
-            self._jobs.append(job)
-            # The blocks are the job's until it has ended, whatever becomes of the request.
-            self._pool.hold(blocks)
-
-    def _take_job(self, job: JobInFlight) -> None:
-        kind = "load" if job.is_load else "store"
-        self.counts[f"{kind}s_failed"] += not job.success
-        self.counts[f"bytes_{'loaded' if job.is_load else 'stored'}"] += job.nbytes
-        if job.is_load:
-            self._take_load(job)
-        else:
-            self._pool.release(job.block_ids)
-
-    def _take_load(self, job: JobInFlight) -> None:
-        request = self._loading.pop(job.request.request_id)
-        if request.stamps is not self._stamps:
-            self._restart(request)
-            return
-        if job.success:
-            # Else its blocks are computed, as if the tier had never had them.
-            request.num_computed += len(job.block_ids) * self._block_size
-            self._need_not_offer(request)
-            self.counts["tokens_loaded"] += len(job.block_ids) * self._block_size
-            self._name(request, self._names.of(request.tokens[: request.num_computed]))
-        self._run(request)
+        while self._loaded:
+            self._restart(self._loaded.pop())
 
     def _restart(self, request: Request) -> None:
         self.counts["restarts"] += 1
-        self._pool.release(request.block_ids)
-        self._reset(request)
-        self._waiting.appendleft(request)
+        self._put_back(request)
 
-    def _reset(self, request: Request) -> None:
-        if self._offload:
-            self._offload.forget(request)
-        request.reset()
+    def _hear(self, results: Sequence[StepResult]) -> list[Request]:
+        """Take what the connector says; return requests that have failed by it."""
+        if self.link is None:
+            return []
+        heard = self.link.hear([result.said for result in results])
+        if heard.invalid_block_ids:
+            for request in (*self._loading.values(), *self._running.values()):
+                if request.num_external_tokens:
+                    request.bad_blocks |= heard.invalid_block_ids.intersection(request.block_ids)
+        received = heard.finished_recving or set()
+        arrived = [self._loading.pop(each) for each in sorted(received) if each in self._loading]
+        within = [each for each in self._running.values() if each.num_external_tokens]
+        failed = [each for each in (*arrived, *within) if not self._take_load(each)]
+        self._release((heard.finished_sending or set()) | received)
+        return failed
+
+    def _take_load(self, request: Request) -> bool:
+        """Take what was loaded for a request; return whether it goes on."""
+        num_external, request.num_external_tokens = request.num_external_tokens, 0
+        bad_blocks, request.bad_blocks = request.bad_blocks, set()
+        if request.stamps is not self._stamps:
+            if request.state == "loading":
+                self._restart(request)
+            return True
+        if bad_blocks:
+            self.counts["loads_failed"] += 1
+            if self._fails:
+                request.error = f"{len(bad_blocks)} KV blocks could not be loaded"
+                self._end(request, "failed")
+                return False
+            # As if nobody had ever had them, nor what builds on them.
+            before = request.num_computed_tokens
+            good = min(map(request.block_ids.index, bad_blocks)) * self._block_size
+            request.num_computed_tokens = min(before, good)
+            num_external -= before - request.num_computed_tokens
+        self.counts["tokens_loaded"] += num_external
+        self._name(request)
+        if request.state == "loading":
+            request.state = "loaded"
+            self._loaded.append(request)
+        return True
+
+    def _release(self, request_ids: Iterable[str]) -> None:
+        """Let go of the blocks of requests that had ended before the connector was done."""
+        for request_id in request_ids:
+            self.pool.release(self._held.pop(request_id, []))
+
+    def _take(self, span: Span, tokens: dict[str, int]) -> Request:
+        request = self._running[span.request_id]
+        request.began = request.wrote_blocks = True
+        request.num_computed_tokens = span.start + len(span.tokens)
+        self.counts["tokens_computed"] += len(span.tokens)
+        self._name(request)
+        if request.num_computed_tokens == request.num_tokens:
+            request.all_token_ids.append(tokens[span.request_id])
+        if request.is_done:
+            self._end(request, "finished")
+        return request
+
+    def _name(self, request: Request) -> None:
+        """Let the cache know what the full blocks of a request contain, unless it is mixed.
+
+        The cache is this host's own, so it is for the host to see that the weights are those that
+        the request began with. Connectors have their fence.
+        """
+        if self._stamps is None or request.stamps is not self._stamps:
+            return
+        full = request.num_computed_tokens // self._block_size
+        for block, name in zip(
+            request.block_ids[:full], self._names(request, self._stamps), strict=False
+        ):
+            self.pool.name(block, name)
+
+    def _end(self, request: Request, state: State) -> None:
+        request.state = state
+        self._running.pop(request.request_id, None)
+        # Somebody is still writing these blocks.
+        is_loading = self._loading.pop(request.request_id, None) is not None
+        self._ended.add(request.request_id)
+        stay = self.link is not None and self.link.finished(request)
+        if stay or is_loading:
+            self._held[request.request_id] = request.block_ids
+        else:
+            self.pool.release(request.block_ids)
+
+
+def _span(request: Request, count: int) -> Span:
+    start = request.num_computed_tokens
+    tokens = request.all_token_ids[start : start + count]
+    return Span(request.request_id, tokens, start, list(request.block_ids))

@@ -40,3 +40,12 @@ class CacheShape(msgspec.Struct, frozen=True):
     """Tokens per block."""
     num_blocks: int = 256
     """Number of blocks."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How much is served at once."""
+
+    max_num_seqs: int = 8
+    """Most requests that run side by side."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens that one step computes: longer prompts are computed in several."""

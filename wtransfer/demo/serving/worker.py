@@ -1,26 +1,25 @@
-"""One worker of the reference host: a rank's model, cache and offloading worker."""
+"""One worker of the reference host: a rank's model, cache and connector."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wtransfer.demo.serving.messages import Finished, StepResult, from_place
+from wtransfer.demo.serving.messages import StepResult
+from wtransfer.demo.serving.model import TokenSpan
 from wtransfer.errors import CommitError
-from wtransfer.specs.interface import GPULoadStoreSpec
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from wtransfer.demo.serving.cache import PagedCache
-    from wtransfer.demo.serving.messages import Job, StepPlan
+    from wtransfer.demo.serving.messages import StepPlan
     from wtransfer.demo.serving.model import PagedTransformer
     from wtransfer.demo.serving.shards import Shards
+    from wtransfer.demo.serving.worker_link import WorkerLink
     from wtransfer.engines.session import WorkerSession
-    from wtransfer.specs.interface import OffloadingWorker
     from wtransfer.weights import ProcessWeights, WeightsStamp
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class ServingWorker:
         model: Whole, on every rank.
         cache: Of this rank's heads.
         shards: This rank's heads, and the other ranks.
-        offload: The fenced worker of a spec; None: no tier.
+        link: The connector; None: there is none.
         session: Receives weights; None: they never change.
         weights: What this process computes with.
     """
@@ -47,7 +46,7 @@ class ServingWorker:
         cache: PagedCache,
         shards: Shards,
         *,
-        offload: OffloadingWorker | None = None,
+        link: WorkerLink | None = None,
         session: WorkerSession | None = None,
         weights: ProcessWeights = process_weights,
     ) -> None:
@@ -55,37 +54,48 @@ class ServingWorker:
         """The model."""
         self.session = session
         """Receives weights."""
-        self.offload = offload
-        """Copies between cache and tier."""
+        self.link = link
+        """The connector."""
         self._cache = cache
         self._shards = shards
         self._weights = weights
 
+    def handshake(self) -> Any:
+        """Return what the connector says before the first step, as plain data."""
+        return self.link.handshake() if self.link else None
+
     def step(self, plan: StepPlan) -> StepResult:
-        """Commit what is pending, begin the jobs, and compute the spans.
+        """Commit what is pending, and compute the spans between the connector's calls.
 
         The spans are computed only if all ranks compute with what the plan was made for. Otherwise
-        some build on blocks of other weights; the scheduler will hear so, and plan anew.
+        some build on blocks of other weights; the scheduler will hear so, and plan anew. Meanwhile
+        the connector must not believe that anything was computed.
         """
         self._commit()
-        not_begun = self._submit(plan.jobs)
         stamp = self._stamp()
         expected = plan.stamps[self._shards.rank] if plan.stamps else None
         # All ranks compute, or none: they wait for each other in every layer.
         refused = self._shards.any(stamp is None or stamp != expected)
-        tokens = {} if refused else self._compute(plan)
-        return StepResult(stamp, not refused, tokens, not_begun + self._finished())
+        link = self.link
+        if link is None:
+            tokens = None if refused else self._compute(plan)
+            return StepResult(stamp, tokens is not None, tokens or {})
+        with self._weights.withheld() if refused else contextlib.nullcontext():
+            link.begin(plan)
+            tokens = self._between(plan, link, compute=not refused)
+        said = link.end(plan.finished_req_ids)
+        return StepResult(stamp, tokens is not None, tokens or {}, said)
 
     def get_stats(self) -> dict[str, float]:
-        """Return the offloading worker's numbers."""
-        return dict(self.offload.get_stats()) if self.offload else {}
+        """Return the numbers of the connector's worker side."""
+        return dict(self.link.connector.get_stats()) if self.link else {}
 
     def close(self) -> None:
         """Let go of everything; the model keeps its weights."""
         if self.session is not None:
             self.session.close()
-        if self.offload is not None:
-            self.offload.shutdown()
+        if self.link is not None:
+            self.link.close()
         self._shards.close()
 
     def _commit(self) -> None:
@@ -106,37 +116,26 @@ class ServingWorker:
             return None
         return self._weights.stamp()
 
-    def _submit(self, jobs: Sequence[Job]) -> list[Finished]:
-        """Begin jobs; return those that could not be begun, of which no result will come."""
-        not_begun = []
-        for job in jobs:
-            assert self.offload is not None, "a host without a tier plans no jobs"
-            blocks, tier = from_place(job.blocks), from_place(job.tier)
-            assert isinstance(blocks, GPULoadStoreSpec)
-            if job.kind == "load":
-                begun = self.offload.submit_load(job.job_id, tier, blocks)
-            else:
-                begun = self.offload.submit_store(job.job_id, blocks, tier)
-            if not begun:
-                not_begun.append(Finished(job.job_id, success=False))
-        return not_begun
+    def _between(self, plan: StepPlan, link: WorkerLink, *, compute: bool) -> dict[str, int] | None:
+        """Load, compute and save; return the tokens, or None if nothing counts."""
+        if plan.loads_first:
+            link.load()
+            compute = compute and not self._shards.any(link.has_failed())
+        tokens = self._compute(plan) if compute else None
+        if not plan.loads_first:
+            link.load()
+        # A layer's load may turn out to have failed after all.
+        elif tokens is not None and self._shards.any(link.has_failed()):
+            tokens = None
+        if tokens:
+            link.save()
+        return tokens
 
     def _compute(self, plan: StepPlan) -> dict[str, int]:
-        return {
-            span.request_id: self.model.next_token(
-                span.tokens,
-                span.start,
-                self._cache,
-                torch.tensor(span.block_ids),
-                self._shards,
-            )
-            for span in plan.spans
-        }
-
-    def _finished(self) -> list[Finished]:
-        if self.offload is None:
-            return []
-        return [
-            Finished(result.job_id, result.success, result.transfer_size or 0)
-            for result in self.offload.get_finished()
+        spans = [
+            TokenSpan(span.tokens, span.start, torch.tensor(span.block_ids)) for span in plan.spans
         ]
+        if not spans:
+            return {}
+        tokens = self.model.forward(spans, self._cache, self._shards, self.link)
+        return {span.request_id: token for span, token in zip(plan.spans, tokens, strict=True)}

@@ -1,0 +1,1 @@
+"""Connector ``OffloadingConnector``: KV cache to a cheaper tier and back, by an offloading spec."""

@@ -1,0 +1,22 @@
+"""The class that a config names; its sides are imported where they are needed."""
+
+from __future__ import annotations
+
+from wtransfer.connectors.interface import KVConnectorBase_V1
+
+
+class OffloadingConnector(KVConnectorBase_V1):
+    """Drives an offloading spec, behind the fence: see `wtransfer.specs.fenced`.
+
+    Which spec, and with what options, stands in ``kv_connector_extra_config``: ``spec_name``,
+    ``spec_module_path``, and what the spec asks for.
+
+    1. S looks blocks up in the spec's manager, and prepares the jobs that load or store them.
+    2. W gives the jobs to the spec's worker: loads before the forward pass, stores after it.
+    3. A load takes as long as it takes; its request waits, and others are computed.
+    4. The blocks of a request that ends stay until its jobs have ended.
+    """
+
+    scheduler_cls = "wtransfer.connectors.offloading.scheduler:OffloadingScheduler"
+    worker_cls = "wtransfer.connectors.offloading.worker:OffloadingSide"
+    names_weights = True

@@ -1,0 +1,70 @@
+"""What both sides of the offloading connector tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from wtransfer.connectors.fence import WorkerStamps
+from wtransfer.connectors.interface import KVConnectorMetadata
+
+if TYPE_CHECKING:
+    from wtransfer.connectors.interface import KVConnectorWorkerMetadata
+    from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec
+
+
+@dataclass
+class Job:
+    """A copy between the cache and the tier."""
+
+    job_id: int
+    """Identity."""
+    request_id: str
+    """For which it is done."""
+    blocks: GPULoadStoreSpec
+    """Where in the cache."""
+    tier: LoadStoreSpec
+    """Where in the tier."""
+
+
+@dataclass
+class OffloadingMetadata(KVConnectorMetadata):
+    """What every worker does in one step."""
+
+    loads: list[Job] = field(default_factory=list)
+    """Begun before the forward pass."""
+    stores: list[Job] = field(default_factory=list)
+    """Begun after it, if there was one."""
+    gone: dict[str, list[int]] = field(default_factory=dict)
+    """Blocks, by request, that are to be loaded and have gone meanwhile."""
+    preempted: list[str] = field(default_factory=list)
+    """Requests whose blocks are others' from this step on."""
+    ended: list[str] = field(default_factory=list)
+    """Requests that have ended, and whose blocks stay until their jobs have ended."""
+
+
+@dataclass
+class Outcome:
+    """How a job ended on one rank."""
+
+    job_id: int
+    """Which."""
+    success: bool
+    """Whether it was done."""
+    nbytes: int = 0
+    """Bytes moved."""
+
+
+@dataclass
+class OffloadingWorkerMetadata(WorkerStamps):
+    """What workers say after a step."""
+
+    outcomes: dict[int, list[Outcome]] = field(default_factory=dict)
+    """Jobs that have ended, by rank."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadingWorkerMetadata:
+        """Add what another worker has said; return this object."""
+        super().aggregate(other)
+        assert isinstance(other, OffloadingWorkerMetadata)
+        self.outcomes |= other.outcomes
+        return self

@@ -1,0 +1,322 @@
+"""The scheduler's side of the offloading connector."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.connectors.fence import StampedHandshake
+from wtransfer.connectors.interface import ConnectorScheduler
+from wtransfer.connectors.naming import BlockNaming
+from wtransfer.connectors.offloading.metadata import (
+    Job,
+    OffloadingMetadata,
+    OffloadingWorkerMetadata,
+)
+from wtransfer.connectors.progress import Progress, only_group
+from wtransfer.connectors.settings import Instance
+from wtransfer.errors import BlockNotKeptError
+from wtransfer.specs.factory import OffloadingSpecFactory
+from wtransfer.specs.fenced import BlockWitnesses, FencedSpec
+from wtransfer.specs.interface import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadPolicy,
+    ReqContext,
+    ScheduleEndContext,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from wtransfer.blocks import OffloadKey
+    from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
+    from wtransfer.connectors.naming import RequestNames
+    from wtransfer.connectors.offloading.metadata import Outcome
+    from wtransfer.connectors.progress import Tracked
+
+STORE_BATCH = 32
+"""Most chunks that are offered to the tier at once: it takes all of them or none."""
+
+
+@dataclass
+class _Offered:
+    """A request, as the spec knows it."""
+
+    context: ReqContext
+    names: RequestNames
+    takes_all: bool
+    allocated: bool = False
+    num_there: int = 0
+    num_offered: int | None = None
+    under_way: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _InFlight:
+    """A job that not all ranks have ended."""
+
+    request_id: str
+    context: ReqContext
+    keys: list[OffloadKey]
+    is_load: bool
+    waiting_for: set[int]
+    success: bool = True
+
+
+class OffloadingScheduler(ConnectorScheduler):
+    """Asks the spec's manager, and prepares jobs.
+
+    Blocks are kept in chunks of one block or, with the option ``block_size``, of several.
+
+    Args:
+        config: The serving engine's configuration.
+        kv_cache_config: Shape of the KV cache; None: it stands in ``config.cache_config``.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(config, kv_cache_config)
+        instance = Instance.of(config)
+        spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
+        fenced = FencedSpec(spec)
+        self._manager = fenced.get_manager()
+        self._num_ranks = instance.num_ranks
+        self._block_size = instance.block_size
+        self._blocks_per_chunk = _blocks_per_chunk(fenced)
+        self._naming = BlockNaming(self._block_size * self._blocks_per_chunk, instance.root)
+        self._requests: dict[str, _Offered] = {}
+        self._progress = Progress()
+        self._job_ids = itertools.count()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._next = OffloadingMetadata()
+        self._admitted: list[str] = []
+        self._stamps: dict[int, Any] = {}
+        self._counts = Counter(
+            loads_failed_total=0, stores_failed_total=0, loaded_bytes_total=0, stored_bytes_total=0
+        )
+
+    # -- what there is
+
+    def on_new_request(self, request: Any) -> None:
+        """Do nothing yet: what a request begins with is noted when it is about to begin."""
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens the tier has beyond those that are there."""
+        offered = self._announced(request)
+        offered.num_there = num_computed_tokens
+        # The last token is always computed: what follows it is not kept.
+        chunk = self._naming.block_size
+        last = (request.num_tokens - 1) // chunk
+        first = num_computed_tokens // chunk
+        if num_computed_tokens % self._block_size or last <= first:
+            return 0, False
+        found = self._num_hits(offered, first, last)
+        if found is None:
+            return None, False
+        num_tokens = (first + found) * chunk - num_computed_tokens if found else 0
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Prepare the load, if there is one."""
+        offered = self._announced(request)
+        offered.allocated = True
+        self._progress.know(request)
+        self._admitted.append(request.request_id)
+        if not num_external_tokens:
+            return
+        block_ids = only_group(blocks.get_block_ids())
+        first = offered.num_there // self._block_size
+        end = first + num_external_tokens // self._block_size
+        self._load(request.request_id, offered, first, block_ids[first:end])
+
+    def _num_hits(self, offered: _Offered, first: int, last: int) -> int | None:
+        keys = self._witnessed(offered)[first:last]
+        touched = self._witnessed(offered)[:first]
+        if touched:
+            self._manager.touch(touched, offered.context)
+        for count, key in enumerate(keys):
+            found = self._manager.lookup(key, offered.context)
+            if found is LookupResult.RETRY:
+                return None
+            if found is not LookupResult.HIT:
+                return count
+        return len(keys)
+
+    def _announced(self, request: Any) -> _Offered:
+        """Return what the spec knows of a request; told anew while it has not begun."""
+        offered = self._requests.get(request.request_id)
+        if offered is not None:
+            if offered.allocated or not self._manager.is_out(offered.context):
+                return offered
+            self._manager.on_request_finished(offered.context)
+        context = ReqContext(request.request_id)
+        context.set_state(BlockWitnesses())
+        wanted = self._manager.on_new_request(context)
+        takes_all = wanted.policy is OffloadPolicy.REQUEST_LEVEL
+        offered = _Offered(context, self._naming.of(request), takes_all)
+        self._requests[request.request_id] = offered
+        return offered
+
+    def _witnessed(self, offered: _Offered) -> list[OffloadKey]:
+        """Return the host's keys of all chunks whose tokens are known."""
+        witnesses = offered.context.get_state(BlockWitnesses)
+        assert witnesses is not None
+        return offered.names.witnessed(witnesses.add)
+
+    # -- jobs
+
+    def _load(self, request_id: str, offered: _Offered, first: int, block_ids: list[int]) -> None:
+        per_chunk = self._blocks_per_chunk
+        end = first + len(block_ids)
+        keys = self._witnessed(offered)[first // per_chunk : -(-end // per_chunk)]
+        try:
+            source = self._manager.prepare_load(keys, offered.context)
+        except BlockNotKeptError:
+            self._next.gone[request_id] = block_ids
+            return
+        job_id = self._enter(request_id, offered, keys, is_load=True)
+        places = GPULoadStoreSpec(block_ids, block_indices=[first])
+        self._next.loads.append(Job(job_id, request_id, places, source))
+
+    def _offer(self, tracked: Tracked) -> None:
+        """Offer the chunks that a request has filled to the tier."""
+        request = tracked.request
+        offered = self._requests[request.request_id]
+        chunk = self._naming.block_size
+        if offered.num_offered is None:
+            offered.num_offered = 0 if offered.takes_all else tracked.num_before // chunk
+        keys = self._witnessed(offered)
+        full = min(tracked.num_computed // chunk, len(keys))
+        for first in range(offered.num_offered, full, STORE_BATCH):
+            self._store(tracked, offered, first, keys[first : min(first + STORE_BATCH, full)])
+        offered.num_offered = max(full, offered.num_offered)
+
+    def _store(
+        self, tracked: Tracked, offered: _Offered, first: int, keys: list[OffloadKey]
+    ) -> None:
+        output = self._manager.prepare_store(keys, offered.context)
+        if output is None or not output.keys_to_store:
+            return
+        wanted = set(output.keys_to_store)
+        places = [first + i for i, key in enumerate(keys) if key in wanted]
+        per_chunk = self._blocks_per_chunk
+        blocks = [
+            tracked.block_ids[place * per_chunk + i] for place in places for i in range(per_chunk)
+        ]
+        request_id = tracked.request.request_id
+        job_id = self._enter(request_id, offered, output.keys_to_store, is_load=False)
+        source = GPULoadStoreSpec(blocks, block_indices=[places[0] * per_chunk])
+        self._next.stores.append(Job(job_id, request_id, source, output.store_spec))
+
+    def _enter(
+        self, request_id: str, offered: _Offered, keys: list[OffloadKey], *, is_load: bool
+    ) -> int:
+        job_id = next(self._job_ids)
+        ranks = set(range(self._num_ranks))
+        self._in_flight[job_id] = _InFlight(request_id, offered.context, keys, is_load, ranks)
+        offered.under_way.add(job_id)
+        return job_id
+
+    # -- steps
+
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadingMetadata:
+        """Return the jobs of this step."""
+        for tracked in self._progress.step(scheduler_output):
+            self._offer(tracked)
+        self._next.preempted = sorted(scheduler_output.preempted_req_ids or ())
+        metadata, self._next = self._next, OffloadingMetadata()
+        admitted, self._admitted = self._admitted, []
+        self._manager.on_schedule_end(ScheduleEndContext(new_req_ids=tuple(admitted)))
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Hear what the ranks compute with, and which jobs have ended."""
+        said = connector_output.kv_connector_worker_meta
+        if isinstance(said, OffloadingWorkerMetadata):
+            self._hear(said.stamps)
+            for rank, outcomes in said.outcomes.items():
+                for outcome in outcomes:
+                    self._take(rank, outcome)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Hear what the ranks compute with, before the first step."""
+        said = {r: m.stamp for r, m in metadata.items() if isinstance(m, StampedHandshake)}
+        self._hear(said)
+
+    def request_finished(
+        self,
+        request: Any,
+        block_ids: list[int],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks while jobs are under way for them."""
+        self._progress.forget(request.request_id)
+        offered = self._requests.pop(request.request_id, None)
+        if offered is None:
+            return False, None
+        self._manager.on_request_finished(offered.context)
+        if offered.under_way:
+            self._next.ended.append(request.request_id)
+        return bool(offered.under_way), None
+
+    def _hear(self, stamps: Mapping[int, Any]) -> None:
+        self._stamps |= stamps
+        self._manager.weights_are([self._stamps.get(rank) for rank in range(self._num_ranks)])
+
+    def _take(self, rank: int, outcome: Outcome) -> None:
+        job = self._in_flight.get(outcome.job_id)
+        if job is None or rank not in job.waiting_for:
+            return
+        job.waiting_for.remove(rank)
+        job.success &= outcome.success
+        self._counts[f"{'loaded' if job.is_load else 'stored'}_bytes_total"] += outcome.nbytes
+        if job.waiting_for:
+            return
+        del self._in_flight[outcome.job_id]
+        offered = self._requests.get(job.request_id)
+        if offered is not None:
+            offered.under_way.discard(outcome.job_id)
+        self._complete(job)
+
+    def _complete(self, job: _InFlight) -> None:
+        if not job.is_load:
+            self._counts["stores_failed_total"] += not job.success
+            self._manager.complete_store(job.keys, job.context, job.success)
+            return
+        self._counts["loads_failed_total"] += not job.success
+        self._manager.complete_load(job.keys, job.context)
+        if not job.success:
+            self._manager.load_failed(job.keys, job.context)
+
+    # -- the rest
+
+    def has_pending_work(self) -> bool:
+        """Return whether jobs are under way, or the spec wants more steps."""
+        return bool(self._in_flight) or self._manager.has_pending_work()
+
+    def take_events(self) -> Iterable[Any]:
+        """Return what came to be kept, or ceased to."""
+        return self._manager.take_events()
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything that is kept."""
+        self._manager.reset_cache()
+        return True
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the manager's numbers, and those of jobs."""
+        return {**self._manager.get_stats(), **self._counts}
+
+    def shutdown(self) -> None:
+        """Let go of the manager."""
+        self._manager.shutdown()
+
+
+def _blocks_per_chunk(spec: FencedSpec) -> int:
+    cache = getattr(spec.config, "cache", None)
+    return int(getattr(cache, "blocks_per_chunk", 1))

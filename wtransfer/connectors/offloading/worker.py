@@ -1,0 +1,143 @@
+"""The worker's side of the offloading connector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.connectors.fence import StampedHandshake, WorkerFence
+from wtransfer.connectors.interface import ConnectorWorker
+from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
+from wtransfer.connectors.settings import Instance
+from wtransfer.errors import ConnectorRoleError
+from wtransfer.specs.factory import OffloadingSpecFactory
+from wtransfer.specs.fenced import FencedSpec
+from wtransfer.specs.interface import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
+    from wtransfer.specs.fenced import FencedWorker
+
+
+class OffloadingSide(ConnectorWorker):
+    """Gives jobs to the spec's worker, and says what became of them.
+
+    Args:
+        config: The serving engine's configuration.
+        kv_cache_config: Shape of the KV cache; None: it stands in ``config.cache_config``.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(config, kv_cache_config)
+        self._rank = Instance.of(config).rank
+        spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
+        self._spec = FencedSpec(spec, rank=self._rank)
+        self._fence = WorkerFence(self._rank)
+        self._made: FencedWorker | None = None
+        self._loading: dict[int, Job] = {}
+        self._storing: dict[int, Job] = {}
+        self._outcomes: list[Outcome] = []
+        self._failed_blocks: set[int] = set()
+        self._received: set[str] = set()
+        self._ended: set[str] = set()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Make the spec's worker."""
+        tensors = [CanonicalKVCacheTensor(each, each[0].nbytes) for each in kv_caches.values()]
+        pages = [CanonicalKVCacheRef(i, each.page_size_bytes) for i, each in enumerate(tensors)]
+        self._made = self._spec.get_worker(CanonicalKVCaches(tensors, [pages]))
+
+    def get_handshake_metadata(self) -> StampedHandshake:
+        """Return what this rank computes with."""
+        return StampedHandshake(self._fence.say()[self._rank])
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingMetadata) -> None:  # type: ignore[override]
+        """Wait for the jobs that still read blocks which are taken away."""
+        taken = set(kv_connector_metadata.preempted)
+        reading = {number for number, job in self._storing.items() if job.request_id in taken}
+        if reading:
+            self._worker.wait(reading)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Begin the step's loads."""
+        metadata: OffloadingMetadata = self.metadata
+        self._ended.update(metadata.ended)
+        for request_id, blocks in metadata.gone.items():
+            self._failed_blocks.update(blocks)
+            self._received.add(request_id)
+        for job in metadata.loads:
+            self._loading[job.job_id] = job
+            if not self._worker.submit_load(job.job_id, job.tier, job.blocks):
+                self._end(job.job_id, success=False)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return at once: nobody computes with what is being loaded."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: blocks are stored whole, all layers at once."""
+
+    def wait_for_save(self) -> None:
+        """Begin the step's stores; their blocks stay what they are until these have ended."""
+        metadata: OffloadingMetadata = self.metadata
+        stores, metadata.stores = metadata.stores, []
+        for job in stores:
+            self._storing[job.job_id] = job
+            if not self._worker.submit_store(job.job_id, job.blocks, job.tier):
+                self._end(job.job_id, success=False)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
+        """Return requests whose blocks are free of jobs, and those that were loaded."""
+        for result in self._worker.get_finished():
+            self._end(result.job_id, result.success, result.transfer_size or 0)
+        busy = {job.request_id for job in (*self._loading.values(), *self._storing.values())}
+        sent = self._ended - busy
+        self._ended -= sent
+        received, self._received = self._received, set()
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that could not be loaded."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
+        """Return what has ended, and what this rank computes with."""
+        # Those of a step that computed nothing: what they were to store is not there.
+        self._outcomes += [Outcome(job.job_id, success=False) for job in self.metadata.stores]
+        outcomes, self._outcomes = self._outcomes, []
+        return OffloadingWorkerMetadata(self._fence.say(), {self._rank: outcomes})
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return the numbers of the spec's worker."""
+        return {} if self._made is None else self._made.get_stats()
+
+    def shutdown(self) -> None:
+        """Let go of the spec's worker."""
+        if self._made is not None:
+            self._made.shutdown()
+
+    @property
+    def _worker(self) -> FencedWorker:
+        if self._made is None:
+            raise ConnectorRoleError("register_kv_caches comes before the first step")
+        return self._made
+
+    def _end(self, job_id: int, success: bool, nbytes: int = 0) -> None:
+        self._outcomes.append(Outcome(job_id, success, nbytes))
+        if job_id in self._storing:
+            del self._storing[job_id]
+            return
+        job = self._loading.pop(job_id)
+        if not success:
+            self._failed_blocks.update(job.blocks.block_ids)
+        if not any(other.request_id == job.request_id for other in self._loading.values()):
+            self._received.add(job.request_id)
