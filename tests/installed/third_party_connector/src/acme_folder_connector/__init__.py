@@ -1,0 +1,1 @@
+"""A connector of a third party."""
