@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.specs.copying import caches, pages
+from wtransfer.specs.copying import caches, copier, pages
+from wtransfer.specs.copying.chunks import Chunks
 from wtransfer.specs.copying.device_pages import DevicePages
 from wtransfer.specs.copying.pages import HostPages, page_of
 
@@ -59,8 +60,8 @@ def test_blocks_come_back_into_other_blocks_and_nothing_else_changes(
 
 @pytest.mark.parametrize("step_nbytes", [1, 5000, 1 << 20])
 def test_jobs_of_many_steps_are_whole(side, make_rig, arena_rig, monkeypatch, step_nbytes):
-    monkeypatch.setattr("wtransfer.specs.copying.copier.TASK_NBYTES", step_nbytes * 2)
-    monkeypatch.setattr("wtransfer.specs.copying.copier.STEP_NBYTES", step_nbytes)
+    monkeypatch.setattr(copier, "TASK_NBYTES", step_nbytes * 2)
+    monkeypatch.setattr(copier, "STEP_NBYTES", step_nbytes)
     rig = make_rig(num_blocks=200, num_slots=200).fill()
     keys = [arena_rig.key(n) for n in range(200)]
     slots = list(range(200))[::-1]
@@ -69,6 +70,30 @@ def test_jobs_of_many_steps_are_whole(side, make_rig, arena_rig, monkeypatch, st
     rig.wipe()
     assert rig.load(list(range(200)), slots, keys).success
     assert rig.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_threads", "sizes"),
+    [
+        (3, 2, [3]),
+        (8, 2, [4, 4]),
+        (8, 8, [4, 4]),
+        (12, 2, [6, 6]),
+        (12, 3, [4, 4, 4]),
+        (13, 2, [7, 6]),
+        (45, 2, [20, 20, 5]),
+    ],
+)
+def test_a_job_is_divided_among_the_threads(make_rig, monkeypatch, num_chunks, num_threads, sizes):
+    """As far as it is worth it, and no task is too long."""
+    (whole,) = make_rig(num_blocks=50, num_slots=50).worker._copiers
+    monkeypatch.setattr(copier, "SHARE_NBYTES", 4 * whole.chunk_nbytes)
+    monkeypatch.setattr(copier, "TASK_NBYTES", 20 * whole.chunk_nbytes)
+    blocks = np.arange(num_chunks)
+    keys = [b"%d" % n for n in range(num_chunks)]
+    tasks = list(whole.tasks(Chunks(0, blocks, keys, blocks.reshape(-1, 1)), num_threads))
+    assert [len(each) for each in tasks] == sizes
+    assert [key for each in tasks for key in each.keys] == keys
 
 
 def test_groups_have_their_own_pages(side, make_rig, arena_rig):

@@ -178,6 +178,19 @@ def _num_learned(policy, new):
     return sum(each in policy._recent.ghosts or each in policy._frequent.ghosts for each in new)
 
 
+@pytest.mark.parametrize("use", ["touch", "load"])
+def test_arc_counts_a_use_of_either_kind(use):
+    policy = ARCCachePolicy(4)
+    kept(policy, *"abc")
+    if use == "touch":
+        policy.touch(["a"])
+    else:
+        policy.pin(["a"])
+        policy.release(["a"])
+    kept(policy, "d")
+    assert policy.evict(3, (), "xyz") == ["b", "c", "d"]
+
+
 def test_arc_survives_a_scan_that_lru_does_not():
     found = {}
     for name in ("lru", "arc"):

@@ -77,7 +77,7 @@ def to_offloading_config(config: Any, kv_cache_config: Any = None) -> Offloading
         groups=groups,
         model=OffloadingModelConfig(
             name=getattr(model, "model", ""),
-            dtype=str(getattr(model, "dtype", "bfloat16")).removeprefix("torch."),
+            dtype=str(getattr(model, "dtype", None) or "bfloat16").removeprefix("torch."),
         ),
         cache=OffloadingCacheConfig(
             tokens_per_hash=groups[0].tokens_per_block,

@@ -45,6 +45,7 @@ class CPUOffloadingWorker(OffloadingWorker):
         self._seat = seat
         self._name = seat.name
         self._copiers = tuple(copiers)
+        self._num_threads = num_threads
         self._jobs = Jobs(seat.name, layout.num_slots, num_threads, deadline_s)
         region = seat.part.address, layout.region_nbytes
         self._pinned = [
@@ -146,7 +147,8 @@ class CPUOffloadingWorker(OffloadingWorker):
             copier = self._copiers[chunks.group]
             mark = copier.pages.mark()
             copy = copier.store if kind == "store" else copier.load
-            steps += [functools.partial(copy, task, mark) for task in copier.tasks(chunks)]
+            tasks = copier.tasks(chunks, self._num_threads)
+            steps += [functools.partial(copy, task, mark) for task in tasks]
         slots = _slots_of(found)
         # A job of no blocks ends like any other.
         return Job(job_id, kind, steps or [lambda: 0], slots)

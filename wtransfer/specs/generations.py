@@ -101,26 +101,21 @@ class Generations:
                 self._queue[generation] = None
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Let candidates be none."""
+        """Let candidates be none, and belong to the newest generation: they are asked for there.
+
+        Now, not when they are released: the weights may have changed by then.
+        """
         for generation, some in self._by_generation(keys):
             generation.policy.pin(some)
             self._lose(len(some), generation)
-
-    def adopt(self, keys: Sequence[OffloadKey]) -> None:
-        """Let pinned blocks belong to the newest generation: they were asked for there."""
-        for generation, some in self._by_generation(keys):
             if generation is not self._current:
-                generation.policy.remove(some)
-                self._current.policy.insert(some)
-                for key in some:
-                    self._blocks[key].generation = self._current
+                self._adopt(some, generation)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note that candidates are in use, and let them belong to the newest generation."""
         earlier = [key for key in keys if self._blocks[key].generation is not self._current]
         if earlier:
             self.pin(earlier)
-            self.adopt(earlier)
             self.release(earlier)
         self._current.policy.touch(keys)
 
@@ -219,15 +214,26 @@ class Generations:
         generation.policy.insert(members)
         generation.policy.release([key for key in members if self._blocks[key].num_loads == 0])
 
+    def _adopt(self, keys: Sequence[OffloadKey], earlier: Generation) -> None:
+        """Let pinned blocks belong to the newest generation."""
+        earlier.policy.remove(keys)
+        self._current.policy.insert(keys)
+        for key in keys:
+            self._blocks[key].generation = self._current
+
     def _new(self) -> Generation:
         return Generation(self._policy_cls(self._capacity))
 
     def _by_generation(
         self, keys: Sequence[OffloadKey]
-    ) -> Iterable[tuple[Generation, list[OffloadKey]]]:
+    ) -> Iterable[tuple[Generation, Sequence[OffloadKey]]]:
+        blocks = self._blocks
+        generations = {blocks[key].generation for key in keys}
+        if len(generations) == 1:
+            return [(generations.pop(), keys)]
         found: dict[Generation, list[OffloadKey]] = {}
         for key in keys:
-            found.setdefault(self._blocks[key].generation, []).append(key)
+            found.setdefault(blocks[key].generation, []).append(key)
         return found.items()
 
     def _lose(self, count: int, generation: Generation) -> None:

@@ -114,15 +114,13 @@ class CPUOffloadingManager(OffloadingManager):
         Raises:
             BlockNotKeptError: One of them is no hit; nothing is pinned then.
         """
-        blocks = [self._hit(key) for key in keys]
+        blocks = self._hits(keys)
         if not blocks:
             return ArenaLoadStoreSpec([], [])
         loads = self._jobs_of(req_context).loads
         # Before it is counted: a block may be named twice.
-        idle = [key for key in dict.fromkeys(keys) if self._is_idle(key)]
-        self._generations.pin(idle)
-        # Now, not when the load has ended: the weights may have changed by then.
-        self._generations.adopt(idle)
+        idle = {key: None for key, block in zip(keys, blocks, strict=True) if not block.num_loads}
+        self._generations.pin(list(idle))
         for key, block in zip(keys, blocks, strict=True):
             block.num_loads += 1
             loads[key] = loads.get(key, 0) + 1
@@ -132,31 +130,29 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin blocks; what this request has not pinned is counted and passed over."""
         loads = self._jobs_of(req_context).loads
-        ended = [key for key in _tail_first(keys) if self._end_load(key, loads)]
+        ended = []
+        for key in _tail_first(keys):
+            count = loads.pop(key, 0)
+            if not count:
+                self._counters["unknown_completions_total"] += 1
+                continue
+            if count > 1:
+                loads[key] = count - 1
+            block = self._blocks[key]
+            block.num_loads -= 1
+            if not block.num_loads and not self._went(key, block):
+                ended.append(key)
         self._generations.release(ended)
         self._forget_jobs_if_done(req_context)
 
-    def _hit(self, key: OffloadKey) -> Block:
-        block = self._blocks.get(key)
-        if block is not None and block.num_loads != STORING and not block.forgotten:
-            return block
-        storing = block is not None and not block.forgotten
-        raise BlockNotKeptError(
-            f"The block {key.hex()} {'is still being stored' if storing else 'is not kept'}; "
-            "load what lookup() says is a hit, in the same step."
-        )
-
-    def _end_load(self, key: OffloadKey, loads: dict[OffloadKey, int]) -> bool:
-        """Note that one load has ended; return whether the block may give way from now on."""
-        if key not in loads:
-            self._counters["unknown_completions_total"] += 1
-            return False
-        loads[key] -= 1
-        if loads[key] == 0:
-            del loads[key]
-        block = self._blocks[key]
-        block.num_loads -= 1
-        return block.num_loads == 0 and not self._went(key, block)
+    def _hits(self, keys: Collection[OffloadKey]) -> list[Block]:
+        blocks = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or block.forgotten or block.num_loads == STORING:
+                raise _not_kept(key, storing=block is not None and not block.forgotten)
+            blocks.append(block)
+        return blocks
 
     # -- stores
 
@@ -308,6 +304,13 @@ class CPUOffloadingManager(OffloadingManager):
         jobs = self._jobs[req_context.req_id]
         if not jobs.loads and not jobs.stores:
             del self._jobs[req_context.req_id]
+
+
+def _not_kept(key: OffloadKey, *, storing: bool) -> BlockNotKeptError:
+    return BlockNotKeptError(
+        f"The block {key.hex()} {'is still being stored' if storing else 'is not kept'}; "
+        "load what lookup() says is a hit, in the same step."
+    )
 
 
 def _tail_first(keys: Collection[OffloadKey]) -> Iterable[OffloadKey]:

@@ -39,9 +39,12 @@ log has it."""
 STEP_NBYTES = 512 * 1024
 """Bytes that are copied and then digested, or the other way round: a processor's cache holds them.
 At least one chunk."""
-TASK_NBYTES = 8 * 1024 * 1024
+TASK_NBYTES = 64 * 1024 * 1024
 """Bytes that one thread copies before it looks for something else to do, and for which headers are
-read or written at once. At least one chunk."""
+read or written at once. At least one chunk. What is done once for a task, after so many other bytes
+have gone through the processor's cache, takes half a millisecond."""
+SHARE_NBYTES = 8 * 1024 * 1024
+"""Bytes that are worth a thread of their own: no job is divided into smaller tasks."""
 TASK_CHUNKS = 1024
 """Chunks of one task at most: the smallest take longer for their headers than for their bytes."""
 
@@ -93,9 +96,16 @@ class Copier:
         """Bytes of a whole chunk."""
         return self.blocks_per_chunk * self.pages.block_nbytes
 
-    def tasks(self, chunks: Chunks) -> Iterator[Chunks]:
-        """Yield chunks in portions for one thread."""
-        return chunks.split(min(TASK_CHUNKS, max(1, TASK_NBYTES // self.chunk_nbytes)))
+    def tasks(self, chunks: Chunks, num_threads: int) -> Iterator[Chunks]:
+        """Yield chunks in portions for one thread.
+
+        Args:
+            chunks: All of a job.
+            num_threads: How many threads there are.
+        """
+        even = -(-len(chunks) // num_threads)
+        least, most = (nbytes // self.chunk_nbytes for nbytes in (SHARE_NBYTES, TASK_NBYTES))
+        return chunks.split(max(1, min(max(even, least), most, TASK_CHUNKS)))
 
     def store(self, chunks: Chunks, mark: object) -> int:
         """Copy chunks into their slots.

@@ -115,13 +115,20 @@ def page_of(tensor: torch.Tensor, nbytes: int) -> Page:
     return Page(rows)
 
 
-class _Run(NamedTuple):
+class _Run:
     """Pages at even distances, one behind the other in a block."""
 
-    pages: npt.NDArray[np.uint8]
-    """Shape ``(num_blocks, number of pages, bytes of a page)``."""
-    where: slice
-    """Where they are in a block."""
+    def __init__(self, pages: npt.NDArray[np.uint8], start: int) -> None:
+        self.pages = pages
+        """Shape ``(num_blocks, number of pages, bytes of a page)``."""
+        self.shape = pages.shape[1:]
+        """Shape of a block's."""
+        self.nbytes = pages.shape[1] * pages.shape[2]
+        """Bytes of a block's."""
+        self.where = slice(start, start + self.nbytes)
+        """Where they are in a block."""
+        self.is_large = self.nbytes >= _LARGE_NBYTES
+        """Whether each block is worth a call."""
 
 
 class HostPages:
@@ -154,11 +161,12 @@ class HostPages:
         at: Numbers,
     ) -> None:
         """Copy blocks of the cache to where they rest."""
+        rows = _rows(blocks, slots, at)
         for run in self._runs:
-            if _is_large(run):
-                for block, slot, place in _rows(blocks, slots, at):
+            if run.is_large:
+                for block, slot, place in rows:
                     target = places[slot, place, run.where]
-                    np.copyto(target.reshape(run.pages.shape[1:]), run.pages[block])
+                    np.copyto(target.reshape(run.shape), run.pages[block])
             else:
                 # The first is a copy; small enough to stay in the processor's cache.
                 pages = run.pages[blocks].reshape(len(blocks), -1)
@@ -173,31 +181,25 @@ class HostPages:
         at: Numbers,
     ) -> None:
         """Copy blocks back into the cache."""
+        rows = _rows(blocks, slots, at)
         for run in self._runs:
-            shape = run.pages.shape[1:]
-            if _is_large(run):
-                for block, slot, place in _rows(blocks, slots, at):
-                    np.copyto(run.pages[block], places[slot, place, run.where].reshape(shape))
+            if run.is_large:
+                for block, slot, place in rows:
+                    np.copyto(run.pages[block], places[slot, place, run.where].reshape(run.shape))
             else:
-                run.pages[blocks] = places[slots, at, run.where].reshape(-1, *shape)
+                run.pages[blocks] = places[slots, at, run.where].reshape(-1, *run.shape)
 
 
-def _is_large(run: _Run) -> bool:
-    return bool(run.where.stop - run.where.start >= _LARGE_NBYTES)
-
-
-def _rows(*columns: Numbers) -> zip[tuple[int, ...]]:
-    return zip(*(column.tolist() for column in columns), strict=True)
+def _rows(*columns: Numbers) -> list[tuple[int, ...]]:
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _runs(pages: Sequence[Page], num_blocks: int) -> list[_Run]:
-    runs, start, at = [], 0, 0
-    while start < len(pages):
-        length = _run_length(pages[start:])
-        nbytes = pages[start].nbytes * length
-        view = _view(pages[start : start + length], num_blocks)
-        runs.append(_Run(view, slice(at, at + nbytes)))
-        start, at = start + length, at + nbytes
+    runs, first, start = [], 0, 0
+    while first < len(pages):
+        length = _run_length(pages[first:])
+        runs.append(_Run(_view(pages[first : first + length], num_blocks), start))
+        first, start = first + length, start + runs[-1].nbytes
     return runs
 
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class _Kind:
-    """Blocks of one kind: all of them, the candidates in order, and those remembered."""
+    """Blocks of one kind: the candidates in order, those in flight, and those remembered."""
 
     def __init__(self) -> None:
-        self.members: set[OffloadKey] = set()
         self.order: OrderedDict[OffloadKey, None] = OrderedDict()
+        self.in_flight: set[OffloadKey] = set()
         self.ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.order) + len(self.in_flight)
 
     def candidates(self, protected: Collection[OffloadKey]) -> Iterator[OffloadKey]:
         if not protected:
@@ -41,11 +41,10 @@ class _Kind:
         return (key for key in self.order if key not in protected)
 
     def forget(self, key: OffloadKey) -> None:
-        self.members.discard(key)
+        self.in_flight.discard(key)
         self.order.pop(key, None)
 
     def give_way(self, key: OffloadKey) -> OffloadKey:
-        self.members.remove(key)
         del self.order[key]
         self.ghosts[key] = None
         return key
@@ -80,25 +79,31 @@ class ARCCachePolicy(CachePolicy):
         """Take in blocks: as frequent where they are remembered, else as recent."""
         for key in keys:
             returned = self._learn(key) is not None or key in self._returned
-            (self._frequent if returned else self._recent).members.add(key)
+            (self._frequent if returned else self._recent).in_flight.add(key)
         self._returned.clear()
         self._trim()
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
         """Make blocks the ones used last of their kind."""
+        recent, frequent = self._recent, self._frequent
         for key in keys:
-            self._kind(key).order[key] = None
+            kind = frequent if key in frequent.in_flight else recent
+            kind.in_flight.remove(key)
+            kind.order[key] = None
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
         """Make blocks frequent, and no candidates."""
+        recent, frequent = self._recent.order, self._frequent.order
         for key in keys:
-            self._make_frequent(key)
+            del (frequent if key in frequent else recent)[key]
+        self._frequent.in_flight.update(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make candidates frequent, and the ones used last."""
+        recent, frequent = self._recent.order, self._frequent.order
         for key in keys:
-            self._make_frequent(key)
-            self._frequent.order[key] = None
+            del (frequent if key in frequent else recent)[key]
+            frequent[key] = None
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget blocks, and do not remember them."""
@@ -151,13 +156,3 @@ class ARCCachePolicy(CachePolicy):
         recent.forget_ghosts(len(recent) + len(recent.ghosts) - self.capacity)
         num_known = len(recent) + len(frequent) + self.num_ghosts
         frequent.forget_ghosts(num_known - 2 * self.capacity)
-
-    def _kind(self, key: OffloadKey) -> _Kind:
-        return self._frequent if key in self._frequent.members else self._recent
-
-    def _make_frequent(self, key: OffloadKey) -> None:
-        if key in self._frequent.members:
-            self._frequent.order.pop(key, None)
-        else:
-            self._recent.forget(key)
-            self._frequent.members.add(key)
