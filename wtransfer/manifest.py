@@ -147,6 +147,13 @@ class Manifest(msgspec.Struct, frozen=True):
         """Bytes of all pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    def identity(self) -> str:
+        """Return the xxh3-128 of its msgpack, by which both sides see that they mean the same.
+
+        Cost: about 0.1 us per piece.
+        """
+        return xxhash.xxh3_128_hexdigest(_encode(self))
+
     def check(self) -> None:
         """Raise unless every piece is valid, names are unique and the whole is bounded.
 

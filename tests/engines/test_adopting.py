@@ -12,6 +12,7 @@ from wtransfer.engines.staged import StagedTensors
 from wtransfer.engines.target import NotedTensors, StateDictTarget
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
+from wtransfer.transport.tensors import PART
 
 SHAPES = {"a": (4,), "b": (4,), "square": (3, 3), "scalar": (), "row": (1, 6)}
 OUTLINE = Outline(list(SHAPES), [torch.float32] * len(SHAPES), list(SHAPES.values()))
@@ -211,6 +212,42 @@ def test_where_it_broke_is_known_and_the_way_back_is_whole(model):
     assert tensors["a"].tolist() == [3.0] * 4
     target.apply(before)
     assert contents(tensors) == filled(2)
+
+
+def test_of_an_update_that_broke_is_known_what_was_adopted():
+    names = [f"t{number}" for number in range(PART + 2)]
+    outline = Outline(names, [torch.float32] * len(names), [(4,)] * len(names))
+    tensors = {name: torch.zeros(4) for name in names}
+    target = StateDictTarget(tensors)
+    before = placed(1, outline)
+    for update in (placed(0, outline), before):
+        target.apply(update)
+    breaking = BreaksLate(outline)
+    breaking.put_places(placed(2, outline).memory, before.starts)
+    with pytest.raises(KeyboardInterrupt):
+        target.apply(breaking)
+    assert [tensors[name].tolist()[0] for name in (names[0], names[-1])] == [2.0, 1.0]
+    known = [target._adopted.is_at(name, tensors[name].data_ptr()) for name in names]
+    assert known == [True] * len(names)
+
+
+class BreaksLate(StagedTensors):
+    """Breaks when the first tensor of the second part is read."""
+
+    def pairs(self):
+        for number, pair in enumerate(super().pairs()):
+            if number == PART:
+                raise KeyboardInterrupt
+            yield pair
+
+
+def test_an_update_is_adopted_at_once_also_after_single_tensors(model, read):
+    tensors, target = model
+    target.apply({"a": torch.full((4,), 8.0)})
+    assert len(read) == 1
+    target.apply(placed(9))
+    assert contents(tensors) == filled(9)
+    assert len(read) == 1
 
 
 def test_a_model_that_copies_adopts_nothing(model):

@@ -23,6 +23,7 @@ def test_a_round_that_ends_while_it_claims_the_session_leaves_it_free(engine):
     ledger, sent = Ledger(), []
     reception = Reception(
         Plan("dead", "v1", Manifest(())),
+        Manifest(()),
         engine,
         schema=dict,
         fitting=Fitting(),

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from wtransfer.engines.link import Look
 from wtransfer.engines.messages import (
     CODEC,
     Abort,
@@ -20,6 +21,7 @@ from wtransfer.engines.messages import (
     Hello,
     Init,
     Plan,
+    Prepare,
     Progress,
     Ready,
     Receipt,
@@ -33,7 +35,14 @@ from wtransfer.engines.messages import (
 )
 from wtransfer.engines.publisher import Publisher
 from wtransfer.engines.session import WorkerSession
-from wtransfer.errors import DigestMismatchError, EngineError, PeerError, StallError
+from wtransfer.errors import (
+    CommitError,
+    DigestMismatchError,
+    EngineError,
+    PeerError,
+    ProtocolError,
+    StallError,
+)
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
@@ -63,8 +72,8 @@ class Mail:
         }
 
     def expect(self, cls):
-        """Return the next message other than progress; it must be of this class."""
-        while isinstance(message := self.messages.get(timeout=PATIENCE_S), Progress):
+        """Return the next message that wants an answer, or is one; it must be of this class."""
+        while isinstance(message := self.messages.get(timeout=PATIENCE_S), (Progress, Prepare)):
             pass
         assert type(message) is cls, message
         return message
@@ -134,9 +143,9 @@ def session(rogue, worker_model, shelf):
     session.close()
 
 
-def deliver(rogue, round_id, version):
+def deliver(rogue, round_id, version, manifest=MANIFEST):
     """Take a round up to its verdict."""
-    rogue.say(Plan(round_id, version, MANIFEST))
+    rogue.say(Plan(round_id, version, manifest))
     rogue.mail.expect(Accept)
     rogue.say(Data(round_id, 0, {"names": ["a", "b"]}))
     rogue.mail.expect(Received)
@@ -314,6 +323,141 @@ def test_a_plan_before_any_engine_is_refused(rogue, worker_model):
     session.close()
 
 
+# -- manifests that are named, and looks that are taken early
+
+
+OTHER = Manifest((Piece("a", "float32", (4,)), Piece("b", "float32", (4,))))
+
+
+def test_a_manifest_that_came_before_need_only_be_named(rogue, session, worker_model):
+    rogue.say(Plan("r0", "v0", MANIFEST))
+    rogue.mail.expect(Accept)
+    for number in range(1, 3):
+        verdict = deliver(rogue, f"r{number}", f"v{number}", MANIFEST.identity())
+        assert verdict.digests == DIGESTS
+        rogue.say(Commit(f"r{number}"))
+        assert session.commit_pending(PATIENCE_S)
+        assert rogue.mail.expect(Receipt).version == f"v{number}"
+        assert contents(worker_model) == contents(WEIGHTS)
+
+
+@pytest.mark.parametrize("name", ["", "0" * 32, OTHER.identity(), "x" * 2**19])
+def test_a_manifest_that_is_not_here_is_refused_by_its_name(rogue, session, name):
+    deliver(rogue, "r0", "v0")
+    rogue.say(Plan("r1", "v1", name))
+    refusal = rogue.mail.expect(Refuse)
+    assert (refusal.round_id, refusal.error.kind) == ("r1", "ProtocolError")
+    assert MANIFEST.identity() in refusal.error.message
+    assert len(refusal.error.message) < 2000
+    assert session.state == "fresh"
+    deliver(rogue, "r2", "v2", MANIFEST.identity())
+
+
+def test_no_manifest_can_be_named_before_one_has_come(rogue, session):
+    rogue.say(Plan("r1", "v1", MANIFEST.identity()))
+    assert rogue.mail.expect(Refuse).error.kind == "ProtocolError"
+    assert session.state == "fresh"
+    deliver(rogue, "r2", "v2")
+
+
+def test_only_the_manifest_that_came_last_can_be_named(rogue, session):
+    deliver(rogue, "r0", "v0")
+    rogue.say(Plan("r1", "v1", OTHER))
+    assert rogue.mail.expect(Refuse).error.kind == "SchemaError"
+    rogue.say(Plan("r2", "v2", MANIFEST.identity()))
+    assert rogue.mail.expect(Refuse).error.kind == "ProtocolError"
+    rogue.say(Plan("r3", "v3", OTHER.identity()))
+    assert rogue.mail.expect(Refuse).error.kind == "SchemaError"
+    assert session.state == "fresh"
+
+
+def test_what_was_refused_is_not_taken_for_its_name(rogue, session):
+    bad = Manifest((Piece("a", "load", (4,)), Piece("b", "float32", (2, 2))))
+    deliver(rogue, "r0", "v0")
+    for number, manifest in enumerate((bad, bad.identity(), MANIFEST.identity()), 1):
+        rogue.say(Plan(f"r{number}", "v", manifest))
+        refusal = rogue.mail.expect(Refuse)
+        assert (refusal.round_id, refusal.error.kind) == (f"r{number}", "ManifestError")
+    assert session.state == "fresh"
+
+
+def test_a_new_connection_knows_no_manifest(rogue, session, shelf):
+    deliver(rogue, "r0", "v0")
+    rogue.connection.close()
+    rogue.connection = rogue.mail.connections.get(timeout=PATIENCE_S)
+    rogue.mail.expect(Hello)
+    rogue.init(shelf)
+    rogue.mail.expect(Ready)
+    rogue.say(Plan("r1", "v1", MANIFEST.identity()))
+    assert rogue.mail.expect(Refuse).error.kind == "ProtocolError"
+    assert session.state == "fresh"
+    deliver(rogue, "r2", "v2")
+
+
+@pytest.mark.parametrize("early", [[], [Prepare("another")]])
+def test_what_is_named_is_held_against_the_model_of_the_moment(rogue, session, worker_model, early):
+    deliver(rogue, "r0", "v0")
+    rogue.say(*early)
+    rogue.mail.nothing()
+    worker_model["a"] = torch.zeros(5)
+    rogue.say(Plan("r1", "v1", MANIFEST.identity()))
+    assert rogue.mail.expect(Refuse).error.kind == "SchemaError"
+    assert session.state == "fresh"
+
+
+def test_a_model_that_changes_behind_an_early_look_stays_as_it_is(rogue, session, worker_model):
+    rogue.say(Prepare("r1"))
+    rogue.mail.nothing()
+    worker_model["b"] = torch.zeros(5)
+    before = contents(worker_model)
+    deliver(rogue, "r1", "v1")
+    rogue.say(Commit("r1"))
+    with pytest.raises(CommitError, match="'b' has shape"):
+        session.commit_pending(PATIENCE_S)
+    assert rogue.mail.expect(Receipt).outcome == "restored"
+    assert contents(worker_model) == before
+
+
+@pytest.fixture
+def looks(session, monkeypatch):
+    """Counts how often a session looks at its model."""
+    found, look = [], session._target.schema
+    monkeypatch.setattr(session._target, "schema", lambda: found.append(1) or look())
+    return found
+
+
+def test_a_look_that_was_taken_early_is_not_taken_again(rogue, session, looks):
+    rogue.say(Prepare("r1"))
+    deliver(rogue, "r1", "v1")
+    assert looks == [1]
+    # It was for that round only, and serves once.
+    deliver(rogue, "r2", "v2")
+    deliver(rogue, "r1", "v1")
+    assert looks == [1] * 3
+
+
+def test_an_early_look_that_fails_is_no_answer(rogue, session, worker_model, caplog):
+    whole = worker_model["a"]
+    worker_model["a"] = whole.to_sparse()
+    rogue.say(Prepare("r1"))
+    rogue.mail.nothing()
+    rogue.say(Plan("r1", "v1", MANIFEST))
+    assert rogue.mail.expect(Refuse).error.kind == "SchemaError"
+    assert "a task failed" not in caplog.text
+    worker_model["a"] = whole
+    deliver(rogue, "r2", "v2")
+
+
+def test_of_many_looks_that_are_asked_for_the_last_is_taken():
+    taken = []
+    look = Look(lambda: taken.append(1), "r")
+    look.take(wanted=False)
+    assert taken == []
+    look.take(wanted=True)
+    assert (look.result(), taken) == (None, [1])
+    assert (look.result(), taken) == (None, [1, 1])
+
+
 @pytest.mark.parametrize(
     "message", [Ready(1), Accept("r", []), Hello("w", "i", 0, 1, None, "", "")]
 )
@@ -405,6 +549,80 @@ def test_a_receipt_for_other_weights_is_no_success(publisher, joined):
     report = round_.result(PATIENCE_S)
     assert not report.ok
     assert report.workers[0].fingerprint == "f" * 32
+
+
+def play(publisher, worker, version, *, first=False):
+    """Play a whole round as a worker; return its plan."""
+    round_ = publisher.publish(version, wait=False)
+    if first:
+        worker.say(Ready(worker.mail.expect(Init).generation))
+    plan = worker.mail.expect(Plan)
+    worker.say(Accept(plan.round_id, []))
+    worker.mail.expect(Data)
+    worker.say(Received(plan.round_id, 0))
+    digests = worker.mail.expect(Seal).digests
+    worker.say(Verdict(plan.round_id, digests, 32, {}))
+    worker.mail.expect(Commit)
+    held = round_.sealed.fingerprint
+    worker.say(Receipt(plan.round_id, "committed", version, held, "serving", {}))
+    assert round_.result(PATIENCE_S).ok
+    worker.mail.expect(Release)
+    return plan
+
+
+@pytest.fixture
+def source():
+    return {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+
+
+@pytest.fixture
+def joined_to(engines, source):
+    """A publisher of weights that may change, and a worker that is played."""
+    with Publisher(source, engine=engines["memory"], deadline_s=1.0) as publisher:
+        worker = RogueWorker(publisher)
+        worker.say(worker.hello)
+        publisher.wait_for_workers(1, PATIENCE_S)
+        yield publisher, worker
+        worker.dialer.close()
+
+
+def test_a_manifest_is_sent_whole_when_it_is_new_and_named_afterwards(joined_to, source):
+    publisher, worker = joined_to
+    assert play(publisher, worker, "v1", first=True).manifest == MANIFEST
+    assert play(publisher, worker, "v2").manifest == MANIFEST.identity()
+    source["b"] = torch.ones(4)
+    assert play(publisher, worker, "v3").manifest == OTHER
+    assert play(publisher, worker, "v4").manifest == OTHER.identity()
+    # In place, behind the mapping's back.
+    source["b"].data = torch.ones(2, 2)
+    assert play(publisher, worker, "v5").manifest == MANIFEST
+
+
+def test_who_refuses_a_manifest_is_sent_it_whole(joined_to):
+    publisher, worker = joined_to
+    play(publisher, worker, "v1", first=True)
+    round_ = publisher.publish("v2", wait=False)
+    plan = worker.mail.expect(Plan)
+    assert plan.manifest == MANIFEST.identity()
+    worker.say(Refuse(plan.round_id, ErrorInfo("ProtocolError", "I do not know that one")))
+    with pytest.raises(ProtocolError, match="I do not know that one"):
+        round_.result(PATIENCE_S)
+    worker.mail.expect(Abort)
+    assert play(publisher, worker, "v3").manifest == MANIFEST
+
+
+def test_a_worker_that_comes_again_is_sent_the_manifest_whole(joined_to):
+    publisher, worker = joined_to
+    play(publisher, worker, "v1", first=True)
+    worker.dialer.close()
+    with publisher._roster.changed:
+        assert publisher._roster.changed.wait_for(lambda: not publisher.workers(), PATIENCE_S)
+    # It has what was committed last, so it is not served between two rounds.
+    again = RogueWorker(publisher, version="v1", fingerprint=publisher.fingerprint, state="serving")
+    again.say(again.hello)
+    publisher.wait_for_workers(1, PATIENCE_S)
+    assert play(publisher, again, "v2", first=True).manifest == MANIFEST
+    again.dialer.close()
 
 
 # FAULTS 10

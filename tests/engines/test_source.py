@@ -40,6 +40,42 @@ def test_a_mapping_is_read_anew_in_every_round():
     assert contents(whole(source)) == contents(tensors)
 
 
+def tie(tensors):
+    tensors["b"] = tensors["a"]
+
+
+def share(tensors):
+    tensors["b"].data = tensors["a"].data
+
+
+def fold(tensors):
+    tensors["a"].data = tensors["a"].data.view(2, 2)
+
+
+def swap(tensors):
+    tensors["a"] = tensors.pop("a")
+
+
+def retype(tensors):
+    tensors["b"].data = tensors["b"].data.double()
+
+
+def empty(tensors):
+    tensors["b"].data = torch.empty(0)
+
+
+@pytest.mark.parametrize("change", [tie, share, fold, swap, retype, empty])
+def test_what_a_mapping_has_become_is_said_however_it_was_before(change):
+    tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
+    source = StateDictSource(tensors)
+    before = source.metadata
+    assert all(one is other for one, other in zip(source.metadata, before, strict=True))
+    change(tensors)
+    for _ in range(2):
+        assert source.metadata == StateDictSource(tensors).metadata != before
+        assert contents(whole(source)) == contents(whole(StateDictSource(tensors)))
+
+
 # FAULTS 45
 def test_a_module_sends_tied_weights_once_and_buffers_too():
     module = nn.Sequential(

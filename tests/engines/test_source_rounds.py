@@ -282,6 +282,27 @@ def test_what_is_not_finite_is_counted_among_many():
     assert source.nonfinite == {"t7": 2, "t2000": 100}
 
 
+@pytest.mark.parametrize("algorithm", ["xxh3-128", "wsum64"])
+@pytest.mark.parametrize("kind", [Custom, StateDictSource])
+def test_what_is_said_to_be_there_is_there(kind, algorithm):
+    tensors = {**SMALL, "large": torch.ones(300_000), "none": torch.empty(0), "t": torch.zeros(3)}
+    own = Custom(tensors, lambda: list(tensors.items())) if kind is Custom else kind(tensors)
+    source, packed_at = DigestingSource(own, algorithm), []
+    source.plan()
+    layout = SegmentLayout(source.metadata)
+    memory = np.full(layout.nbytes, 0xFF, dtype=np.uint8)
+    expected, numbers = list(expected_bytes(tensors).values()), [0]
+    source.on_packed = lambda: packed_at.append(numbers[-1])
+    for stop in source.copy_into(layout.places(memory)):
+        for number in range(numbers[-1], stop):
+            start = layout.starts[number]
+            assert memory[start : layout.stops[number]].tobytes() == expected[number]
+        numbers.append(stop)
+    assert numbers == sorted(numbers)
+    assert packed_at == [numbers[-1]] == [len(tensors)]
+    assert source.digests() == [digest(each, algorithm) for each in tensors.values()]
+
+
 def test_a_stopped_round_ends_between_two_runs():
     source = standing(lambda: SMALL)
     layout = SegmentLayout(source.metadata)

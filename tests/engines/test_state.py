@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from wtransfer.engines.outline import Outline
 from wtransfer.engines.state import (
     Group,
     Grouping,
+    are_apart,
     group_storages,
     module_tensors,
+    only_tensors,
     stands_alone,
     unnamed_tensors,
     unwrap,
@@ -239,6 +242,90 @@ def test_a_change_among_many_that_stand_alone_is_seen(change):
     after = grouping.of(tensors)
     assert after is not before
     assert after == Grouping().of(tensors)
+
+
+def among_many():
+    many = {f"t{number}": torch.zeros(4) for number in range(1500)}
+    return {"x": torch.zeros(4), **many, "y": torch.zeros(4)}
+
+
+def outline_of(tensors):
+    values = tensors.values()
+    return Outline(
+        list(tensors), [each.dtype for each in values], [tuple(each.shape) for each in values]
+    )
+
+
+def test_tensors_are_apart_wherever_they_lie():
+    tensors = among_many()
+    outline = outline_of(tensors)
+    assert are_apart(tensors, outline)
+    assert are_apart({name: each.clone() for name, each in tensors.items()}, outline)
+    # One behind the other; and elements that are shared, as long as none is the first of both.
+    onto_one_buffer(tensors)
+    assert are_apart(tensors, outline)
+    assert are_apart({}, outline_of({}))
+
+
+def drop_the_last(tensors):
+    del tensors["y"]
+
+
+def rename_the_last(tensors):
+    tensors["z"] = tensors.pop("y")
+
+
+def put_the_first_last(tensors):
+    tensors["x"] = tensors.pop("x")
+
+
+def read_otherwise(tensors):
+    tensors["x"].data = tensors["x"].data.view(torch.int32)
+
+
+def fold(tensors):
+    tensors["x"].data = tensors["x"].data.view(2, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        narrow,
+        to_meta,
+        to_a_subclass,
+        to_sparse,
+        tie_far_apart,
+        drop_the_last,
+        rename_the_last,
+        put_the_first_last,
+        read_otherwise,
+        fold,
+    ],
+)
+def test_of_one_that_is_not_as_it_was_none_are_said_to_be_apart(change):
+    tensors = among_many()
+    outline = outline_of(tensors)
+    change(tensors)
+    assert not are_apart(tensors, outline)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_empty_tensors_take_a_closer_look(number):
+    tensors = {**among_many(), **{f"none{i}": torch.empty(0) for i in range(number)}}
+    assert not are_apart(tensors, outline_of(tensors))
+
+
+def test_of_a_mapping_only_tensors_are_taken_and_as_they_are():
+    tensors = {"a": torch.zeros(2), "b": nn.Parameter(torch.ones(1))}
+    found = only_tensors(tensors)
+    assert found == tensors
+    assert found is not tensors
+    assert list(only_tensors({"step": 3, **tensors, "none": None})) == ["a", "b"]
+    assert only_tensors({"own": tensors["a"].as_subclass(Own), "x": 1}).keys() == {"own"}
+
+
+class Own(torch.Tensor):
+    """A class of somebody's own."""
 
 
 def test_a_tensor_without_a_name_that_comes_to_share_memory_is_seen():

@@ -14,6 +14,8 @@ from wtransfer.transport.tensors import (
     byte_view,
     dtype_name,
     flat_addresses,
+    have_forms,
+    host_forms,
     plain,
     tensor_from,
     tensors_at,
@@ -159,20 +161,38 @@ def sizes(tensors):
     return [each.nbytes for each in tensors]
 
 
+def forms(tensors):
+    """Return dtypes and shapes as they are, as of tensors in host memory."""
+    named = [getattr(each, "dtype", torch.float32) for each in tensors]
+    return host_forms(named, [tuple(getattr(each, "shape", (4,))) for each in tensors])
+
+
 def test_where_many_tensors_lie_is_what_each_says():
-    assert flat_addresses(GOOD, sizes(GOOD)) == [each.data_ptr() for each in GOOD]
-    assert flat_addresses([], []) == []
+    assert flat_addresses(GOOD, forms(GOOD), sizes(GOOD)) == [each.data_ptr() for each in GOOD]
+    assert flat_addresses([], [], []) == []
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_one_odd_tensor_among_many_is_not_overlooked(kind):
     odd = ODD[kind]()
-    assert flat_addresses([*GOOD, odd], [*sizes(GOOD), 16]) is None
-    assert flat_addresses([odd, *GOOD], [16, *sizes(GOOD)]) is None
+    tensors, nbytes = [*GOOD, odd], [*sizes(GOOD), 16]
+    assert flat_addresses(tensors, forms(tensors), nbytes) is None
+    assert flat_addresses(tensors[::-1], forms(tensors)[::-1], nbytes[::-1]) is None
+
+
+@pytest.mark.parametrize(
+    "form", [(torch.float64, (3,)), (torch.int32, (4,)), (torch.float32, (2, 2))]
+)
+def test_one_tensor_in_another_form_is_not_overlooked(form):
+    tensors, expected = [*GOOD, torch.zeros(4)], [*forms(GOOD), *host_forms([form[0]], [form[1]])]
+    assert not have_forms(tensors, expected)
+    assert flat_addresses(tensors, expected, [*sizes(GOOD), 16]) is None
+    assert have_forms(tensors, forms(tensors))
 
 
 def test_a_part_of_a_buffer_is_looked_at_by_itself():
-    assert flat_addresses([torch.zeros(8)[4:]], [16]) is None
+    part = torch.zeros(8)[4:]
+    assert flat_addresses([part], forms([part]), [16]) is None
 
 
 def test_kinds_of_tensors_are_told_apart():

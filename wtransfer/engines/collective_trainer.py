@@ -168,7 +168,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         """
         outgoing = self.outgoing(source, communicator)
         try:
-            for _ in source.iter_into(outgoing):
+            for _ in source.copy_into(outgoing):
                 pass
             outgoing.finish()
         except GroupError as error:

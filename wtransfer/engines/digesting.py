@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import threading
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.outline import Outline
+from wtransfer.engines.outline import Outline, Part
 from wtransfer.engines.places import Places
 from wtransfer.engines.staging import is_out_of_memory
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
@@ -19,7 +20,6 @@ from wtransfer.transport.nonfinite import count_nonfinite
 from wtransfer.transport.packing import RUN_NBYTES, Run, pack
 from wtransfer.transport.tensors import (
     PLAIN_TYPES,
-    are_plain,
     dtype_name,
     flat_addresses,
     lacks_memory,
@@ -43,7 +43,7 @@ them in a dictionary has them all. Of others each may be gone, or changed, when 
 """
 
 
-_dtype, _shape = map(operator.attrgetter, ("dtype", "shape"))
+_shape = operator.attrgetter("shape")
 
 
 class DigestingSource:
@@ -70,8 +70,10 @@ class DigestingSource:
         self._outline = Outline.of_metadata(())
         self._known_digests = False
         self._manifest = Manifest(())
+        self._named = self._manifest, self._manifest.identity()
         self._identities = Identities(self._manifest)
-        self._digests: dict[str, str] = {}
+        self._digests: list[str | None] = []
+        self._noting = threading.Lock()
         self._stopped: str | None = None
 
     def plan(self, version: str = "", instead: WeightSource | None = None) -> Manifest:
@@ -91,10 +93,11 @@ class DigestingSource:
             metadata = _in_our_form(self._source.metadata)
             if not same_metadata(metadata, self._metadata):
                 self._manifest = self._checked_manifest(metadata)
+                self._named = self._manifest, self._manifest.identity()
                 self._identities = Identities(self._manifest)
                 self._metadata, self._outline = metadata, Outline.of_metadata(metadata)
                 self._known_digests = any(meta.digest is not None for meta in metadata)
-        self._digests = {}
+        self._digests = [None] * len(metadata)
         self.nonfinite = {}
         self._stopped = None
         self.moved_at = time.monotonic()
@@ -130,15 +133,21 @@ class DigestingSource:
         Raises:
             SourceError: The engine did not read every tensor.
         """
-        names = self._outline.names
-        if len(self._digests) != len(names):
-            missing = [name for name in names if name not in self._digests]
+        found = [each for each in self._digests if each is not None]
+        if len(found) != len(self._digests):
+            rows = zip(self._outline.names, self._digests, strict=True)
+            missing = [name for name, each in rows if each is None]
             raise SourceError(
                 f"the engine sent without reading {len(missing)} tensors of the source, first "
                 f"{missing[0]!r}",
                 piece=missing[0],
             )
-        return list(map(self._digests.__getitem__, names))
+        return found
+
+    def identity_of(self, manifest: Manifest) -> str:
+        """Return a manifest's identity; that of the last plan is known."""
+        known, identity = self._named
+        return identity if manifest is known else manifest.identity()
 
     def fingerprint(self, digests: list[str]) -> str:
         """Return the identity of what this round sends, if its pieces have these digests."""
@@ -169,47 +178,54 @@ class DigestingSource:
 
     def iter_into(self, allocate: Allocate | Places) -> Iterator[tuple[ParamMeta, Memory]]:
         """Copy every tensor to where `allocate` says, and digest it in the same pass."""
-        if isinstance(allocate, Places) and self._algorithm == "xxh3-128":
-            yield from self._packed(allocate)
+        if isinstance(allocate, Places):
+            first = 0
+            for stop in self.copy_into(allocate):
+                yield from zip(self._metadata[first:stop], allocate.parts(first, stop), strict=True)
+                first = stop
+            return
+        for meta, tensor in self._checked(self._begin_pass()):
+            memory = allocate(meta)
+            self._copy_one(meta, tensor, memory)
+            yield meta, memory
+        self._tell_packed()
+
+    def copy_into(self, places: Places) -> Iterator[int]:
+        """Do the same for who does not look at tensors one by one: yield how many are there."""
+        pairs = self._begin_pass()
+        if self._algorithm != "xxh3-128":
+            yield from self._copied(places, pairs)
+        elif isinstance(pairs, DictItems):
+            yield from self._packed_run_by_run(places, pairs)
         else:
-            yield from self._copied(allocate)
+            yield from self._packed_one_by_one(places, pairs)
+        self._tell_packed()
+
+    def _tell_packed(self) -> None:
         # Not so for `iter_full`: there an engine may go on reading the tensors themselves.
         if self.on_packed is not None:
             self.on_packed()
 
-    def _copied(self, allocate: Allocate) -> Iterator[tuple[ParamMeta, Memory]]:
-        for meta, tensor in self._checked(self._begin_pass()):
-            yield self._copy_one(meta, tensor, allocate(meta))
+    def _copied(self, places: Places, pairs: Pairs) -> Iterator[int]:
+        for stop, (meta, tensor) in enumerate(self._checked(pairs), 1):
+            self._copy_one(meta, tensor, places(meta))
+            yield stop
 
-    def _copy_one(
-        self, meta: ParamMeta, tensor: torch.Tensor, memory: Memory
-    ) -> tuple[ParamMeta, Memory]:
+    def _copy_one(self, meta: ParamMeta, tensor: torch.Tensor, memory: Memory) -> None:
         found = _copy_digest(memory, tensor, self._algorithm)
         self._note(meta, found.hexdigest, found.nonfinite)
-        return meta, memory
 
-    def _packed(self, places: Places) -> Iterator[tuple[ParamMeta, Memory]]:
-        """Do the same, with small tensors that follow each other digested in one go."""
-        pairs = self._begin_pass()
-        if isinstance(pairs, DictItems):
-            return self._packed_run_by_run(places, pairs)
-        return self._packed_one_by_one(places, pairs)
-
-    def _packed_run_by_run(
-        self, places: Places, pairs: Pairs
-    ) -> Iterator[tuple[ParamMeta, Memory]]:
+    def _packed_run_by_run(self, places: Places, pairs: Pairs) -> Iterator[int]:
         """Do it for tensors that are all there: every question is put to many of them at once."""
         pairs, first = iter(pairs), 0
         while first < len(self._metadata):
             stop = places.run_from(first, RUN_NBYTES)
             run = self._take(pairs, stop - first)
-            metas = self._metadata[first:stop]
-            if self._pack(places, first, run, stop):
-                yield from zip(metas, places.parts(first, stop), strict=True)
-            else:
+            if not self._pack(places, first, run, stop):
                 # One by one, which also says what is wrong with them.
-                for meta, tensor in self._checked(run, metas):
-                    yield self._copy_one(meta, tensor, places(meta))
+                for meta, tensor in self._checked(run, self._metadata[first:stop]):
+                    self._copy_one(meta, tensor, places(meta))
+            yield stop
             first = stop
             self.moved_at = time.monotonic()
         for name, tensor in self._take(pairs, 1):
@@ -233,44 +249,33 @@ class DigestingSource:
         starts, stops = places.starts[first:stop], places.stops[first:stop]
         names, tensors = [name for name, _ in run], [tensor for _, tensor in run]
         said = self._outline.part(first, stop)
-        if stops[-1] - starts[0] > RUN_NBYTES or names != said.names or not are_plain(tensors):
+        if stops[-1] - starts[0] > RUN_NBYTES or names != said.names:
             return False
-        dtypes, shapes = map(_dtype, tensors), map(_shape, tensors)
-        if not all(map(operator.is_, dtypes, said.dtypes)):
-            return False
-        if not all(map(operator.eq, shapes, said.shapes)):
-            return False
-        addresses = flat_addresses(tensors, said.sizes)
+        addresses = flat_addresses(tensors, said.forms, said.sizes)
         if addresses is None:
             return False
-        self._note_all(first, names, *pack(places.memory, starts, stops, addresses, said.dtypes))
+        self._note_all(said, *pack(places.memory, starts, stops, addresses, said.dtypes))
         return True
 
-    def _packed_one_by_one(
-        self, places: Places, pairs: Pairs
-    ) -> Iterator[tuple[ParamMeta, Memory]]:
-        run = Run(places.memory)
-        metas: list[ParamMeta] = []
-        for meta, tensor in self._checked(pairs):
+    def _packed_one_by_one(self, places: Places, pairs: Pairs) -> Iterator[int]:
+        """Do it for tensors that come one by one: digested in one go are those that can wait."""
+        run, first = Run(places.memory), 0
+        for number, (meta, tensor) in enumerate(self._checked(pairs)):
             span = places[meta.name]
             added = run.add(tensor, span)
-            if metas and not added:
-                yield from self._finish(run, metas, places)
-                metas, added = [], run.add(tensor, span)
-            if added:
-                metas.append(meta)
-            else:
-                yield self._copy_one(meta, tensor, places(meta))
-        yield from self._finish(run, metas, places)
+            if first < number and not added:
+                self._finish(run, first, number)
+                yield number
+                first, added = number, run.add(tensor, span)
+            if not added:
+                self._copy_one(meta, tensor, places(meta))
+                first = number + 1
+                yield first
+        self._finish(run, first, len(self._metadata))
+        yield len(self._metadata)
 
-    def _finish(
-        self, run: Run, metas: list[ParamMeta], places: Places
-    ) -> Iterator[tuple[ParamMeta, Memory]]:
-        digests, nonfinite = run.finish()
-        for meta, hexdigest, count in zip(metas, digests, nonfinite, strict=True):
-            self._note(meta, hexdigest, count)
-        for meta in metas:
-            yield meta, places(meta)
+    def _finish(self, run: Run, first: int, stop: int) -> None:
+        self._note_all(self._outline.part(first, stop), *run.finish())
 
     def _begin_pass(self) -> Pairs:
         with _blaming_source("iter_full"), self._reading():
@@ -311,33 +316,31 @@ class DigestingSource:
             self.reading = False
 
     def _note(self, meta: ParamMeta, hexdigest: str, nonfinite: int) -> None:
-        # Entered in one step, since any thread may read; what was there before is returned.
-        before = self._digests.setdefault(meta.name, hexdigest)
-        if before is not hexdigest or meta.digest is not None:
-            self._compare(meta, hexdigest, before)
-        if nonfinite:
-            self.nonfinite[meta.name] = nonfinite
+        number = self._outline.numbers[meta.name]
+        self._note_all(self._outline.part(number, number + 1), [hexdigest], [nonfinite])
 
-    def _note_all(
-        self, first: int, names: list[str], digests: list[str], nonfinite: list[int]
-    ) -> None:
-        before = list(map(self._digests.setdefault, names, digests))
-        if self._known_digests or before != digests:
-            metas = self._metadata[first : first + len(names)]
-            for meta, hexdigest, other in zip(metas, digests, before, strict=True):
+    def _note_all(self, part: Part, digests: list[str], nonfinite: list[int]) -> None:
+        own = slice(part.first, part.first + len(digests))
+        # Looked up and entered in one step, since any thread may read.
+        with self._noting:
+            before = self._digests[own]
+            # In a second pass those of the first one stay.
+            self._digests[own] = [a or b for a, b in zip(before, digests, strict=True)]
+        if self._known_digests or any(before):
+            for meta, hexdigest, other in zip(self._metadata[own], digests, before, strict=True):
                 self._compare(meta, hexdigest, other)
         if any(nonfinite):
-            found = zip(names, nonfinite, strict=True)
+            found = zip(part.names, nonfinite, strict=True)
             self.nonfinite.update({name: count for name, count in found if count})
 
-    def _compare(self, meta: ParamMeta, hexdigest: str, before: str) -> None:
+    def _compare(self, meta: ParamMeta, hexdigest: str, before: str | None) -> None:
         if meta.digest is not None and meta.digest != hexdigest and self._algorithm == "xxh3-128":
             raise SourceError(
                 f"{meta.name!r} has other bytes than when its digest was written: it has "
                 f"{hexdigest}, its manifest says {meta.digest}",
                 piece=meta.name,
             )
-        if before != hexdigest:
+        if before not in (None, hexdigest):
             raise SourceError(
                 f"{meta.name!r} had other bytes in a second pass of the same round; do not change "
                 "weights until the round is packed",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.config import HasBackend, ParallelConfig
+    from wtransfer.engines.places import Places
     from wtransfer.manifest import Algorithm, Manifest
 
 # -- infos ------------------------------------------------------------------------------------
@@ -185,6 +186,16 @@ class RoundSource(WeightSource, Protocol):
 
         Yields:
             The metadata and the memory, after the bytes are there.
+        """
+
+    def copy_into(self, places: Places) -> Iterator[int]:
+        """Do the same where all places are known: nothing is asked, or told, tensor by tensor.
+
+        Args:
+            places: Where each tensor's bytes go.
+
+        Yields:
+            How many tensors are there by now, in the order of `metadata`; the last time all.
         """
 
 

@@ -2,7 +2,9 @@
 
 T is the trainer's publisher, W a worker session. One round:
 
-1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves.
+0. T `Prepare`, without an answer: W may look at its model while T looks at its own.
+1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves. A manifest that a worker
+   has had over this very connection, and has not refused, is only named.
 2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
 3. T `Seal`; W `Verdict`, or `Fault`.
 4. T `Commit`; W `Receipt` when the thread that owns the model has applied it (or could not).
@@ -147,6 +149,13 @@ class Refused(msgspec.Struct, frozen=True):
     """Why."""
 
 
+class Prepare(msgspec.Struct, frozen=True):
+    """T: a plan comes next; whoever has to look at its model for that may begin."""
+
+    round_id: str
+    """Round of the plan."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """T: what the round will bring."""
 
@@ -154,12 +163,12 @@ class Plan(msgspec.Struct, frozen=True):
     """Identity of the round."""
     version: str
     """Label, for people."""
-    manifest: Manifest
-    """The pieces."""
+    manifest: Manifest | str
+    """The pieces; or, by its identity, the manifest that came last over this connection."""
 
     def num_entries(self) -> int:
         """Entries, for the frame's limit."""
-        return len(self.manifest.pieces)
+        return 0 if isinstance(self.manifest, str) else len(self.manifest.pieces)
 
 
 class Accept(msgspec.Struct, frozen=True):
@@ -345,6 +354,7 @@ CODEC = Codec(
         MessageType(32, Revert),
         MessageType(33, Abort),
         MessageType(34, Lost),
+        MessageType(35, Prepare),
     ]
 )
 """Every message of the channel with its limits."""

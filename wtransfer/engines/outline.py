@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.transport.tensors import torch_dtype
+from wtransfer.transport.tensors import host_forms, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +29,8 @@ class Part(NamedTuple):
     """Shapes."""
     sizes: list[int]
     """Bytes."""
+    forms: list[tuple[object, ...]]
+    """Dtypes and shapes, as `have_forms` takes them."""
 
 
 class Outline:
@@ -56,6 +58,8 @@ class Outline:
         """Numbers of elements."""
         self.sizes = [n * dtype.itemsize for n, dtype in zip(self.numels, dtypes, strict=True)]
         """Bytes."""
+        self.forms = host_forms(self.dtypes, self.shapes)
+        """Dtypes and shapes, as `have_forms` takes them."""
         self.numbers = {name: number for number, name in enumerate(self.names)}
         """Name -> number."""
         self.nbytes = sum(self.sizes)
@@ -87,7 +91,14 @@ class Outline:
     def part(self, first: int, stop: int) -> Part:
         """Return the tensors from number `first` up to `stop`, or to the end."""
         own = slice(first, stop)
-        return Part(first, self.names[own], self.dtypes[own], self.shapes[own], self.sizes[own])
+        return Part(
+            first,
+            self.names[own],
+            self.dtypes[own],
+            self.shapes[own],
+            self.sizes[own],
+            self.forms[own],
+        )
 
     def parts(self, number: int) -> Iterator[Part]:
         """Yield everything in parts of so many tensors."""

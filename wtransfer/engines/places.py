@@ -16,7 +16,7 @@ MAX_RUN_TENSORS = 1024
 
 
 class Places:
-    """Says where each tensor goes, to `DigestingSource.iter_into`.
+    """Says where each tensor goes, to `RoundSource.copy_into`.
 
     A tensor may lie there for a while before it is yielded, so that many small ones can be digested
     together. Where the next one's place is not behind it, it is yielded before that is written.

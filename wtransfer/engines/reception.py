@@ -19,8 +19,9 @@ from wtransfer.engines.messages import (
 )
 from wtransfer.engines.schema import Fitting, check_whole
 from wtransfer.engines.staging import Staging
-from wtransfer.errors import RoundAbortedError, WTransferError
+from wtransfer.errors import ProtocolError, RoundAbortedError, WTransferError
 from wtransfer.host import hooks
+from wtransfer.manifest import Manifest
 from wtransfer.transport.memory import require_memory
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Reception:
 
     Args:
         plan: What the trainer announces.
+        manifest: The one that came with it, or else the last one that came over its connection.
         engine: Receives it.
         schema: Returns the target's, or None where any complete update is taken.
         fitting: Judges the plan; the same for every round of a publisher.
@@ -59,6 +61,7 @@ class Reception:
     def __init__(
         self,
         plan: Plan,
+        manifest: Manifest | None,
         engine: HostedEngine,
         *,
         schema: Callable[[], Mapping[str, TensorSpec] | None],
@@ -69,6 +72,7 @@ class Reception:
         on_over: Callable[[], None],
     ) -> None:
         self.plan = plan
+        self.manifest = manifest or Manifest(())
         self.fingerprint = ""
         self.seconds: dict[str, float] = {}
         self.verified = False
@@ -177,7 +181,8 @@ class Reception:
         return True
 
     def _accept(self, claim: Callable[[], None]) -> None:
-        manifest = self._fitting.check(self.plan.manifest)
+        manifest = self.manifest = self._fitting.check(self.manifest)
+        self._check_named()
         claim()
         if self._over:
             # Ended by the channel's thread a moment ago, when there was no claim to free.
@@ -198,8 +203,20 @@ class Reception:
         hooks.notify("wtransfer_round_started", **self._identity())
         self._send(Accept(self.plan.round_id, self._notes))
 
+    def _check_named(self) -> None:
+        """Raise if the trainer means another manifest than the one that is here.
+
+        What it names is only compared with what was worked out here, of what was checked here.
+        """
+        named = self.plan.manifest
+        if isinstance(named, str) and named != self._fitting.identity:
+            raise ProtocolError(
+                f"the plan of {self.plan.version!r} names the manifest {named!r:.80}; the last one "
+                f"over this connection is {self._fitting.identity!r}; send the plan whole"
+            )
+
     def _make_room(self) -> None:
-        manifest, outline = self.plan.manifest, self._fitting.outline
+        manifest, outline = self.manifest, self._fitting.outline
         note = self._engine.make_room(outline.nbytes)
         if note is not None:
             self._notes.append(note)

@@ -56,6 +56,8 @@ class Worker:
     state: str = "fresh"
     num_failed: int = 0
     """Times in a row that it could not be brought up to date."""
+    planned: str | None = None
+    """Identity of the manifest that it was sent last, over this connection; None: it needs one."""
     set_aside: bool = False
     """Whether it was served between rounds and has not applied that yet: rounds go on without."""
 
@@ -287,11 +289,17 @@ def _take(exchange: Exchange, message: Any) -> None:
         exchange.receipt = message
         _take_late(worker, message)
     else:
-        exchange.error = exchange.error or message.error.rebuild(
-            worker=worker.name,
-            round_id=message.round_id,
-            phase="plan" if isinstance(message, Refuse) else None,
-        )
+        _take_failure(exchange, message)
+
+
+def _take_failure(exchange: Exchange, message: Refuse | Fault) -> None:
+    worker, refused = exchange.worker, isinstance(message, Refuse)
+    if refused:
+        # Whatever it has against that manifest: the next plan brings it whole.
+        worker.planned = None
+    exchange.error = exchange.error or message.error.rebuild(
+        worker=worker.name, round_id=message.round_id, phase="plan" if refused else None
+    )
 
 
 def _advances(exchange: Exchange, message: Any) -> bool:

@@ -82,7 +82,8 @@ class Fitting:
     def __init__(self, *, cast: bool = False, cast_hint: str = CAST_HINT) -> None:
         self._cast = cast
         self._cast_hint = cast_hint
-        self._checked = Manifest(())
+        self._given = self._checked = Manifest(())
+        self._identity = self._checked.identity()
         self._outline = Outline.of_manifest(self._checked)
         self._identities = Identities(self._checked)
         self._fit: Fit | None = None
@@ -93,11 +94,20 @@ class Fitting:
         Raises:
             ManifestError: The first fault found, with the piece named.
         """
+        if manifest is self._given:
+            return self._checked
         if manifest != self._checked:
             manifest.check()
             self._outline, self._identities = Outline.of_manifest(manifest), Identities(manifest)
+            self._identity = manifest.identity()
             self._checked = manifest
+        self._given = manifest
         return self._checked
+
+    @property
+    def identity(self) -> str:
+        """Identity of the manifest that was checked last, as it is worked out here."""
+        return self._identity
 
     def fingerprint(self, digests: Sequence[str]) -> str:
         """Return the identity of a set with these digests of the manifest that was checked last."""

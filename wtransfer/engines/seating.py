@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wtransfer.engines.messages import CODEC, Abort, Commit, Release, Revert
+import msgspec
+
+from wtransfer.engines.messages import CODEC, Abort, Commit, Plan, Release, Revert
 from wtransfer.engines.report import WorkerReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    import msgspec
 
     from wtransfer.engines.roster import Exchange
 
@@ -57,6 +57,23 @@ class Seating:
             LimitError: The message is larger than its type may be.
         """
         _send(self.exchanges(), message)
+
+    def plan(self, plan: Plan, identity: str) -> None:
+        """Send a plan to every rank: whole, or naming the manifest where that is there already.
+
+        Args:
+            plan: The whole plan.
+            identity: Its manifest's.
+
+        Raises:
+            LimitError: The plan is larger than it may be.
+        """
+        ranks = list(self.exchanges())
+        known = [exchange for exchange in ranks if exchange.worker.planned == identity]
+        _send(known, msgspec.structs.replace(plan, manifest=identity))
+        _send((exchange for exchange in ranks if exchange.worker.planned != identity), plan)
+        for exchange in ranks:
+            exchange.worker.planned = identity
 
     def commit(self) -> None:
         """Tell every rank to commit."""
@@ -123,9 +140,10 @@ class Seating:
 
 
 def _send(exchanges: Iterable[Exchange], message: msgspec.Struct) -> None:
-    # Encoded once: a plan of many pieces is the same for all.
-    frame = CODEC.encode(message)
+    frame: bytes | None = None
     for exchange in exchanges:
+        # Encoded once: a plan of many pieces is the same for all.
+        frame = frame or CODEC.encode(message)
         exchange.worker.send_frame(frame)
 
 

@@ -180,14 +180,14 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
     ) -> None:
         edges = layout.edges(self.init_info.bucket_nbytes)
         first, edge = 0, next(edges)
-        copied = source.iter_into(layout.places(slot.segment.buffer))
+        copied = source.copy_into(layout.places(slot.segment.buffer))
         # Also when there is nothing to copy at all.
-        for stop, _ in enumerate(itertools.chain([None], copied)):
-            if stop == edge:
-                info = layout.announcement(slot.segment_id, first, stop)
+        for there in itertools.chain([0], copied):
+            while first <= edge <= there:
+                info = layout.announcement(slot.segment_id, first, edge)
                 slot.announced.append(info)
                 announcer.announce(info)
-                first, edge = stop, next(edges, -1)
+                first, edge = edge, next(edges, -1)
 
     def _layout_of(self, metadata: Sequence[ParamMeta]) -> SegmentLayout:
         if not same_metadata(metadata, self._layout.metadata):

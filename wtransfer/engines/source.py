@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from wtransfer.engines.interface import ParamMeta, WeightSource
-from wtransfer.engines.state import Group, Grouping, module_tensors
+from wtransfer.engines.outline import Outline
+from wtransfer.engines.state import Group, Grouping, are_apart, module_tensors, only_tensors
 from wtransfer.transport.tensors import PLAIN_TYPES, are_plain
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ class StateDictSource:
         self._groups: tuple[Group, ...] = ()
         self._spreads: list[Spread] = []
         self._metadata: list[ParamMeta] = []
+        self._apart = Outline.of_metadata(())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {k: v for k, v in self._mapping.items() if isinstance(v, torch.Tensor)}
+        return only_tensors(self._mapping)
 
     def _firsts(self) -> dict[str, torch.Tensor]:
         """Return one name of every storage, with its tensor."""
@@ -51,6 +53,8 @@ class StateDictSource:
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and whole shape of every tensor; of a DTensor also who holds which part."""
         tensors = self._tensors()
+        if are_apart(tensors, self._apart):
+            return list(self._metadata)
         groups = self._grouping.of(tensors)
         # Not among the looks by which they are grouped.
         spreads = _spreads(tensors, groups)
@@ -61,6 +65,8 @@ class StateDictSource:
                 for tensor in (tensors[group.name],)
             ]
             self._groups, self._spreads = groups, spreads
+            # Tensors that are tied or sharded never fit it, and are grouped every time.
+            self._apart = Outline.of_metadata(self._metadata)
         # The same objects as long as they are right: who compares them finds out at once.
         return list(self._metadata)
 

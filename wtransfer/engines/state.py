@@ -12,12 +12,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from wtransfer.transport.tensors import PART, PLAIN_TYPES, are_in_host_memory
+from wtransfer.transport.tensors import (
+    PART,
+    PLAIN_TYPES,
+    are_in_host_memory,
+    are_plain,
+    have_forms,
+    host_forms,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
+
+    from wtransfer.engines.outline import Outline
 
 Look: TypeAlias = "tuple[Any, ...]"
 """Which memory, by number; then offset, shape, strides and dtype, or what else there is."""
@@ -57,14 +66,22 @@ class Group:
         return tuple({id(each): each for each in found}.values())
 
 
+def only_tensors(mapping: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what a mapping has of tensors, the objects themselves."""
+    # Through a copy: the owner may put a tensor in while another thread asks.
+    found = dict(mapping)
+    if are_plain(found.values()):
+        return found
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return name -> parameter or persistent buffer, the objects themselves.
 
     Wrappers that only rename (``torch.compile``, ``DistributedDataParallel``) are taken off, so
     that trainer and worker agree on names whichever of them is wrapped.
     """
-    state = unwrap(module).state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return only_tensors(unwrap(module).state_dict(keep_vars=True))
 
 
 def unnamed_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -117,9 +134,6 @@ def group_storages(
     }
 
 
-_dtype, _shape, _itemsize = map(operator.attrgetter, ("dtype", "shape", "itemsize"))
-
-
 class Columns(NamedTuple):
     """The looks of some tensors in host memory, column by column.
 
@@ -131,12 +145,12 @@ class Columns(NamedTuple):
     """Which memory, by number."""
     offsets: Sequence[int]
     """Elements before the first one."""
-    shapes: Sequence[torch.Size]
-    """Sizes."""
     strides: Sequence[tuple[int, ...]]
     """Distances."""
-    dtypes: Sequence[torch.dtype]
-    """How to read them."""
+    forms: list[tuple[object, ...]]
+    """Dtypes and sizes, as `have_forms` takes them."""
+    itemsizes: Sequence[int]
+    """Bytes of an element."""
 
     def agree(self, tensors: list[torch.Tensor], first: int, spots: dict[int, int]) -> bool:
         """Whether these tensors, as many as then, look as those did.
@@ -148,9 +162,7 @@ class Columns(NamedTuple):
         """
         own = torch.Tensor
         return (
-            are_in_host_memory(tensors)
-            and all(map(operator.is_, map(_dtype, tensors), self.dtypes))
-            and all(map(operator.eq, map(_shape, tensors), self.shapes))
+            have_forms(tensors, self.forms)
             and all(map(operator.eq, map(own.stride, tensors), self.strides))
             and all(map(operator.eq, map(own.storage_offset, tensors), self.offsets))
             and self._agree_in_memory(list(map(own.data_ptr, tensors)), first, spots)
@@ -158,7 +170,7 @@ class Columns(NamedTuple):
 
     def _agree_in_memory(self, addresses: list[int], first: int, spots: dict[int, int]) -> bool:
         if any(self.offsets):
-            before = map(operator.mul, self.offsets, map(_itemsize, self.dtypes))
+            before = map(operator.mul, self.offsets, self.itemsizes)
             addresses = list(map(operator.sub, addresses, before))
         found = map(spots.setdefault, addresses, itertools.count(first))
         return all(map(operator.eq, found, self.spots))
@@ -169,7 +181,13 @@ def _in_parts(tensors: list[torch.Tensor], looks: list[Look]) -> list[Columns] |
     if not are_in_host_memory(tensors) or 0 in map(torch.Tensor.data_ptr, tensors):
         return None
     starts = range(0, len(looks), PART)
-    return [Columns(*zip(*looks[start : start + PART], strict=True)) for start in starts]
+    return [_columns(looks[start : start + PART]) for start in starts]
+
+
+def _columns(looks: list[Look]) -> Columns:
+    spots, offsets, shapes, strides, dtypes = zip(*looks, strict=True)
+    itemsizes = [dtype.itemsize for dtype in dtypes]
+    return Columns(spots, offsets, strides, host_forms(dtypes, shapes), itemsizes)
 
 
 def _agree(parts: list[Columns], tensors: list[torch.Tensor]) -> bool:
@@ -229,6 +247,26 @@ class Grouping:
         if list(tensors) == last.names and all(_is_one(tensors, each) for each in last.tied):
             return last.groups
         return self.of(tensors)
+
+
+def are_apart(tensors: Mapping[str, torch.Tensor], outline: Outline) -> bool:
+    """Whether tensors have these names and forms, and no two of them stand for the same elements.
+
+    False also where that would take a closer look: they are not plain ones in host memory, or some
+    are empty. Parts of one buffer are apart, as long as none begins where another does.
+
+    Cost: about 0.6 us per tensor.
+    """
+    addresses: set[int] = set()
+    if list(tensors) != outline.names:
+        return False
+    every = iter(tensors.values())
+    for part in outline.parts(PART):
+        own = list(itertools.islice(every, len(part.names)))
+        if not have_forms(own, part.forms):
+            return False
+        addresses.update(map(torch.Tensor.data_ptr, own))
+    return len(addresses) == len(outline) and 0 not in addresses
 
 
 class _Grouped(NamedTuple):

@@ -18,6 +18,7 @@ from wtransfer.engines.state import (
     Grouping,
     memory_address,
     module_tensors,
+    only_tensors,
     stands_alone,
     unnamed_tensors,
 )
@@ -95,8 +96,7 @@ class StateDictTarget:
         self._read()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        # Through a copy: the owner may put a tensor in while another thread asks for the schema.
-        return {k: v for k, v in dict(self._mapping).items() if isinstance(v, torch.Tensor)}
+        return only_tensors(self._mapping)
 
     def _beside(self) -> list[torch.Tensor]:
         return []

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.interface import LoadWeights, ParamMeta, RoundSource
+    from wtransfer.engines.places import Places
     from wtransfer.manifest import Manifest
 
     Pair = tuple[str, torch.Tensor]
@@ -274,6 +275,14 @@ class _FaultySource:
         for number, pair in enumerate(self._source.iter_into(allocate)):
             self._check(number)
             yield pair
+
+    def copy_into(self, places: Places) -> Iterator[int]:
+        first = 0
+        for stop in self._source.copy_into(places):
+            for number in range(first, stop):
+                self._check(number)
+            first = stop
+            yield stop
 
     def _check(self, number: int) -> None:
         fault = self._faults.due("trainer", None, number)

@@ -7,6 +7,7 @@ all of them are there at the same time (`pack`), every question to a tensor.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import itertools
 import operator
@@ -85,7 +86,9 @@ class Run:
             ``xxh3-128`` digests, and numbers of elements that are not finite.
         """
         placed, self._placed, self._room = self._placed, [], RUN_NBYTES
-        return _found(self._memory, placed)
+        if not placed:
+            return [], []
+        return _found(self._memory, *zip(*placed, strict=True))
 
 
 def pack(
@@ -110,26 +113,30 @@ def pack(
     Cost: about 1.2 us per tensor, and per byte 1.4 times a copy.
     """
     assert 0 <= starts[0] <= stops[-1] <= memory.size, "a place outside of its memory"
-    base, copy = memory.ctypes.data, ctypes.memmove
-    for start, stop, address in zip(starts, stops, addresses, strict=True):
-        copy(base + start, address, stop - start)
-    return _found(memory, list(map(Placed, starts, stops, dtypes)))
+    sizes = map(operator.sub, stops, starts)
+    targets = map(memory.ctypes.data.__add__, starts)
+    collections.deque(map(ctypes.memmove, targets, addresses, sizes), maxlen=0)
+    return _found(memory, starts, stops, dtypes)
 
 
-def _found(memory: ByteArray, run: list[Placed]) -> tuple[list[str], list[int]]:
-    view, hexdigest = memory.data, xxhash.xxh3_128_hexdigest
-    digests = [hexdigest(view[start:stop]) for start, stop, _ in run]
-    return digests, list(_nonfinite(memory, run))
+def _found(
+    memory: ByteArray, starts: Sequence[int], stops: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> tuple[list[str], list[int]]:
+    contents = map(memory.data.__getitem__, map(slice, starts, stops))
+    digests = list(map(xxhash.xxh3_128_hexdigest, contents))
+    return digests, list(_nonfinite(memory, starts, stops, dtypes))
 
 
-def _nonfinite(memory: ByteArray, run: list[Placed]) -> Iterator[int]:
-    for dtype, group in itertools.groupby(run, _dtype):
-        placed, count = list(group), counter(dtype)
+def _nonfinite(
+    memory: ByteArray, starts: Sequence[int], stops: Sequence[int], dtypes: Sequence[torch.dtype]
+) -> Iterator[int]:
+    last = 0
+    for dtype, group in itertools.groupby(dtypes):
+        first, last = last, last + len(list(group))
+        count = counter(dtype)
         # Between tensors lies what was there before; if it is not finite, each is looked at.
-        if count is None or not count(memory[placed[0].start : placed[-1].stop]):
-            yield from itertools.repeat(0, len(placed))
+        if count is None or not count(memory[starts[first] : stops[last - 1]]):
+            yield from itertools.repeat(0, last - first)
         else:
-            yield from (count(memory[each.start : each.stop]) for each in placed)
-
-
-_dtype = operator.attrgetter("dtype")
+            places = map(slice, starts[first:last], stops[first:last])
+            yield from map(count, map(memory.__getitem__, places))

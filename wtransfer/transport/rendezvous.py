@@ -158,21 +158,30 @@ def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
     return Rendezvous(store, bound_host, bound_port, f"wtransfer/{secrets.token_hex(16)}")
 
 
-def join_rendezvous(host: str, port: int, name: str) -> Rendezvous:
+def join_rendezvous(
+    host: str, port: int, name: str, timeout_s: float | None = None
+) -> Rendezvous:
     """Connect to a store.
+
+    Args:
+        host: Its host.
+        port: Its port.
+        name: Of the meeting.
+        timeout_s: Longest wait for the host, in seconds; None: `CONNECT_TIMEOUT_S`.
 
     Raises:
         PeerLostError: Nobody listens there.
     """
     host = _reached(host, port)
+    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
-        with _hanging_up(host, port, CONNECT_TIMEOUT_S):
+        with _hanging_up(host, port, timeout_s):
             store = dist.TCPStore(
                 host,
                 port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
+                timeout=dt.timedelta(seconds=timeout_s),
             )
     except (dist.DistError, RuntimeError) as error:
         raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error

@@ -40,6 +40,8 @@ PART = 512
 """Tensors looked at together: so few that they stay in the cache from one question to the next."""
 
 _is_cpu, _layout = operator.attrgetter("is_cpu"), operator.attrgetter("layout")
+# All in one look: of thousands of tensors each is fetched from memory for it but once.
+_form = operator.attrgetter("is_cpu", "layout", "dtype", "shape")
 
 
 def are_plain(tensors: Collection[torch.Tensor]) -> bool:
@@ -58,6 +60,22 @@ def are_in_host_memory(tensors: Collection[torch.Tensor]) -> bool:
         and all(map(_is_cpu, tensors))
         and all(map(operator.is_, map(_layout, tensors), itertools.repeat(torch.strided)))
     )
+
+
+def host_forms(
+    dtypes: Iterable[torch.dtype], shapes: Iterable[tuple[int, ...]]
+) -> list[tuple[object, ...]]:
+    """Return the forms of tensors in host memory, with strides, for `have_forms`."""
+    fixed = itertools.repeat(True), itertools.repeat(torch.strided)
+    return list(zip(*fixed, dtypes, shapes, strict=False))
+
+
+def have_forms(tensors: Collection[torch.Tensor], forms: list[tuple[object, ...]]) -> bool:
+    """Whether all are of torch's own types, and each has its form.
+
+    Cost: about 0.3 us per tensor, most of it to fetch the tensor itself.
+    """
+    return are_plain(tensors) and list(map(_form, tensors)) == forms
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -143,7 +161,9 @@ def lies_flat(tensor: torch.Tensor) -> bool:
     )
 
 
-def flat_addresses(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[int] | None:
+def flat_addresses(
+    tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]], sizes: Sequence[int]
+) -> list[int] | None:
     """Return where each tensor's bytes lie; None unless every one lies flat, with all its memory.
 
     What `lies_flat` and `lacks_memory` say of one tensor, for hundreds at once. Of one that is
@@ -151,13 +171,14 @@ def flat_addresses(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> lis
 
     Args:
         tensors: Any.
-        sizes: Bytes of each, by its shape and dtype.
+        forms: Of `host_forms`; None is returned as well if one has another.
+        sizes: Bytes of each, by its form.
 
-    Cost: about 0.6 us per tensor.
+    Cost: about 0.8 us per tensor.
     """
     own = torch.Tensor
     if not (
-        are_in_host_memory(tensors)
+        have_forms(tensors, forms)
         and all(map(own.is_contiguous, tensors))
         and not any(map(own.is_conj, tensors))
         and not any(map(own.is_neg, tensors))
