@@ -1,0 +1,77 @@
+"""What processes do that are killed while they write to a shared folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from wtransfer.blocks import BlockGeometry
+from wtransfer.connectors.storage.files import BlockFiles, _lock
+from wtransfer.connectors.storage.store import Store, shelf_name
+from wtransfer.weights import process_weights
+
+GEOMETRY = BlockGeometry(4, (("bfloat16", 2 << 20),), 1, "a model")
+NUM_NAMES = 16
+SHELF = shelf_name(b"root", "fingerprint")
+
+
+def driver():
+    """Return the module of that name, which lies beside this one."""
+    if "driver" not in sys.modules:
+        path = Path(__file__).with_name("driver.py")
+        spec = importlib.util.spec_from_file_location("driver", path)
+        sys.modules["driver"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["driver"])
+    return sys.modules["driver"]
+
+
+def payload(number):
+    """Return what belongs to a name."""
+    return random.Random(number).randbytes(GEOMETRY.nbytes)
+
+
+def hold_incoming(path, name):
+    """Write, and never come to the end."""
+    store = Store(path)
+    fd = store.incoming.create_file(name)
+    _lock(fd)
+    os.write(fd, b"half a bl")
+    Path(path, f"{name}.held").touch()
+    time.sleep(60)
+
+
+def write_for_ever(path, started):
+    """Write the same blocks again and again."""
+    store = Store(path)
+    files = BlockFiles(store, GEOMETRY, 0)
+    payloads = [payload(number) for number in range(NUM_NAMES)]
+    Path(started).touch()
+    while True:
+        for number, data in enumerate(payloads):
+            with store.make_shelf(SHELF) as shelf:
+                files.write(shelf, bytes([number]) * 36, memoryview(data))
+
+
+def serve_for_ever(path, started, seed):
+    """Be an instance that shares a folder, and serve until the end comes."""
+    process_weights.hold("fingerprint-1")
+    made = driver()
+    transfer = made.transfer_config("SharedStorageConnector", shared_storage_path=path)
+    instance = made.Instance(transfer, num_ranks=2)
+    Path(started).touch()
+    dice = random.Random(seed)
+    number = 0
+    while True:
+        prompt = prompt_of(dice)
+        request = instance.serve(f"r{number}", prompt, 2)
+        assert request.num_failures == 0 or request.output_token_ids
+        number += 1
+
+
+def prompt_of(dice):
+    """Return one of a few hundred prompts, many of which begin alike."""
+    return [dice.randrange(3) for _ in range(3)] + list(range(dice.randrange(4, 60)))

@@ -1,0 +1,126 @@
+"""Names of blocks: equal where keys and values are, and nowhere else."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from driver import Instance, Request, answer, transfer_config
+
+from wtransfer.blocks import FENCE_NBYTES, GROUP_NBYTES, MAX_KEY_NBYTES, host_key
+from wtransfer.connectors.naming import BlockNaming
+
+PROMPT = list(range(10))
+ADAPTER = SimpleNamespace(lora_name="a", lora_path="/a")
+
+
+def names(request=None, fingerprint="f", block_size=4, root=b"root", **particulars):
+    request = request or Request("r", PROMPT, **particulars)
+    return BlockNaming(block_size, root).of(request).under(fingerprint)
+
+
+def media(identifier="image", offset=0):
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset))
+
+
+def test_two_instances_agree_on_the_names_of_whole_blocks():
+    assert names() == names(Request("another", PROMPT))
+    assert len(names()) == 2
+    assert names()[0] == names(Request("r", PROMPT[:4]))[0]
+
+
+def test_a_name_holds_what_keys_and_values_depend_on():
+    different = [
+        names(),
+        names(fingerprint="g"),
+        names(root=b"model"),
+        names(block_size=5),
+        names(Request("r", [99, *PROMPT[1:]])),
+        names(cache_salt="tenant"),
+        names(lora_request=ADAPTER),
+        names(lora_request=SimpleNamespace(lora_name="a", lora_path="/b")),
+        names(mm_features=[media()]),
+        names(mm_features=[media("other")]),
+        names(mm_features=[media(offset=1)]),
+    ]
+    for one, other in itertools.combinations(different, 2):
+        assert not set(one) & set(other)
+
+
+def test_a_later_block_holds_all_that_is_before_it():
+    other = names(Request("r", [99, *PROMPT[1:]]))
+    assert names()[1] != other[1]
+
+
+def test_names_come_as_tokens_become_known():
+    request = Request("r", PROMPT)
+    known = BlockNaming(4, b"root").of(request)
+    before = list(known.under("f"))
+    request.output_token_ids += [1, 2]
+    assert known.under("f")[:2] == before
+    assert known.under("f") == names(Request("r", [*PROMPT, 1, 2]))
+    assert known.under("f", 1) == before[:1]
+    assert known.under("f", 0) == []
+    assert known.under("g") == names(Request("r", [*PROMPT, 1, 2]), "g")
+
+
+def test_a_request_without_all_token_ids_has_a_prompt():
+    request = SimpleNamespace(prompt_token_ids=PROMPT)
+    assert BlockNaming(4, b"root").of(request).under("f") == names()
+
+
+@pytest.mark.parametrize(
+    "particulars",
+    [{"prompt_embeds": object()}, {"mm_features": [media(), media(None)]}],
+    ids=["embeddings", "a picture that nobody has named"],
+)
+def test_what_nobody_can_name_has_no_names(particulars):
+    known = BlockNaming(4, b"root").of(Request("r", PROMPT, **particulars))
+    assert known.under("f") == known.witnessed(lambda *_: pytest.fail("named")) == []
+
+
+def test_a_prompt_of_embeddings_only_has_no_names():
+    request = SimpleNamespace(prompt_token_ids=None, prompt_embeds=None)
+    assert BlockNaming(4, b"root").of(request).under("f") == []
+
+
+def test_keys_for_those_who_fence_them_are_told_with_their_witness_once():
+    request = Request("r", PROMPT)
+    known, told = BlockNaming(4, b"root").of(request), []
+    bare = list(known.witnessed(lambda *pair: told.append(pair)))
+    assert [host_key(name) for name in known.under("f")] == bare
+    assert [key for key, _ in told] == bare
+    request.output_token_ids += [1, 2]
+    assert len(known.witnessed(lambda *pair: told.append(pair))) == len(told) == 3
+
+
+def test_every_name_fits_into_a_header():
+    assert all(len(name) <= FENCE_NBYTES + MAX_KEY_NBYTES for name in names())
+
+
+# FAULTS 30
+
+
+def weak(data):
+    """A hash of 16 bits that is the same for a lot."""
+    return bytes([0, len(data) % 3])
+
+
+def test_blocks_that_a_weak_hash_confuses_have_different_names():
+    naming = BlockNaming(4, b"root", weak)
+    found = [naming.of(Request("r", [n, *PROMPT])).under("f")[0] for n in range(200)]
+    hashes = {host_key(name)[:-GROUP_NBYTES] for name in found}
+    assert (len(hashes), len(set(found))) == (1, 200)
+
+
+def test_two_instances_with_a_weak_hash_never_load_each_others_blocks(tmp_path, weights):
+    """Whole instances, whose every block has the same hash."""
+    transfer = transfer_config("SharedStorageConnector", shared_storage_path=str(tmp_path))
+    for n in range(6):
+        with Instance(transfer) as made:
+            naming = made.scheduler.side._naming
+            made.scheduler.side._naming = BlockNaming(4, naming._root, weak)
+            request = made.serve("a", [n, *PROMPT], 3)
+            assert (request.num_loaded, request.output_token_ids) == (0, answer([n, *PROMPT], 3))
+            assert made.serve("b", [n, *PROMPT], 3).num_loaded == 8

@@ -1,0 +1,103 @@
+"""What a connector reads of a serving engine's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from driver import transfer_config
+
+from wtransfer import ServingConfig
+from wtransfer.config import KVCacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
+from wtransfer.connectors.settings import Instance, load_failure_policy, read_options
+from wtransfer.errors import ConnectorOptionError
+
+CONFIG = ServingConfig(
+    parallel_config=ParallelConfig(rank=1, world_size=2),
+    kv_transfer_config=transfer_config("c", engine_id="e-1"),
+    cache_config=KVCacheConfig(block_size=16),
+    model_config=ModelConfig("a model", "bfloat16"),
+)
+
+
+def test_everything_is_read():
+    instance = Instance.of(CONFIG)
+    assert instance == Instance("e-1", "a model", "bfloat16", 16, 1, 2, sends=True, receives=True)
+
+
+@pytest.mark.parametrize(
+    ("role", "expected"),
+    [
+        ("kv_both", (True, True)),
+        ("kv_producer", (True, False)),
+        ("kv_consumer", (False, True)),
+        (None, (True, True)),
+    ],
+)
+def test_a_role_says_who_sends_and_who_receives(role, expected):
+    transfer = KVTransferConfig("c", kv_role=role)
+    instance = Instance.of(replace(CONFIG, kv_transfer_config=transfer))
+    assert (instance.sends, instance.receives, instance.engine_id) == (*expected, "")
+
+
+def test_a_role_that_is_none_is_refused():
+    transfer = KVTransferConfig("c", kv_role="producer")
+    with pytest.raises(ConnectorOptionError, match=r"kv_role='producer': expected one of \['kv_b"):
+        Instance.of(replace(CONFIG, kv_transfer_config=transfer))
+
+
+@pytest.mark.parametrize("cache", [None, KVCacheConfig(block_size=0)])
+def test_a_block_size_is_needed(cache):
+    with pytest.raises(ConnectorOptionError, match=r"cache_config\.block_size is not set"):
+        Instance.of(replace(CONFIG, cache_config=cache))
+
+
+def test_a_root_is_that_of_model_dtype_and_ranks_and_of_no_rank():
+    root = Instance.of(CONFIG).root
+    others = [
+        replace(CONFIG, model_config=ModelConfig("b", "bfloat16")),
+        replace(CONFIG, model_config=ModelConfig("a model", "float16")),
+        replace(CONFIG, parallel_config=ParallelConfig(rank=1, world_size=3)),
+    ]
+    assert root not in {Instance.of(each).root for each in others}
+    same = replace(
+        CONFIG,
+        parallel_config=ParallelConfig(rank=0, world_size=2),
+        kv_transfer_config=transfer_config("c", engine_id="e-2"),
+    )
+    assert Instance.of(same).root == root
+
+
+class Options(msgspec.Struct, forbid_unknown_fields=True):
+    path: str
+    number: int = 3
+
+
+def test_options_are_read():
+    assert read_options(Options, {"path": "p"}) == Options("p", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "missing required field `path`"),
+        ({"path": 1}, r"Expected `str`, got `int` - at `\$\.path`"),
+        ({"path": "p", "nubmer": 1}, "unknown field `nubmer`; the options are path, number"),
+        ({"path": "p", "number": True}, "Expected `int`, got `bool`"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named_with_all_there_are(given, text):
+    with pytest.raises(ConnectorOptionError, match=text):
+        read_options(Options, given)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_policy_for_loads_that_fail(policy):
+    assert load_failure_policy(policy) == policy
+
+
+@pytest.mark.parametrize("policy", ["", "Recompute", "retry", None])
+def test_another_policy_is_refused(policy):
+    with pytest.raises(ConnectorOptionError, match="expected one of recompute, fail"):
+        load_failure_policy(policy)

@@ -1,0 +1,48 @@
+"""Connector ``MultiConnector``: several connectors under one.
+
+The first in order that has something of a request loads it; all of them save. Its option is
+vLLM's::
+
+    kv_connector_extra_config = {
+        "connectors": [
+            {"kv_connector": "SharedMemoryConnector"},
+            {"kv_connector": "SharedStorageConnector",
+             "kv_connector_extra_config": {"shared_storage_path": "/mnt/kv"}},
+        ]
+    }
+
+A child may be anybody's. It gets the configuration with the fields given for it in the place of the
+parent's; ``engine_id`` and ``kv_role`` are the parent's where it has none of its own.
+
+Children do not stand in each other's way. One that raises when it is asked what it has, has
+nothing. Of every other call all children hear, and what one of them raised is raised when the last
+has heard; what the others said meanwhile is said the next time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.connectors.interface import KVConnectorBase_V1
+
+if TYPE_CHECKING:
+    from wtransfer.connectors.interface import KVConnectorRole
+
+
+class MultiConnector(KVConnectorBase_V1):
+    """Several connectors under one.
+
+    Raises:
+        ConnectorOptionError: ``connectors`` is missing, or one of them has unknown fields.
+        PluginError: One of them cannot be found or loaded.
+    """
+
+    scheduler_cls = "wtransfer.connectors.several.scheduler:SeveralScheduler"
+    worker_cls = "wtransfer.connectors.several.worker:SeveralWorker"
+
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # Of this one object: it depends on who its children are.
+        self.names_weights = self.side.children.names_weights  # type: ignore[misc]

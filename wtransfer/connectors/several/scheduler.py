@@ -1,0 +1,194 @@
+"""The scheduler's side of ``MultiConnector``."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.connectors.interface import ConnectorScheduler, KVConnectorRole
+from wtransfer.connectors.several.children import Children
+from wtransfer.connectors.several.messages import SeveralMetadata, SeveralSaid
+from wtransfer.errors import ConnectorOptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorOutput
+
+
+class SeveralScheduler(ConnectorScheduler):
+    """Chooses who loads a request, and passes all else on.
+
+    Args:
+        config: The serving engine's configuration.
+        kv_cache_config: Shape of the KV cache.
+
+    Raises:
+        ConnectorOptionError: The children are not described as they should be.
+        PluginError: One of them cannot be found or loaded.
+    """
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(config, kv_cache_config)
+        self.children = Children(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        """The connectors, in order."""
+        self._chosen: dict[str, tuple[int, bool]] = {}
+        self._loading: dict[str, int] = {}
+        self._holding: dict[str, list[int]] = {}
+
+    def on_new_request(self, request: Any) -> None:
+        """Let every child hear of a request."""
+        self.children.tell(lambda _, child: child.on_new_request(request))
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return what the first child has that has anything.
+
+        All are asked: a child may count on it. One that cannot say yet is waited for, unless one
+        before it has something.
+        """
+        self._chosen.pop(request.request_id, None)
+        answers = [
+            self.children.ask(
+                number, lambda child: child.get_num_new_matched_tokens(request, num_computed_tokens)
+            )
+            for number in range(len(self.children))
+        ]
+        for number, answer in enumerate(answers):
+            num_tokens, is_later = (0, False) if answer is None else answer
+            if num_tokens is None:
+                return None, False
+            if num_tokens > 0:
+                self._chosen[request.request_id] = number, is_later
+                return num_tokens, is_later
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Let the chosen child load; the others hear that they have nothing to load."""
+        request_id = request.request_id
+        chosen, is_later = self._chosen.get(request_id, (-1, False))
+        if num_external_tokens and is_later:
+            self._loading[request_id] = chosen
+
+        def tell(number: int, child: KVConnectorBase_V1) -> None:
+            num_tokens = num_external_tokens if number == chosen else 0
+            child.update_state_after_alloc(request, blocks, num_tokens)
+
+        self.children.tell(tell)
+
+    def build_connector_meta(self, scheduler_output: Any) -> SeveralMetadata:
+        """Return what each child tells its workers."""
+        told = SeveralMetadata()
+        self.children.tell(
+            lambda _, child: told.children.append(child.build_connector_meta(scheduler_output))
+        )
+        told.loading, self._loading = self._loading, {}
+        told.holding, self._holding = self._holding, {}
+        return told
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Let each child hear what its own workers said, and what was said of requests."""
+        said = connector_output.kv_connector_worker_meta
+        said_by = said.children if isinstance(said, SeveralSaid) else [None] * len(self.children)
+
+        def tell(number: int, child: KVConnectorBase_V1) -> None:
+            output = copy.copy(connector_output)
+            output.kv_connector_worker_meta = said_by[number]
+            child.update_connector_output(output)
+
+        self.children.tell(tell)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hear that a request has ended; its blocks stay if any child wants that.
+
+        Raises:
+            ConnectorOptionError: Two children say different things to the next instance under the
+                same names.
+        """
+        request_id = request.request_id
+        self._chosen.pop(request_id, None)
+        params: dict[str, Any] = {}
+        holding: list[int] = []
+
+        def tell(number: int, child: KVConnectorBase_V1) -> None:
+            stays, given = child.request_finished(request, block_ids)
+            if stays:
+                holding.append(number)
+                self._holding[request_id] = holding
+            if params and given and params.keys() & given.keys():
+                raise ConnectorOptionError(
+                    f"{self.children.names[number]} and a connector before it both say "
+                    f"{sorted(params.keys() & given.keys())} to the next instance; only one of "
+                    "them can hand requests over: give the others another kv_role"
+                )
+            params.update(given or {})
+
+        self.children.tell(tell)
+        return bool(holding), params or None
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Let each child hear what its own workers say to other instances."""
+
+        def tell(number: int, child: KVConnectorBase_V1) -> None:
+            said = {rank: each.children[number] for rank, each in metadata.items()}
+            said = {rank: each for rank, each in said.items() if each is not None}
+            if said:
+                child.set_xfer_handshake_metadata(said)
+
+        self.children.tell(tell)
+
+    def get_finished_count(self) -> int | None:
+        """Return how many workers name a request before it counts; None: all.
+
+        Raises:
+            ConnectorOptionError: The children do not agree.
+        """
+        counts = {child.get_finished_count() for child in self.children}
+        if None in counts:
+            return None
+        if len(counts) > 1:
+            raise ConnectorOptionError(
+                f"connectors under one MultiConnector want {counts} workers to have named a "
+                "request before it counts; they must agree"
+            )
+        return counts.pop()
+
+    def has_pending_work(self) -> bool:
+        """Return whether any child has."""
+        return any(child.has_pending_work() for child in self.children)
+
+    def take_events(self) -> list[Any]:
+        """Return the events of all children."""
+        events: list[Any] = []
+        for number in range(len(self.children)):
+            events += self.children.ask(number, lambda child: list(child.take_events())) or ()
+        return events
+
+    def reset_cache(self) -> bool | None:
+        """Let every child forget what it keeps.
+
+        Returns:
+            False if one of them did not, or keeps something under names that weights have no part
+            in and does not say that it did; None if none of them keeps anything.
+        """
+        said: list[bool | None] = []
+
+        def tell(_: int, child: KVConnectorBase_V1) -> None:
+            done = child.reset_cache()
+            said.append(False if done is None and not child.names_weights else done)
+
+        self.children.tell(tell)
+        if False in said:
+            return False
+        return True if True in said else None
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the numbers of all children, each under its name."""
+        return self.children.get_stats()
+
+    def shutdown(self) -> None:
+        """Shut all children down."""
+        self.children.shutdown()

@@ -1,0 +1,26 @@
+"""Connector ``SharedStorageConnector``: prefix KV as files in a folder that instances share.
+
+Whatever has been computed is stored, one file for each block and rank, and whichever instance gets
+a request with the same beginning loads it. The folder may be on any file system that the instances
+share; on one host they may be started and killed at any time.
+
+1. S looks for names: a file of that name is there for every rank, or it is a miss.
+2. W reads each file into memory of its own, and compares header, key, geometry, length and checksum
+   before a byte of it reaches the cache. A file that is not what it should be is set aside.
+3. W writes what was computed, to a temporary file that is then renamed; before ``wait_for_save``
+   returns, and only blocks of which S knows that nothing before them failed to load.
+
+A disk that is full, read-only or broken costs hits, and nothing else.
+"""
+
+from __future__ import annotations
+
+from wtransfer.connectors.interface import KVConnectorBase_V1
+
+
+class SharedStorageConnector(KVConnectorBase_V1):
+    """Stores and loads prefixes; options in ``kv_connector_extra_config``: `StorageOptions`."""
+
+    scheduler_cls = "wtransfer.connectors.storage.scheduler:StorageScheduler"
+    worker_cls = "wtransfer.connectors.storage.worker:StorageWorker"
+    names_weights = True
