@@ -126,6 +126,83 @@ def test_a_model_that_is_gone_computes_nothing(weights):
     assert weights.stamp().epoch > before
 
 
+def test_a_model_that_is_vouched_for_has_the_name_that_others_may_have():
+    names = []
+    for fingerprint in ("f0", "f0", "f1"):
+        weights, model = ProcessWeights(), Model()
+        weights.vouch(fingerprint, model)
+        names.append(weights.stamp().fingerprint)
+    assert names == ["f0", "f0", "f1"]
+
+
+def test_who_vouches_again_has_changed_something(weights):
+    model = Model()
+    weights.vouch("f0", model)
+    before = weights.stamp()
+    weights.vouch("f0", model)
+    assert weights.stamp().fingerprint == "f0"
+    assert weights.stamp() != before
+
+
+def test_who_watches_over_a_model_knows_better_than_who_has_vouched_for_it(weights):
+    model = Model()
+    weights.vouch("f0", model)
+    held = weights.hold("local:1", model)
+    assert weights.stamp().fingerprint == "local:1"
+    with pytest.raises(ValueError, match="this Model is watched over by a session"):
+        weights.vouch("f0", model)
+    with held.changing(lambda: "f1"), pytest.raises(ValueError, match="nobody else can vouch"):
+        weights.vouch("f0", model)
+    held.close()
+    assert weights.stamp().fingerprint.startswith("local:"), "nobody has said that it is the same"
+    weights.vouch("f2", model)
+    assert weights.stamp().fingerprint == "f2"
+
+
+def test_a_model_closed_while_it_changes_is_not_vouched_for(weights):
+    model = Model()
+    held = weights.hold("f0", model)
+    with held.changing(lambda: "f1"):
+        held.close()
+        with pytest.raises(ValueError, match="watched over"):
+            weights.vouch("f0", model)
+    weights.vouch("f1", model)
+    assert weights.stamp().fingerprint == "f1"
+
+
+def test_several_models_that_are_vouched_for_have_a_name_that_nobody_knows():
+    names, models = set(), (Model(), Model())
+    for _ in range(2):
+        weights = ProcessWeights()
+        for model in models:
+            weights.vouch("f0", model)
+        names.add(weights.stamp().fingerprint)
+    assert len(names) == 2
+    assert all(name.startswith("several:") for name in names)
+
+
+def test_a_model_that_was_vouched_for_and_is_gone_has_no_name(weights):
+    model = Model()
+    weights.vouch("f0", model)
+    del model
+    gc.collect()
+    assert weights.stamp().fingerprint.startswith("local:")
+
+
+def test_what_cannot_be_seen_to_go_is_not_vouched_for(weights):
+    with pytest.raises(TypeError, match="weak reference"):
+        weights.vouch("f0", {})
+    assert weights.stamp().fingerprint.startswith("local:")
+
+
+def test_withheld_is_also_what_was_vouched_for(weights):
+    model = Model()
+    weights.vouch("f0", model)
+    with weights.withheld():
+        assert weights.stamp() is None
+    assert weights.stamp().fingerprint == "f0"
+
+
 def test_closed_while_it_changes_it_has_no_name_until_then_and_none_that_is_known_after(weights):
     held = weights.hold("f0")
     with held.changing(lambda: "f1"):
@@ -135,8 +212,9 @@ def test_closed_while_it_changes_it_has_no_name_until_then_and_none_that_is_know
         assert weights.stamp() is None
     other.close()
     assert weights.stamp().fingerprint not in ("f0", "f1", "g0")
+    before = weights.stamp()
     held.settle("f1")
-    assert "f1" not in weights.stamp().fingerprint
+    assert weights.stamp() == before
 
 
 def test_who_comes_after_a_process_has_other_stamps():

@@ -129,6 +129,34 @@ class ProcessWeights:
             self._restamp()
         return held
 
+    def vouch(self, fingerprint: str, model: object) -> None:
+        """State what a model consists of that nobody watches over, and that does not change.
+
+        For whoever loads weights once and serves them. Others may have the same ones, and their KV
+        cache is exchanged for this model's; so this is right only for as long as nobody changes
+        it. Whoever does so after all, enters it by `hold` instead, and changes it within
+        `HeldWeights.changing`. Once `hold` has entered a model, what was said of it here is void.
+
+        Args:
+            fingerprint: Identity of its weights.
+            model: The model. It is not kept; when it is gone, so is its name.
+
+        Raises:
+            ValueError: The model is watched over, by who knows better.
+            TypeError: It is of a kind of which nobody can tell when it is gone.
+        """
+        with self._lock:
+            if any(held.is_of(model) for held in self._models):
+                raise ValueError(
+                    f"this {type(model).__name__} is watched over by a session, which says itself "
+                    "what it consists of; nobody else can vouch for it"
+                )
+            number = id(model)
+            # Not at the end of the process: nobody asks then.
+            weakref.finalize(model, self._forget, number).atexit = False
+            self._unwatched[number] = fingerprint
+            self._restamp()
+
     def _enter(self, held: HeldWeights, fingerprint: str | None) -> None:
         with self._lock:
             if held not in self._models:
@@ -197,6 +225,10 @@ class HeldWeights:
         with contextlib.suppress(TypeError):
             self._model = weakref.ref(model)
             self.number = id(model)
+
+    def is_of(self, model: object) -> bool:
+        """Return whether this is the model, and can be told from others."""
+        return self._model is not None and self._model() is model
 
     def when_gone(self, call: Callable[[], object]) -> bool:
         """Have something called when the model is gone; return whether it is there now."""

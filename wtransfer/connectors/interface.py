@@ -204,7 +204,11 @@ class ConnectorScheduler(ConnectorSide):
         return ()
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept; return whether that was done, None for "nothing is"."""
+        """Forget everything that is kept; return whether that was done.
+
+        None: it cannot be said, as where this method is left out. A host that has to keep weights
+        apart itself then loads nothing by this connector any more.
+        """
         return None
 
     def has_pending_work(self) -> bool:

@@ -17,15 +17,16 @@ from wtransfer.transport.zygote import Zygote
 HERE = Path(__file__).parent
 
 
-def _shared(name):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+def _shared(name, folder=HERE):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-SHARED = {name: _shared(name) for name in ("shelf_spec", "serving_kit")}
+SHARED = {name: _shared(name) for name in ("shelf_spec", "folder_connector", "serving_kit")}
+SHARED["seed_spec"] = _shared("seed_spec", HERE.parents[1] / "specs")
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +52,8 @@ def one_thread():
 @pytest.fixture(scope="session")
 def nursery():
     """A zygote whose children are ranks and trainers."""
-    preload = ["torch", "wtransfer.demo.serving.rank_process", "shelf_spec", "serving_trainer"]
+    ours = ["shelf_spec", "folder_connector", "serving_trainer"]
+    preload = ["torch", "wtransfer.demo.serving.rank_process", *ours]
     with Zygote(preload=preload, paths=[HERE]) as zygote:
         yield zygote
 

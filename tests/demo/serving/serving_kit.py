@@ -10,6 +10,7 @@ import socket
 
 import torch
 
+from wtransfer.connectors.naming import BlockNaming
 from wtransfer.demo.serving.build import HostSettings
 from wtransfer.demo.serving.cache import PagedCache
 from wtransfer.demo.serving.model import PagedTransformer
@@ -85,6 +86,76 @@ def shelf_tier(num_blocks, **place):
     place = place or {"shelf": secrets.token_hex(4)}
     named = {"spec_name": "ShelfSpec", "spec_module_path": "shelf_spec"}
     return {**named, "num_blocks": num_blocks, **place}
+
+
+def seed_tier(block_size, num_chunks, per_chunk=1):
+    """Return options of a spec in the seed's style, for so many chunks of several blocks."""
+    return {
+        "spec_name": "SeedSpec",
+        "spec_module_path": "seed_spec",
+        "cpu_bytes_to_use": num_chunks * per_chunk * nbytes_per_block(block_size),
+        "block_size": per_chunk * block_size,
+    }
+
+
+def offloading(tier):
+    """Return the settings of a host that keeps KV cache in a tier; None: it has none."""
+    return {} if tier is None else {"connector": "OffloadingConnector", "options": tier}
+
+
+def scheduler_side(host):
+    """Return the scheduler's side of a built-in connector."""
+    return host.scheduler.link.connector.side
+
+
+def worker_side(host):
+    """Return the worker's side of a built-in connector, on the only rank."""
+    return host.workers.worker.link.connector.side
+
+
+def manager_of(host):
+    """Return the manager of the spec, behind the fence."""
+    return scheduler_side(host)._manager._inner
+
+
+def tier_worker_of(host):
+    """Return the worker of the spec, behind the fence."""
+    return worker_side(host)._made._inner
+
+
+def tier_stats(host):
+    """Return the numbers of the scheduler's side."""
+    return host.scheduler.link.connector.get_stats()
+
+
+def name_by(host, hash_function):
+    """Let the connector name blocks by another hash, as `make_local_host` lets the host."""
+    side = scheduler_side(host)
+    naming = side._naming
+    side._naming = BlockNaming(naming.block_size, naming._root, hash_function)
+
+
+def record(host):
+    """Return the plans of all steps to come."""
+    plans, step = [], host.workers.step
+    host.workers.step = lambda plan: plans.append(plan) or step(plan)
+    return plans
+
+
+def contents(host, request, count=None):
+    """Return the keys and values that the only rank has of a request's first tokens, as bytes."""
+    count = request.num_computed_tokens if count is None else count
+    cache, table = host.workers.worker._cache, torch.tensor(request.block_ids)
+    layers = [cache.read(layer, table, count, count) for layer in range(MODEL.num_layers)]
+    return [each.numpy().tobytes() for each in layers]
+
+
+def check_pool(pool):
+    """Check that every block is free or held, and that what is known of them fits together."""
+    held = [block for block, count in enumerate(pool._holders) if count]
+    assert min(pool._holders, default=0) >= 0
+    assert sorted([*pool._free, *held]) == list(range(pool.num_blocks))
+    assert {block: name for name, block in pool._blocks.items()} == pool._names
 
 
 class Trainer:

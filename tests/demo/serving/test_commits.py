@@ -32,7 +32,7 @@ class Service:
             # Hardly more than what runs at once.
             cache=CacheShape(BLOCK_SIZE, 24),
             seed=7,
-            tier=tier(num_ranks),
+            **kit.offloading(tier(num_ranks)),
             engine_id=f"engine-{id(self)}",
             num_ranks=num_ranks,
             publishing=Publishing(*trainer.where),
@@ -75,10 +75,10 @@ class Service:
         assert self.trainer.result()[:1] == [True]
         for requests, weights in ((done, self.seed), (fresh, seed)):
             for request in requests:
-                prompt = request.tokens[: request.num_prompt]
+                prompt = request.prompt_token_ids
                 assert request.output == self.kit.truth(prompt, weights, LONG)
         self.seed = seed
-        self.mixed = [request.tokens for request in running]
+        self.mixed = [request.all_token_ids for request in running]
 
     def go_back(self, label, seed):
         """Publish weights while nothing runs."""
@@ -112,7 +112,7 @@ def test_requests_that_start_after_a_commit_get_the_tokens_of_a_fresh_model(kit,
             assert [wanted] == service.host.generate([tokens], kit.NEW_TOKENS)
     counts = service.counts
     assert counts["weight_changes"] >= 3
-    stats = service.host.scheduler._offload.get_stats()
+    stats = kit.tier_stats(service.host)
     assert stats["fence_changes_total"] >= 2
     assert stats["fence_stores_refused_total"] > 0, "mixed requests tried to store"
     # The way back leads to the old blocks; the cache has none, as it was emptied.
@@ -129,7 +129,7 @@ def test_nothing_is_computed_while_a_worker_is_empty(kit, serve, trainer, monkey
         HostSettings(
             cache=CacheShape(BLOCK_SIZE, 24),
             seed=7,
-            tier=kit.cpu_tier(BLOCK_SIZE, 96),
+            **kit.offloading(kit.cpu_tier(BLOCK_SIZE, 96)),
             engine_id="empty",
             publishing=Publishing(*trainer.where),
         )
@@ -159,7 +159,7 @@ def test_nothing_is_computed_while_a_worker_is_empty(kit, serve, trainer, monkey
             host.step()
         assert host.scheduler.counts["tokens_computed"] == before
         assert (waiting.state, worker.session.state) == ("waiting", "empty")
-        assert not host.scheduler._offload._manager.is_open()
+        assert kit.tier_stats(host)["fence_open"] == 0
     trainer.begin("whole", 2)
     host.run()
     assert trainer.result()[:1] == [True]

@@ -8,9 +8,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import xxhash
 
-from wtransfer.blocks import hash_blocks, make_offload_key
+from wtransfer.blocks import hash_blocks
 from wtransfer.demo.serving.build import HostSettings
+from wtransfer.demo.serving.plain import from_plain
+from wtransfer.demo.serving.request import Request
 from wtransfer.demo.serving.shape import CacheShape
 from wtransfer.weights import process_weights
 
@@ -26,7 +29,9 @@ def prompts(kit):
 def settings(kit, prompts):
     largest = max(kit.blocks_for(prompt, BLOCK_SIZE) for prompt in prompts)
     return HostSettings(
-        cache=CacheShape(BLOCK_SIZE, largest + 1), tier=kit.cpu_tier(BLOCK_SIZE, 64), seed=3
+        cache=CacheShape(BLOCK_SIZE, largest + 1),
+        seed=3,
+        **kit.offloading(kit.cpu_tier(BLOCK_SIZE, 64)),
     )
 
 
@@ -39,11 +44,6 @@ def ask(kit, host, prompts, seed=3):
     return collections.Counter({name: counts[name] - before[name] for name in counts})
 
 
-def part_of(host):
-    """Return the memory of the arena."""
-    return host.workers.worker.offload._inner.part
-
-
 @pytest.mark.parametrize("damage", ["payload", "header"])
 def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
     kit, serve, prompts, settings, damage
@@ -51,7 +51,7 @@ def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
     host = serve(settings)
     ask(kit, host, prompts)
     assert ask(kit, host, prompts)["tokens_loaded"] > 0
-    part = part_of(host)
+    part = kit.tier_worker_of(host).part
     if damage == "payload":
         part.slots[:, 100] ^= 1
     else:
@@ -67,10 +67,10 @@ def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
 
 
 def test_flipped_bytes_would_be_seen_in_the_tokens_if_nobody_checked(kit, serve, prompts, settings):
-    tier = {**settings.tier, "verify_checksums": False}
-    host = serve(HostSettings(cache=settings.cache, tier=tier, seed=3))
+    tier = {**settings.options, "verify_checksums": False}
+    host = serve(HostSettings(cache=settings.cache, seed=3, **kit.offloading(tier)))
     ask(kit, host, prompts)
-    part_of(host).slots[:, 3::4] ^= 0x80  # the sign of every number
+    kit.tier_worker_of(host).part.slots[:, 3::4] ^= 0x80  # the sign of every number
     got = [host.generate([prompt], kit.NEW_TOKENS)[0] for prompt in prompts]
     assert got != kit.truths(prompts, 3)
 
@@ -81,7 +81,7 @@ def test_a_block_that_is_reused_while_it_is_loaded_is_computed_afresh(
     """FAULTS 26: the slot has another block by the time the worker looks."""
     host = serve(settings)
     ask(kit, host, prompts)
-    manager = host.scheduler._offload._manager._inner
+    manager = kit.manager_of(host)
     prepare_load, slots_of = manager.prepare_load, itertools.count()
 
     def prepare_and_lose(keys, context):
@@ -102,7 +102,7 @@ def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
     """FAULTS 26: evicted before it could be pinned."""
     host = serve(settings)
     ask(kit, host, prompts)
-    manager = host.scheduler._offload._manager._inner
+    manager = kit.manager_of(host)
     prepare_load = manager.prepare_load
 
     def lose_and_prepare(keys, context):
@@ -111,28 +111,27 @@ def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
 
     manager.prepare_load = lose_and_prepare
     hurt = ask(kit, host, prompts)
-    assert (hurt["tokens_loaded"], hurt["loads_failed"]) == (0, 0)
-    assert host.scheduler._offload.get_stats()["stores_total"] > 20
+    assert hurt["tokens_loaded"] == 0
+    assert hurt["loads_failed"] > 0
+    # Nothing was begun for them, and what they have computed takes their place.
+    stats = kit.tier_stats(host)
+    assert (stats["loads_total"], stats["load_jobs_failed_total"]) == (0, 0)
+    assert stats["stores_total"] > 20
 
 
 def weak_hash(data):
-    """Return a hash of 16 bits."""
-    import xxhash
-
-    return xxhash.xxh3_64_digest(data)[:2]
+    """Return a hash of 16 bits, of the tokens of one block: the same for host and tier."""
+    return xxhash.xxh3_64_digest(data[-4 * BLOCK_SIZE :])[:2]
 
 
 def two_blocks_of_one_hash():
     drawn, seen = random.Random(0), {}
     while True:
         block = [drawn.randrange(256) for _ in range(BLOCK_SIZE)]
-        key = next(hash_blocks(block, BLOCK_SIZE, ROOT, weak_hash))
+        key = next(hash_blocks(block, BLOCK_SIZE, b"", weak_hash))
         if key in seen:
             return seen[key], block
         seen[key] = block
-
-
-ROOT = HostSettings().model_name.encode()
 
 
 def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
@@ -140,11 +139,12 @@ def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
     one, other = two_blocks_of_one_hash()
     assert one != other
     host = serve(settings, hash_function=weak_hash)
-    keys = {
-        make_offload_key(next(hash_blocks(block, BLOCK_SIZE, ROOT, weak_hash)))
-        for block in (one, other)
-    }
-    assert keys == {host.scheduler._names.of(one)[0][0]}, "the host names blocks by this hash"
+    kit.name_by(host, weak_hash)
+    for naming in (host.scheduler._naming, kit.scheduler_side(host)._naming):
+        names = [naming.of(Request("any", each, 1)) for each in (one, other)]
+        keys, others = (each.witnessed(lambda key, witness: None) for each in names)
+        assert keys == others != [], "blocks are named by this hash"
+        assert names[0].under("A") != names[1].under("A")
     found = ask(kit, host, [[*one, 1, 2, 3], [*other, 1, 2, 3]])
     assert (found["tokens_cached"], found["tokens_loaded"]) == (0, 0)
     # Both are kept, each as itself: first in the cache, then, where that has others, in the tier.
@@ -157,10 +157,11 @@ def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
 def test_two_blocks_of_one_hash_in_one_request_are_computed(kit, serve, settings):
     """FAULTS 30, within one prompt: nobody can say which of the two is meant."""
     host = serve(settings, hash_function=lambda data: b"\0\0")
+    kit.name_by(host, lambda data: b"\0\0")
     prompt = kit.prompts(BLOCK_SIZE, 1)[0]
     for _ in range(2):
         assert ask(kit, host, [prompt])["tokens_loaded"] == 0
-    assert host.scheduler._offload.get_stats()["stores_total"] == 0
+    assert kit.tier_stats(host)["stores_total"] == 0
 
 
 @pytest.fixture
@@ -178,52 +179,102 @@ def changing_host(serve, settings):
     held.close()
 
 
-@pytest.mark.parametrize("moment", ["load", "store", "prefix"])
+JOBS = {"load": (1, 0), "store": (0, 1), "prefix": (0, 0)}
+
+
+@pytest.mark.parametrize("moment", JOBS)
 def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changing_host, moment):
     """FAULTS 31 and 47: the scheduler hears of a change only after its plan has come too late."""
     host, change = changing_host.host, changing_host.change
     prompt = prompts[0]
     if moment != "store":
-        ask(kit, host, prompts[:2] if moment == "load" else prompts[:1])
+        # Others, until the cache has forgotten the first.
+        ask(kit, host, prompts if moment == "load" else prompts[:1])
+    # The first of all learns what the rank computes with.
+    host.step()
     request = host.submit([*prompt, 1], kit.NEW_TOKENS)
-    while moment == "store" and not host.scheduler._jobs:
-        host.step()
     plan = host.scheduler.plan()
-    kinds = {"load": ["load"], "store": ["store"], "prefix": []}[moment]
-    assert [job.kind for job in plan.jobs] == kinds
+    jobs = from_plain(plan.metadata)
+    assert (len(jobs.loads), len(jobs.stores)) == JOBS[moment]
     if moment == "prefix":
         assert plan.spans[0].start > 0
     change(4)
     (result,) = host.workers.step(plan)
     assert (result.executed, result.tokens) == (False, {})
-    assert [each.success for each in result.finished] == [False] * len(kinds)
+    outcomes = from_plain(result.said.metadata).outcomes[0]
+    assert [each.success for each in outcomes] == [False] * sum(JOBS[moment])
     host.scheduler.update(plan, [result])
+    assert (request.state, request.began, host.scheduler.counts["restarts"]) == (
+        "waiting",
+        False,
+        1,
+    )
     host.run()
-    if moment != "store":
-        assert request.output == kit.truth(request.tokens[: request.num_prompt], 4)
+    assert request.output == kit.truth(request.prompt_token_ids, 4)
     stats = host.workers.worker.get_stats()
-    if moment != "prefix":
-        assert stats[f"fence_{moment}s_refused_total"] == 1
+    assert stats["fence_loads_refused_total"] == (moment == "load")
     # It has left nothing, under neither weights: they are computed, or of whom began with them.
-    ask(kit, host, [request.tokens, *prompts], seed=4)
+    ask(kit, host, [request.all_token_ids, *prompts], seed=4)
     change(3)
-    ask(kit, host, [request.tokens, *prompts], seed=3)
+    ask(kit, host, [request.all_token_ids, *prompts], seed=3)
 
 
-def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, changing_host):
+def test_what_a_request_computes_after_a_change_is_not_kept(kit, prompts, changing_host):
+    """FAULTS 47: neither under the weights it began with, nor under those that it ends with."""
     host, change = changing_host.host, changing_host.change
-    ask(kit, host, prompts)
-    worker = host.workers.worker
-    get_finished, late = worker.offload._inner.get_finished, []
-    worker.offload._inner.get_finished = lambda: late
+    prompt = prompts[0]
+    request = host.submit(prompt, BLOCK_SIZE)
+    while not request.began:
+        host.step()
+    change(4)
+    host.run()
+    in_prompt = len(prompt) // BLOCK_SIZE
+    assert (request.num_tokens - 1) // BLOCK_SIZE > in_prompt
+    stats = kit.tier_stats(host)
+    assert (stats["stores_total"], stats["blocks_idle"]) == (in_prompt, in_prompt)
+    assert stats["fence_stores_refused_total"] == 1
+    found = ask(kit, host, [request.all_token_ids], seed=4)
+    assert (found["tokens_loaded"], found["tokens_cached"]) == (0, 0)
+    change(3)
+    found = ask(kit, host, [request.all_token_ids], seed=3)
+    assert found["tokens_loaded"] == in_prompt * BLOCK_SIZE
+
+
+def test_a_request_that_a_change_makes_begin_anew_uses_the_tier_again(kit, prompts, changing_host):
+    host, change = changing_host.host, changing_host.change
+    change(4)
+    ask(kit, host, prompts, seed=4)
+    change(3)
+    ask(kit, host, prompts, seed=3)
+    worker = kit.tier_worker_of(host)
+    get_finished, worker.get_finished = worker.get_finished, list
     request = host.submit(prompts[0], kit.NEW_TOKENS)
     for _ in range(3):
         host.step()
     assert request.state == "loading"
     change(4)
-    worker.offload._inner.get_finished = get_finished
+    worker.get_finished = get_finished
+    before = host.scheduler.counts.copy()
     host.run()
-    assert worker.get_stats()["fence_loads_outdated_total"] == 1
+    assert request.output == kit.truth(prompts[0], 4)
+    counts = host.scheduler.counts - before
+    assert counts["restarts"] == 1
+    assert counts["tokens_loaded"] > 0, "what is kept of the new weights"
+
+
+def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, changing_host):
+    host, change = changing_host.host, changing_host.change
+    ask(kit, host, prompts)
+    worker = kit.tier_worker_of(host)
+    get_finished, worker.get_finished = worker.get_finished, list
+    request = host.submit(prompts[0], kit.NEW_TOKENS)
+    for _ in range(3):
+        host.step()
+    assert request.state == "loading"
+    change(4)
+    worker.get_finished = get_finished
+    host.run()
+    assert host.workers.worker.get_stats()["fence_loads_outdated_total"] == 1
     assert request.output == kit.truth(prompts[0], 4)
     assert host.scheduler.counts["restarts"] == 1
 
@@ -247,7 +298,7 @@ def test_a_job_that_a_spec_does_not_begin_has_failed(kit, serve, prompts, settin
     host = serve(settings)
     if kind == "load":
         ask(kit, host, prompts)
-    worker = host.workers.worker.offload._inner
+    worker = kit.tier_worker_of(host)
     submit, refused = getattr(worker, f"submit_{kind}"), []
 
     def refuse_once(job_id, *places):
@@ -258,7 +309,8 @@ def test_a_job_that_a_spec_does_not_begin_has_failed(kit, serve, prompts, settin
 
     setattr(worker, f"submit_{kind}", refuse_once)
     counts = ask(kit, host, prompts)
-    assert (len(refused), counts[f"{kind}s_failed"]) == (1, 1)
-    assert host.scheduler._pool.num_free == settings.cache.num_blocks
+    assert (len(refused), kit.tier_stats(host)[f"{kind}_jobs_failed_total"]) == (1, 1)
+    assert counts["loads_failed"] == (kind == "load")
+    assert host.scheduler.pool.num_free == settings.cache.num_blocks
     ask(kit, host, prompts)
     assert ask(kit, host, prompts)["tokens_loaded"] > 0

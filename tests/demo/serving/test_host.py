@@ -22,17 +22,14 @@ def prompt(kit):
 
 @pytest.fixture
 def host(kit, serve):
-    return serve(HostSettings(cache=CacheShape(BLOCK_SIZE, 12), tier=kit.shelf_tier(64), seed=3))
-
-
-def inner_manager(host):
-    return host.scheduler._offload._manager._inner
+    tier = kit.offloading(kit.shelf_tier(64))
+    return serve(HostSettings(cache=CacheShape(BLOCK_SIZE, 12), seed=3, **tier))
 
 
 def test_a_tier_that_does_not_know_yet_is_asked_again_in_the_next_step(kit, host, prompt):
     host.generate([prompt], kit.NEW_TOKENS)
-    host.generate(kit.prompts(BLOCK_SIZE, 2, seed=5), kit.NEW_TOKENS)
-    manager, asked = inner_manager(host), []
+    host.generate(kit.prompts(BLOCK_SIZE, 4, seed=5), kit.NEW_TOKENS)
+    manager, asked = kit.manager_of(host), []
     lookup = manager.lookup
 
     def slow(key, context):
@@ -51,20 +48,20 @@ def test_a_tier_that_does_not_know_yet_is_asked_again_in_the_next_step(kit, host
 
 
 def test_a_block_whose_store_is_under_way_is_computed(kit, host, prompt):
-    manager = inner_manager(host)
+    manager = kit.manager_of(host)
     manager.lookup = lambda key, context: LookupResult.HIT_PENDING
     assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, 3)]
     assert host.scheduler.counts["tokens_loaded"] == 0
 
 
 def test_blocks_belong_to_their_job_though_their_request_has_ended(kit, host, prompt):
-    worker = host.workers.worker.offload._inner
-    get_finished, pool = worker.get_finished, host.scheduler._pool
+    worker = kit.tier_worker_of(host)
+    get_finished, pool = worker.get_finished, host.scheduler.pool
     worker.get_finished = list
     request = host.submit(prompt, 1)
     while request.state != "finished":
         host.step()
-    assert pool.num_free == 12 - len(prompt) // BLOCK_SIZE
+    assert pool.num_free == 12 - kit.blocks_for(prompt, BLOCK_SIZE, 0)
     worker.get_finished = get_finished
     host.run()
     assert pool.num_free == 12
@@ -73,21 +70,21 @@ def test_blocks_belong_to_their_job_though_their_request_has_ended(kit, host, pr
 def test_more_requests_than_the_cache_holds_take_turns(kit, host):
     prompts = kit.prompts(BLOCK_SIZE, 8)
     assert host.generate(prompts, kit.NEW_TOKENS) == kit.truths(prompts, 3)
-    assert host.scheduler._pool.num_free == 12
-    assert {0} == set(host.scheduler._pool._holders)
+    assert host.scheduler.pool.num_free == 12
+    assert {0} == set(host.scheduler.pool._holders)
 
 
 def test_a_host_that_gets_nowhere_says_so(kit, host, prompt):
-    inner_manager(host).lookup = lambda key, context: LookupResult.RETRY
+    kit.manager_of(host).lookup = lambda key, context: LookupResult.RETRY
     host.submit(prompt, 1)
     with pytest.raises(StallError, match="the requests of this host"):
         host.run(0.1)
-    del inner_manager(host).lookup
+    del kit.manager_of(host).lookup
     host.run()
 
 
 def test_a_spec_hears_of_each_request_once_when_it_begins_and_once_when_it_ends(kit, host):
-    manager, heard = inner_manager(host), []
+    manager, heard = kit.manager_of(host), []
     manager.on_new_request = lambda context: (
         heard.append(("new", context.req_id)) or RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
     )
@@ -101,7 +98,7 @@ def test_a_spec_hears_of_each_request_once_when_it_begins_and_once_when_it_ends(
 
 @pytest.mark.parametrize("policy", OffloadPolicy)
 def test_a_spec_is_offered_what_was_found_if_it_wants_that(kit, host, prompt, policy):
-    manager, offered = inner_manager(host), []
+    manager, offered = kit.manager_of(host), []
     manager.on_new_request = lambda context: RequestOffloadingContext(policy)
     host.generate([prompt], kit.NEW_TOKENS)
     prepare_store = manager.prepare_store
@@ -114,8 +111,8 @@ def test_a_spec_is_offered_what_was_found_if_it_wants_that(kit, host, prompt, po
     assert sum(offered) == {OffloadPolicy.REQUEST_LEVEL: in_all}.get(policy, 0)
 
 
-def test_both_sides_of_the_spec_are_shut_down_with_the_host(host):
-    manager, worker = inner_manager(host), host.workers.worker.offload._inner
+def test_both_sides_of_the_spec_are_shut_down_with_the_host(kit, host):
+    manager, worker = kit.manager_of(host), kit.tier_worker_of(host)
     host.close()
     host.close()
     assert manager.shut_down

@@ -1,11 +1,12 @@
-"""Scheduler and workers exchange plain data, and make no class that they have not loaded."""
+"""Scheduler and workers exchange plain data over the wire, also the jobs of a connector."""
 
 from __future__ import annotations
 
 import msgspec
-import pytest
 
-from wtransfer.demo.serving.messages import Job, StepPlan, as_place, from_place
+from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
+from wtransfer.demo.serving.messages import Said, Span, StepPlan, StepResult
+from wtransfer.demo.serving.plain import from_plain, to_plain
 from wtransfer.specs.fenced import FencedLoadStoreSpec
 from wtransfer.specs.interface import GPULoadStoreSpec
 from wtransfer.specs.slots import ArenaLoadStoreSpec
@@ -14,24 +15,31 @@ from wtransfer.weights import WeightsStamp
 STAMPS = [WeightsStamp("A", 1), WeightsStamp("B", 2)]
 
 
-def over_the_wire(plan):
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+def over_the_wire(message):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
-def test_places_and_stamps_arrive_as_they_were():
+def test_a_plan_arrives_as_it_was():
     tier = FencedLoadStoreSpec(STAMPS, ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"]))
     blocks = GPULoadStoreSpec([5, 6, 7], [2, 1], [4, 0])
-    plan = StepPlan(STAMPS, [], [Job(1, "load", as_place(blocks), as_place(tier))])
+    metadata = OffloadingMetadata([Job(1, "r", blocks, tier)], gone={"s": [4]}, preempted=["t"])
+    plan = StepPlan(STAMPS, [Span("r", [1], 4, [5])], to_plain(metadata), True, {"u"})
     arrived = over_the_wire(plan)
-    (job,) = arrived.jobs
-    assert arrived.stamps == STAMPS
-    place = from_place(job.tier)
-    assert place.stamps == tuple(STAMPS)
-    assert all(isinstance(each, WeightsStamp) for each in place.stamps)
-    assert (type(place.inner), vars(place.inner)) == (ArenaLoadStoreSpec, vars(tier.inner))
-    assert vars(from_place(job.blocks)) == vars(blocks)
+    assert arrived == plan
+    assert all(isinstance(each, WeightsStamp) for each in arrived.stamps)
+    got = from_plain(arrived.metadata)
+    (job,) = got.loads
+    assert (got.gone, got.preempted, got.stores) == ({"s": [4]}, ["t"], [])
+    assert (type(job), job.job_id, job.request_id) == (Job, 1, "r")
+    assert vars(job.blocks) == vars(blocks)
+    assert job.tier.stamps == tuple(STAMPS)
+    assert all(isinstance(each, WeightsStamp) for each in job.tier.stamps)
+    assert (type(job.tier.inner), vars(job.tier.inner)) == (ArenaLoadStoreSpec, vars(tier.inner))
 
 
-def test_a_class_that_was_never_loaded_is_not_made():
-    with pytest.raises(LookupError, match=r"'subprocess\.Popen' is no LoadStoreSpec"):
-        from_place(("subprocess.Popen", {}))
+def test_a_result_arrives_as_it_was():
+    said = Said({"r"}, {"s"}, {3, 4}, to_plain(b"\xff\0"))
+    result = StepResult(WeightsStamp("A", 1 << 40), True, {"r": 7}, said)
+    assert over_the_wire(result) == result
+    nameless = StepResult(None, False, {})
+    assert over_the_wire(nameless) == nameless

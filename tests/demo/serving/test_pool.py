@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.demo.serving.pool import BlockName, BlockPool
+from wtransfer.blocks import fence_key
+from wtransfer.demo.serving.pool import BlockPool
 
 
 def named(letter, weights="A"):
-    return BlockName(weights, letter.encode(), b"")
+    return fence_key(letter.encode(), weights)
 
 
 @pytest.fixture

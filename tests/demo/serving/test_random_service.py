@@ -45,14 +45,14 @@ class Service:
         self.running[request.request_id] = request
 
     def damage(self):
-        slots = self.host.workers.worker.offload._inner.part.slots
+        slots = self.kit.tier_worker_of(self.host).part.slots
         slots[self.drawn.randrange(len(slots))] ^= self.drawn.randrange(1, 256)
 
     def step(self):
-        before = {each: len(request.tokens) for each, request in self.running.items()}
+        before = {each: len(request.all_token_ids) for each, request in self.running.items()}
         ended = self.host.step()
         for each, request in self.running.items():
-            if len(request.tokens) > before[each]:
+            if len(request.all_token_ids) > before[each]:
                 self.weights[each].add(self.seed)
         for request in ended:
             self.judge(request)
@@ -62,10 +62,10 @@ class Service:
         seeds = self.weights.pop(request.request_id)
         self.judged[len(seeds)] += 1
         if len(seeds) == 1:
-            prompt = request.tokens[: request.num_prompt]
+            prompt = request.prompt_token_ids
             count = request.max_new_tokens
             assert request.output == self.kit.truth(prompt, seeds.pop(), count)
-        self.texts[self.drawn.randrange(len(self.texts))] = request.tokens
+        self.texts[self.drawn.randrange(len(self.texts))] = request.all_token_ids
 
 
 @pytest.fixture
@@ -82,7 +82,8 @@ def held():
 def test_tokens_are_those_of_a_fresh_model_whatever_happens(kit, serve, held, policy, block_size):
     drawn = random.Random(f"{policy} {block_size}")
     tier = kit.cpu_tier(block_size, 640 // block_size, eviction_policy=policy)
-    host = serve(HostSettings(cache=CacheShape(block_size, 560 // block_size), tier=tier))
+    cache = CacheShape(block_size, 560 // block_size)
+    host = serve(HostSettings(cache=cache, **kit.offloading(tier)))
     service = Service(kit, host, held, drawn)
     for _ in range(500):
         if len(service.running) < 3 and drawn.random() < 0.5:
@@ -98,6 +99,7 @@ def test_tokens_are_those_of_a_fresh_model_whatever_happens(kit, serve, held, po
     assert service.judged[1] > 40
     assert service.judged[2] > 0, "some lived through a change"
     assert min(counts["tokens_loaded"], counts["loads_failed"], counts["restarts"]) > 0, counts
-    assert host.scheduler._offload.get_stats()["evictions_total"] > 0
+    assert kit.tier_stats(host)["evictions_total"] > 0
     host.run()
-    assert set(host.scheduler._pool._holders) == {0}
+    assert host.scheduler.pool.num_free == cache.num_blocks
+    kit.check_pool(host.scheduler.pool)

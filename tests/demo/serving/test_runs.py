@@ -28,7 +28,7 @@ def run(kit, train, tmp_path):
         trainer = train()
         settings = HostSettings(
             cache=CacheShape(BLOCK_SIZE, 32),
-            tier=kit.shelf_tier(256, folder=str(folder)),
+            **kit.offloading(kit.shelf_tier(256, folder=str(folder))),
             publishing=Publishing(*trainer.where),
         )
         with make_local_host(settings) as host:

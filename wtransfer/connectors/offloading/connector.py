@@ -12,9 +12,9 @@ class OffloadingConnector(KVConnectorBase_V1):
     ``spec_module_path``, and what the spec asks for.
 
     1. S looks blocks up in the spec's manager, and prepares the jobs that load or store them.
-    2. W gives the jobs to the spec's worker: loads before the forward pass, stores after it.
+    2. W gives the jobs to the spec's worker, stores only after a forward pass that counts.
     3. A load takes as long as it takes; its request waits, and others are computed.
-    4. The blocks of a request that ends stay until its jobs have ended.
+    4. The blocks of a request that ends stay until they are stored.
     """
 
     scheduler_cls = "wtransfer.connectors.offloading.scheduler:OffloadingScheduler"

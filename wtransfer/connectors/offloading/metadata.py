@@ -32,9 +32,9 @@ class OffloadingMetadata(KVConnectorMetadata):
     """What every worker does in one step."""
 
     loads: list[Job] = field(default_factory=list)
-    """Begun before the forward pass."""
+    """Begun in this step; their requests wait for them."""
     stores: list[Job] = field(default_factory=list)
-    """Begun after it, if there was one."""
+    """Begun after the forward pass, if the step counts."""
     gone: dict[str, list[int]] = field(default_factory=dict)
     """Blocks, by request, that are to be loaded and have gone meanwhile."""
     preempted: list[str] = field(default_factory=list)

@@ -17,7 +17,7 @@ from wtransfer.connectors.offloading.metadata import (
 )
 from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.connectors.settings import Instance
-from wtransfer.errors import BlockNotKeptError
+from wtransfer.errors import BlockNotKeptError, ConnectorOptionError
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.fenced import BlockWitnesses, FencedSpec
 from wtransfer.specs.interface import (
@@ -48,10 +48,9 @@ class _Offered:
     context: ReqContext
     names: RequestNames
     takes_all: bool
-    allocated: bool = False
     num_there: int = 0
     num_offered: int | None = None
-    under_way: set[int] = field(default_factory=set)
+    storing: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -80,21 +79,24 @@ class OffloadingScheduler(ConnectorScheduler):
         super().__init__(config, kv_cache_config)
         instance = Instance.of(config)
         spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
-        fenced = FencedSpec(spec)
-        self._manager = fenced.get_manager()
+        self._manager = FencedSpec(spec).get_manager()
         self._num_ranks = instance.num_ranks
         self._block_size = instance.block_size
-        self._blocks_per_chunk = _blocks_per_chunk(fenced)
+        self._blocks_per_chunk = _blocks_per_chunk(config, self._block_size)
         self._naming = BlockNaming(self._block_size * self._blocks_per_chunk, instance.root)
         self._requests: dict[str, _Offered] = {}
         self._progress = Progress()
         self._job_ids = itertools.count()
         self._in_flight: dict[int, _InFlight] = {}
         self._next = OffloadingMetadata()
-        self._admitted: list[str] = []
         self._stamps: dict[int, Any] = {}
+        # Of jobs: what the spec's manager counts are blocks.
         self._counts = Counter(
-            loads_failed_total=0, stores_failed_total=0, loaded_bytes_total=0, stored_bytes_total=0
+            load_jobs_failed_total=0,
+            store_jobs_failed_total=0,
+            loaded_bytes_total=0,
+            stored_bytes_total=0,
+            unknown_outcomes_total=0,
         )
 
     # -- what there is
@@ -106,7 +108,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens the tier has beyond those that are there."""
-        offered = self._announced(request)
+        offered = self._begin(request)
         offered.num_there = num_computed_tokens
         # The last token is always computed: what follows it is not kept.
         chunk = self._naming.block_size
@@ -122,10 +124,12 @@ class OffloadingScheduler(ConnectorScheduler):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Prepare the load, if there is one."""
-        offered = self._announced(request)
-        offered.allocated = True
+        offered = self._requests.get(request.request_id) or self._announce(request)
         self._progress.know(request)
-        self._admitted.append(request.request_id)
+        # Only now: a request that has no room yet is asked about again and again.
+        there = self._witnessed(offered)[: offered.num_there // self._naming.block_size]
+        if there:
+            self._manager.touch(there, offered.context)
         if not num_external_tokens:
             return
         block_ids = only_group(blocks.get_block_ids())
@@ -135,9 +139,6 @@ class OffloadingScheduler(ConnectorScheduler):
 
     def _num_hits(self, offered: _Offered, first: int, last: int) -> int | None:
         keys = self._witnessed(offered)[first:last]
-        touched = self._witnessed(offered)[:first]
-        if touched:
-            self._manager.touch(touched, offered.context)
         for count, key in enumerate(keys):
             found = self._manager.lookup(key, offered.context)
             if found is LookupResult.RETRY:
@@ -146,14 +147,26 @@ class OffloadingScheduler(ConnectorScheduler):
                 return count
         return len(keys)
 
-    def _announced(self, request: Any) -> _Offered:
-        """Return what the spec knows of a request; told anew while it has not begun."""
+    def _begin(self, request: Any) -> _Offered:
+        """Return what the spec knows of a request that has no blocks of its own.
+
+        It may have had some, and have lost them, by preemption or as the weights have changed. All
+        that it builds on is found or computed from here on, so it belongs to the present weights.
+        """
         offered = self._requests.get(request.request_id)
-        if offered is not None:
-            if offered.allocated or not self._manager.is_out(offered.context):
-                return offered
+        if offered is None:
+            return self._announce(request)
+        if self._manager.is_out(offered.context):
             self._manager.on_request_finished(offered.context)
-        context = ReqContext(request.request_id)
+            return self._announce(request)
+        # Those that jobs may still read are no longer its own.
+        offered.storing.clear()
+        offered.num_offered = None
+        return offered
+
+    def _announce(self, request: Any) -> _Offered:
+        params = getattr(request, "kv_transfer_params", None)
+        context = ReqContext(request.request_id, params)
         context.set_state(BlockWitnesses())
         wanted = self._manager.on_new_request(context)
         takes_all = wanted.policy is OffloadPolicy.REQUEST_LEVEL
@@ -178,7 +191,7 @@ class OffloadingScheduler(ConnectorScheduler):
         except BlockNotKeptError:
             self._next.gone[request_id] = block_ids
             return
-        job_id = self._enter(request_id, offered, keys, is_load=True)
+        job_id = self._enter(request_id, offered.context, keys, is_load=True)
         places = GPULoadStoreSpec(block_ids, block_indices=[first])
         self._next.loads.append(Job(job_id, request_id, places, source))
 
@@ -187,8 +200,11 @@ class OffloadingScheduler(ConnectorScheduler):
         request = tracked.request
         offered = self._requests[request.request_id]
         chunk = self._naming.block_size
+        before = tracked.num_before // chunk
         if offered.num_offered is None:
-            offered.num_offered = 0 if offered.takes_all else tracked.num_before // chunk
+            offered.num_offered = 0 if offered.takes_all else before
+        # A step that did not count is taken again, and what it was to store was not.
+        offered.num_offered = min(offered.num_offered, before)
         keys = self._witnessed(offered)
         full = min(tracked.num_computed // chunk, len(keys))
         for first in range(offered.num_offered, full, STORE_BATCH):
@@ -208,17 +224,17 @@ class OffloadingScheduler(ConnectorScheduler):
             tracked.block_ids[place * per_chunk + i] for place in places for i in range(per_chunk)
         ]
         request_id = tracked.request.request_id
-        job_id = self._enter(request_id, offered, output.keys_to_store, is_load=False)
+        job_id = self._enter(request_id, offered.context, output.keys_to_store, is_load=False)
+        offered.storing.add(job_id)
         source = GPULoadStoreSpec(blocks, block_indices=[places[0] * per_chunk])
         self._next.stores.append(Job(job_id, request_id, source, output.store_spec))
 
     def _enter(
-        self, request_id: str, offered: _Offered, keys: list[OffloadKey], *, is_load: bool
+        self, request_id: str, context: ReqContext, keys: list[OffloadKey], *, is_load: bool
     ) -> int:
         job_id = next(self._job_ids)
         ranks = set(range(self._num_ranks))
-        self._in_flight[job_id] = _InFlight(request_id, offered.context, keys, is_load, ranks)
-        offered.under_way.add(job_id)
+        self._in_flight[job_id] = _InFlight(request_id, context, keys, is_load, ranks)
         return job_id
 
     # -- steps
@@ -227,10 +243,11 @@ class OffloadingScheduler(ConnectorScheduler):
         """Return the jobs of this step."""
         for tracked in self._progress.step(scheduler_output):
             self._offer(tracked)
-        self._next.preempted = sorted(scheduler_output.preempted_req_ids or ())
+        preempted = sorted(scheduler_output.preempted_req_ids or ())
         metadata, self._next = self._next, OffloadingMetadata()
-        admitted, self._admitted = self._admitted, []
-        self._manager.on_schedule_end(ScheduleEndContext(new_req_ids=tuple(admitted)))
+        metadata.preempted = preempted
+        new = tuple(each.req_id for each in scheduler_output.scheduled_new_reqs)
+        self._manager.on_schedule_end(ScheduleEndContext(new, tuple(preempted)))
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -254,15 +271,15 @@ class OffloadingScheduler(ConnectorScheduler):
         request: Any,
         block_ids: list[int],  # noqa: ARG002
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks while jobs are under way for them."""
+        """Keep the blocks while they are being stored; those that are loaded the host keeps."""
         self._progress.forget(request.request_id)
         offered = self._requests.pop(request.request_id, None)
         if offered is None:
             return False, None
         self._manager.on_request_finished(offered.context)
-        if offered.under_way:
+        if offered.storing:
             self._next.ended.append(request.request_id)
-        return bool(offered.under_way), None
+        return bool(offered.storing), None
 
     def _hear(self, stamps: Mapping[int, Any]) -> None:
         self._stamps |= stamps
@@ -271,6 +288,7 @@ class OffloadingScheduler(ConnectorScheduler):
     def _take(self, rank: int, outcome: Outcome) -> None:
         job = self._in_flight.get(outcome.job_id)
         if job is None or rank not in job.waiting_for:
+            self._counts["unknown_outcomes_total"] += 1
             return
         job.waiting_for.remove(rank)
         job.success &= outcome.success
@@ -280,15 +298,15 @@ class OffloadingScheduler(ConnectorScheduler):
         del self._in_flight[outcome.job_id]
         offered = self._requests.get(job.request_id)
         if offered is not None:
-            offered.under_way.discard(outcome.job_id)
+            offered.storing.discard(outcome.job_id)
         self._complete(job)
 
     def _complete(self, job: _InFlight) -> None:
         if not job.is_load:
-            self._counts["stores_failed_total"] += not job.success
+            self._counts["store_jobs_failed_total"] += not job.success
             self._manager.complete_store(job.keys, job.context, job.success)
             return
-        self._counts["loads_failed_total"] += not job.success
+        self._counts["load_jobs_failed_total"] += not job.success
         self._manager.complete_load(job.keys, job.context)
         if not job.success:
             self._manager.load_failed(job.keys, job.context)
@@ -317,6 +335,14 @@ class OffloadingScheduler(ConnectorScheduler):
         self._manager.shutdown()
 
 
-def _blocks_per_chunk(spec: FencedSpec) -> int:
-    cache = getattr(spec.config, "cache", None)
-    return int(getattr(cache, "blocks_per_chunk", 1))
+def _blocks_per_chunk(config: Any, block_size: int) -> int:
+    """Return how many blocks are kept as one: of the option, as specs of any shape read it."""
+    options = config.kv_transfer_config.kv_connector_extra_config or {}
+    wanted = int(options.get("block_size", block_size))
+    blocks, rest = divmod(wanted, block_size)
+    if rest or blocks < 1:
+        raise ConnectorOptionError(
+            f"block_size={wanted}: what is kept as one consists of whole blocks of the cache, "
+            f"which have {block_size} tokens each"
+        )
+    return blocks

@@ -47,6 +47,7 @@ class OffloadingSide(ConnectorWorker):
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
         self._ended: set[str] = set()
+        self._num_unknown = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make the spec's worker."""
@@ -117,8 +118,9 @@ class OffloadingSide(ConnectorWorker):
         return OffloadingWorkerMetadata(self._fence.say(), {self._rank: outcomes})
 
     def get_stats(self) -> Mapping[str, float]:
-        """Return the numbers of the spec's worker."""
-        return {} if self._made is None else self._made.get_stats()
+        """Return the numbers of the spec's worker, and how many results nobody waited for."""
+        stats = {} if self._made is None else self._made.get_stats()
+        return {**stats, "unknown_results_total": self._num_unknown}
 
     def shutdown(self) -> None:
         """Let go of the spec's worker."""
@@ -132,11 +134,14 @@ class OffloadingSide(ConnectorWorker):
         return self._made
 
     def _end(self, job_id: int, success: bool, nbytes: int = 0) -> None:
-        self._outcomes.append(Outcome(job_id, success, nbytes))
-        if job_id in self._storing:
-            del self._storing[job_id]
+        is_store = self._storing.pop(job_id, None) is not None
+        job = self._loading.pop(job_id, None)
+        if job is None and not is_store:
+            self._num_unknown += 1
             return
-        job = self._loading.pop(job_id)
+        self._outcomes.append(Outcome(job_id, success, nbytes))
+        if job is None:
+            return
         if not success:
             self._failed_blocks.update(job.blocks.block_ids)
         if not any(other.request_id == job.request_id for other in self._loading.values()):

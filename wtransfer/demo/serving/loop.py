@@ -97,7 +97,7 @@ class ServingLoop:
         """Take one step, and return the requests that it has ended."""
         plan = self.scheduler.plan()
         finished = self.scheduler.update(plan, self.workers.step(plan))
-        if not plan.spans and not self.scheduler.is_computing:
+        if not plan.spans:
             # Only copies are under way, or nothing at all.
             time.sleep(_IDLE_S)
         return finished
@@ -122,7 +122,7 @@ class ServingLoop:
         return [request.output for request in requests]
 
     def close(self) -> None:
-        """End the workers, and let go of the tier."""
+        """End the workers, and let go of the connector."""
         self.workers.close()
         self.scheduler.close()
 

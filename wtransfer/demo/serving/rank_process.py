@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
-from wtransfer.demo.serving.build import make_worker
-from wtransfer.demo.serving.messages import Ready, StepPlan
-from wtransfer.demo.serving.remote import HOST, PATIENCE_S, Line, Start
-from wtransfer.errors import PeerLostError
-from wtransfer.transport.auth import check_same_user
+from wtransfer.demo.serving.line import PATIENCE_S, call
+from wtransfer.demo.serving.messages import Ready
+from wtransfer.demo.serving.remote import HOST, Order, Start
+from wtransfer.demo.serving.sole_worker import make_sole_worker
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import join_rendezvous
 
 if TYPE_CHECKING:
+    from wtransfer.demo.serving.line import Line
     from wtransfer.demo.serving.worker import ServingWorker
+
+_STARTS = msgspec.msgpack.Decoder(Start)
+_ORDERS = msgspec.msgpack.Decoder(Order)
 
 
 def main(address: str) -> None:
@@ -26,28 +29,35 @@ def main(address: str) -> None:
         address: Of the scheduler's socket.
     """
     torch.set_num_threads(1)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(address)
-    check_same_user(connection)
-    line = Line(connection, "the scheduler")
-    worker = _worker(line.receive(Start))
-    line.wait_for_ever()
+    line = call(address, "the scheduler")
     try:
+        _serve(line)
+    except Exception as error:
+        if line.is_lost:
+            return
+        line.fail(error)
+        raise
+    finally:
+        line.close()
+
+
+def _serve(line: Line) -> None:
+    worker = _worker(line.receive(_STARTS))
+    try:
+        line.wait_for_ever()
         line.send(Ready(worker.handshake()))
         while True:
-            line.send(worker.step(line.receive(StepPlan)))
-    except PeerLostError:
-        return
+            plan = line.receive(_ORDERS).plan
+            line.send(worker.get_stats() if plan is None else worker.step(plan))
     finally:
         worker.close()
-        line.close()
 
 
 def _worker(start: Start) -> ServingWorker:
     if start.meeting is None:
-        return make_worker(start.settings)
+        return make_sole_worker(start.settings)
     rendezvous = join_rendezvous(HOST, start.meeting.port, start.meeting.name)
     group = GlooCommunicator(
         rendezvous, start.rank, start.settings.num_ranks, host=HOST, timeout_s=PATIENCE_S
     )
-    return make_worker(start.settings, group)
+    return make_sole_worker(start.settings, group)

@@ -12,7 +12,7 @@ from wtransfer.demo.serving.shape import Limits
 from wtransfer.weights import instance_fingerprint, known_stamps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from wtransfer.blocks import OffloadKey
     from wtransfer.connectors.naming import BlockNaming
@@ -28,7 +28,8 @@ class Scheduler:
 
     Requests run side by side, in the order in which they were admitted. Each step computes the next
     token of those that have all of their prompt, and as much of the other prompts as it can hold.
-    Where blocks run out, the last that was admitted gives its own up, and begins anew later.
+    Where blocks run out, the last that was admitted gives its own up, and begins anew later; the
+    first never does, so that whatever comes, one of them is nearer to its end.
 
     A request builds on blocks of its own weights only, and leaves blocks only as long as these have
     not changed. A request for which nothing was computed when they change begins anew.
@@ -63,24 +64,25 @@ class Scheduler:
         self._loading: dict[str, Request] = {}
         self._loaded: deque[Request] = deque()
         self._running: dict[str, Request] = {}
-        self._held: dict[str, list[int]] = {}
+        # All that have not ended.
+        self._requests: dict[str, Request] = {}
+        # Blocks of requests that have ended: by request, while the connector sends from them, or
+        # still writes into them.
+        self._sending: dict[str, list[int]] = {}
+        self._receiving: dict[str, list[int]] = {}
         self._ended: set[str] = set()
         self._preempted: set[str] = set()
         self.counts: Counter[str] = Counter()
         """What was done so far: ``tokens_computed``, ``tokens_cached`` (found in the cache),
         ``tokens_loaded`` (by the connector), ``loads_failed``, ``steps_refused``, ``preemptions``,
-        ``restarts``, ``weight_changes``."""
+        ``restarts``, ``weight_changes``, ``unknown_notices`` (of the connector, about requests that
+        nobody waits for)."""
 
     @property
     def is_busy(self) -> bool:
         """Whether more steps are needed."""
-        requests = self._waiting or self._loading or self._loaded or self._running or self._held
+        requests = self._requests or self._sending or self._receiving
         return bool(requests or (self.link and self.link.connector.has_pending_work()))
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next step has something to compute."""
-        return bool(self._running)
 
     def add(self, request: Request) -> None:
         """Take a request.
@@ -96,19 +98,15 @@ class Scheduler:
                 f"{self.pool.num_blocks}"
             )
         request.names = self._naming.of(request)
+        self._requests[request.request_id] = request
         self._waiting.append(request)
         if self.link:
             self.link.connector.on_new_request(request)
 
     def abort(self, request: Request) -> None:
         """End a request before its time; one that has ended stays as it is."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-        elif request in self._loaded:
-            self._loaded.remove(request)
-        elif request.request_id not in {**self._loading, **self._running}:
-            return
-        self._end(request, "aborted")
+        if request.request_id in self._requests:
+            self._end(request, "aborted")
 
     def close(self) -> None:
         """Let go of the connector."""
@@ -142,14 +140,25 @@ class Scheduler:
             if request.request_id not in self._running or not count:
                 continue
             blocks = self._grow(request, count)
-            while blocks is None:
-                last = next(reversed(self._running.values()))
-                self._preempt(last)
-                if last is request:
-                    break
+            while blocks is None and self._make_room(request):
                 blocks = self._grow(request, count)
             if blocks is not None:
                 step.go_on(request, count, blocks)
+
+    def _make_room(self, request: Request) -> bool:
+        """Take blocks from others, so that a request may go on; return whether any were taken.
+
+        Those for which nothing was computed yet give theirs up first, then those that were admitted
+        last. The first of all never does, else two could undo in turns what the other has done:
+        where blocks are in the hands of the connector, it waits for them.
+        """
+        if self._loaded:
+            self._preempt(self._loaded.pop())
+            return True
+        first, last = next(iter(self._running.values())), next(reversed(self._running.values()))
+        if last is not first:
+            self._preempt(last)
+        return last is not request
 
     def _grow(self, request: Request, count: int) -> list[int] | None:
         """Return the blocks that a request gets for more tokens; None if there are too few."""
@@ -275,15 +284,20 @@ class Scheduler:
         stamps = known_stamps(said)
         if stamps == self._stamps:
             return
-        self.counts["weight_changes"] += self._stamps is not None
+        # What was kept before the first stamps are heard is for the user to answer for.
+        is_change = self._stamps is not None
+        self.counts["weight_changes"] += is_change
         self._stamps = stamps
         self.pool.forget_all()
-        if self.link and not self.link.connector.names_weights:
-            self.link.connector.reset_cache()
-        for request in [each for each in self._running.values() if not each.wrote_blocks]:
-            self._restart(request)
+        # What is computed from now on must not build on what was computed so far, where the
+        # connector keeps both under one name.
+        link = self.link if is_change else None
+        keeps_unnamed = link is not None and link.forget_weights()
         while self._loaded:
             self._restart(self._loaded.pop())
+        for request in reversed(list(self._running.values())):
+            if not request.wrote_blocks or keeps_unnamed:
+                self._restart(request)
 
     def _restart(self, request: Request) -> None:
         self.counts["restarts"] += 1
@@ -293,7 +307,12 @@ class Scheduler:
         """Take what the connector says; return requests that have failed by it."""
         if self.link is None:
             return []
-        heard = self.link.hear([result.said for result in results])
+        heard = self.link.hear(
+            [result.said for result in results],
+            sending={*self._requests, *self._sending},
+            receiving={*self._loading, *self._receiving},
+        )
+        self.counts["unknown_notices"] = self.link.num_unknown
         if heard.invalid_block_ids:
             for request in (*self._loading.values(), *self._running.values()):
                 if request.num_external_tokens:
@@ -302,7 +321,10 @@ class Scheduler:
         arrived = [self._loading.pop(each) for each in sorted(received) if each in self._loading]
         within = [each for each in self._running.values() if each.num_external_tokens]
         failed = [each for each in (*arrived, *within) if not self._take_load(each)]
-        self._release((heard.finished_sending or set()) | received)
+        for request_id in heard.finished_sending or set():
+            self.pool.release(self._sending.pop(request_id, []))
+        for request_id in received:
+            self.pool.release(self._receiving.pop(request_id, []))
         return failed
 
     def _take_load(self, request: Request) -> bool:
@@ -331,11 +353,6 @@ class Scheduler:
             self._loaded.append(request)
         return True
 
-    def _release(self, request_ids: Iterable[str]) -> None:
-        """Let go of the blocks of requests that had ended before the connector was done."""
-        for request_id in request_ids:
-            self.pool.release(self._held.pop(request_id, []))
-
     def _take(self, span: Span, tokens: dict[str, int]) -> Request:
         request = self._running[span.request_id]
         request.began = request.wrote_blocks = True
@@ -363,14 +380,20 @@ class Scheduler:
             self.pool.name(block, name)
 
     def _end(self, request: Request, state: State) -> None:
+        request_id = request.request_id
+        for queue in (self._waiting, self._loaded):
+            if request in queue:
+                queue.remove(request)
+        self._running.pop(request_id, None)
+        del self._requests[request_id]
+        self._ended.add(request_id)
         request.state = state
-        self._running.pop(request.request_id, None)
         # Somebody is still writing these blocks.
-        is_loading = self._loading.pop(request.request_id, None) is not None
-        self._ended.add(request.request_id)
-        stay = self.link is not None and self.link.finished(request)
-        if stay or is_loading:
-            self._held[request.request_id] = request.block_ids
+        if self._loading.pop(request_id, None):
+            self._receiving[request_id] = request.block_ids
+            self.pool.hold(request.block_ids)
+        if self.link and self.link.finished(request):
+            self._sending[request_id] = request.block_ids
         else:
             self.pool.release(request.block_ids)
 

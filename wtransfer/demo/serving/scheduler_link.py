@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,14 @@ from wtransfer.demo.serving.plain import from_plain, to_plain
 from wtransfer.demo.serving.schedule import KVCacheBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
     from wtransfer.connectors.interface import KVConnectorBase_V1
     from wtransfer.demo.serving.messages import Said
     from wtransfer.demo.serving.request import Request
     from wtransfer.demo.serving.schedule import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerLink:
@@ -31,8 +34,11 @@ class SchedulerLink:
         self.connector = connector
         """The side."""
         self._num_ranks = num_ranks
+        self.num_unknown = 0
+        """How often a rank has named a request that nobody waits for, or that it had named."""
         self._sent: defaultdict[str, set[int]] = defaultdict(set)
         self._received: defaultdict[str, set[int]] = defaultdict(set)
+        self._is_shut = False
 
     def meet(self, handshakes: Sequence[Any]) -> None:
         """Pass on what the ranks' sides say before the first step, in order of rank."""
@@ -42,7 +48,8 @@ class SchedulerLink:
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask how many tokens can be loaded, and whether that outlasts the step."""
-        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        answer = self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        return (0, False) if self._is_shut else answer
 
     def allocated(self, request: Request, num_external_tokens: int) -> None:
         """Tell which blocks a request has got."""
@@ -56,14 +63,47 @@ class SchedulerLink:
         self.connector.take_events()
         return metadata
 
-    def hear(self, said: Sequence[Said | None]) -> KVConnectorOutput:
-        """Pass on what the ranks' sides say after a step, in order of rank; return it as one."""
+    def forget_weights(self) -> bool:
+        """Have everything forgotten that was computed with other weights than the present ones.
+
+        Returns:
+            Whether the connector keeps blocks under names that weights have no part in.
+        """
+        if self.connector.names_weights:
+            return False
+        if self.connector.reset_cache() is not True and not self._is_shut:
+            self._is_shut = True
+            logger.warning(
+                "the weights have changed, and %s can neither tell blocks of different weights "
+                "apart nor forget them (reset_cache): nothing is loaded by it from now on",
+                type(self.connector).__name__,
+            )
+        return True
+
+    def hear(
+        self,
+        said: Sequence[Said | None],
+        *,
+        sending: Collection[str],
+        receiving: Collection[str],
+    ) -> KVConnectorOutput:
+        """Pass on what the ranks' sides say after a step; return it as one.
+
+        A rank may say the same twice, or late: that is counted, and changes nothing.
+
+        Args:
+            said: In order of rank.
+            sending: Requests that may be named as sent.
+            receiving: Requests that are waited for.
+        """
         heard = [each for each in said if each is not None]
         metas = [from_plain(each.metadata) for each in heard if each.metadata is not None]
         output = KVConnectorOutput(
-            finished_sending=self._agreed(self._sent, (each.finished_sending for each in heard)),
+            finished_sending=self._agreed(
+                self._sent, [each.finished_sending for each in heard], sending
+            ),
             finished_recving=self._agreed(
-                self._received, (each.finished_recving for each in heard)
+                self._received, [each.finished_recving for each in heard], receiving
             ),
             kv_connector_worker_meta=(
                 functools.reduce(lambda one, other: one.aggregate(other), metas) if metas else None
@@ -80,14 +120,19 @@ class SchedulerLink:
         return stay
 
     def _agreed(
-        self, named: defaultdict[str, set[int]], said: Iterable[set[str]]
+        self,
+        named: defaultdict[str, set[int]],
+        said: Sequence[set[str]],
+        expected: Collection[str],
     ) -> set[str] | None:
         """Return the requests that every rank has named by now."""
-        needed = self.connector.get_finished_count() or self._num_ranks
         for rank, request_ids in enumerate(said):
             for request_id in request_ids:
+                self.num_unknown += request_id not in expected or rank in named[request_id]
                 named[request_id].add(rank)
+        needed = self.connector.get_finished_count() or self._num_ranks
         agreed = {each for each, ranks in named.items() if len(ranks) >= needed}
-        for request_id in agreed:
+        agreed = {each for each in agreed if each in expected}
+        for request_id in [each for each in named if each in agreed or each not in expected]:
             del named[request_id]
         return agreed or None

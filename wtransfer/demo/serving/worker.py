@@ -14,6 +14,8 @@ from wtransfer.errors import CommitError
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from wtransfer.demo.serving.cache import PagedCache
     from wtransfer.demo.serving.messages import StepPlan
     from wtransfer.demo.serving.model import PagedTransformer
@@ -80,10 +82,12 @@ class ServingWorker:
         if link is None:
             tokens = None if refused else self._compute(plan)
             return StepResult(stamp, tokens is not None, tokens or {})
-        with self._weights.withheld() if refused else contextlib.nullcontext():
+        with self._withheld(refused):
             link.begin(plan)
             tokens = self._between(plan, link, compute=not refused)
-        said = link.end(plan.finished_req_ids)
+        # An empty worker's side must not believe that there is anything to serve from.
+        with self._withheld(stamp is None):
+            said = link.end(plan.finished_req_ids)
         return StepResult(stamp, tokens is not None, tokens or {}, said)
 
     def get_stats(self) -> dict[str, float]:
@@ -115,6 +119,9 @@ class ServingWorker:
         if self.session is not None and self.session.state == "empty":
             return None
         return self._weights.stamp()
+
+    def _withheld(self, condition: bool) -> AbstractContextManager[None]:
+        return self._weights.withheld() if condition else contextlib.nullcontext()
 
     def _between(self, plan: StepPlan, link: WorkerLink, *, compute: bool) -> dict[str, int] | None:
         """Load, compute and save; return the tokens, or None if nothing counts."""

@@ -1,0 +1,484 @@
+"""What both sides of the offloading connector tell each other, over specs of either shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from wtransfer.connectors.interface import KVConnectorOutput
+from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
+from wtransfer.demo.serving.schedule import KVCacheBlocks
+from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, UnknownBackendError
+from wtransfer.specs.interface import OffloadPolicy, RequestOffloadingContext
+
+SHAPES = {
+    "today": {"spec_name": "CPUOffloadingSpec"},
+    "seed": {"spec_name": "SeedSpec", "spec_module_path": "seed_spec"},
+}
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request):
+    return SHAPES[request.param]
+
+
+# -- blocks, and chunks of several
+
+
+@pytest.mark.parametrize("per_chunk", [1, 2, 3])
+@pytest.mark.parametrize(("name", "num_ranks"), [("today", 1), ("today", 2), ("seed", 1)])
+def test_what_is_loaded_is_what_was_stored(bench, ask_for, name, per_chunk, num_ranks):
+    rig = bench(num_ranks, block_size=4 * per_chunk, **SHAPES[name])
+    rig.keep(ask_for("r", 26), [7, 2, 9, 4, 11, 0, 5])
+    rig.wipe()
+    again = ask_for("s", 26)
+    whole = 6 // per_chunk * per_chunk
+    assert rig.ask(again) == (4 * whole, True)
+    blocks = [1, 3, 5, 6, 8, 10, 12]
+    rig.allocate(again, blocks, 4 * whole)
+    metadata, said = rig.step()
+    (job,) = metadata.loads
+    assert (job.blocks.block_ids, job.blocks.block_indices) == (blocks[:whole], [0])
+    said += rig.settle()
+    assert [name for each in said for name in each.received] == ["s"] * num_ranks
+    for rank in range(num_ranks):
+        assert rig.values(blocks[:whole], rank) == [1.0 + 100 * rank + i for i in range(whole)]
+        assert rig.values(blocks[whole:], rank) == [0.0] * (7 - whole)
+
+
+def test_a_chunk_whose_beginning_is_there_is_loaded_from_its_middle(bench, ask_for, shape):
+    rig = bench(block_size=12, **shape)
+    rig.keep(ask_for("r", 25), [0, 1, 2, 3, 4, 5, 6])
+    rig.wipe()
+    again = ask_for("s", 25)
+    assert rig.ask(again, 4) == (20, True)
+    blocks = [15, 14, 13, 12, 11, 10, 9]
+    rig.allocate(again, blocks, 20)
+    metadata, _ = rig.step()
+    (job,) = metadata.loads
+    assert (job.blocks.block_ids, job.blocks.block_indices) == (blocks[1:6], [1])
+    rig.settle()
+    assert rig.values(blocks) == [0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0], "what was there is untouched"
+
+
+def test_only_whole_chunks_are_stored(bench, ask_for, a_step, shape):
+    rig = bench(block_size=8, **shape)
+    request = ask_for("r", 30)
+    rig.ask(request)
+    rig.allocate(request, list(range(8)))
+    stored = []
+    for before, count in ((0, 7), (7, 2), (9, 14), (23, 1), (24, 6)):
+        kind = {"new" if before == 0 else "cached": [(request, before, count)]}
+        metadata, _ = rig.step(a_step(**kind))
+        stored.append([job.blocks.block_ids for job in metadata.stores])
+    assert stored == [[], [[0, 1]], [[2, 3]], [[4, 5]], []]
+
+
+def test_the_last_token_is_never_loaded(bench, ask_for, shape):
+    rig = bench(block_size=8, **shape)
+    rig.keep(ask_for("r", 17), [0, 1, 2, 3, 4])
+    assert rig.ask(ask_for("s", 16)) == (8, True)
+    assert rig.ask(ask_for("t", 17)) == (16, True)
+    assert rig.ask(ask_for("u", 8)) == (0, False)
+    assert rig.ask(ask_for("v", 17), 16) == (0, False)
+    assert rig.ask(ask_for("w", 17, first=9)) == (0, False), "other tokens"
+
+
+@pytest.mark.parametrize("wanted", [6, 2, 0, -4])
+def test_chunks_consist_of_whole_blocks(bench, wanted):
+    with pytest.raises((ConnectorOptionError, OffloadingOptionError), match=f"block_size={wanted}"):
+        bench(block_size=wanted)
+
+
+def test_chunks_of_a_spec_in_the_seeds_style_consist_of_whole_blocks(bench, seed_spec):
+    class Careless(seed_spec.SeedSpec):
+        def __init__(self, vllm_config, kv_cache_config):
+            self.manager = seed_spec.SeedManager(4, 6)
+
+    seed_spec.Careless = Careless
+    with pytest.raises(
+        ConnectorOptionError, match="whole blocks of the cache, which have 4 tokens"
+    ):
+        bench(block_size=6, spec_name="Careless", spec_module_path="seed_spec")
+
+
+def test_a_spec_that_nobody_offers_is_an_error_on_both_sides(bench):
+    with pytest.raises(UnknownBackendError, match="Unsupported spec type: Nowhere"):
+        bench(spec_name="Nowhere")
+
+
+def test_several_groups_are_refused(bench, ask_for):
+    rig = bench()
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    request = ask_for("s", 9)
+    number, _ = rig.ask(request)
+
+    class Two(KVCacheBlocks):
+        def get_block_ids(self):
+            return ([1, 2, 3], [4, 5, 6])
+
+    with pytest.raises(ConnectorOptionError, match="2 KV cache groups"):
+        rig.scheduler.update_state_after_alloc(request, Two([]), number)
+
+
+# -- what the spec hears
+
+
+def test_the_spec_is_told_that_blocks_are_in_use_once_they_are(bench, ask_for):
+    rig = bench()
+    rig.keep(ask_for("r", 13), [0, 1, 2, 3])
+    touched, touch = [], rig.manager.touch
+    rig.manager.touch = lambda keys, context: touched.append(len(keys)) or touch(keys, context)
+    request = ask_for("s", 13)
+    for _ in range(3):
+        assert rig.ask(request, 8) == (4, True)
+    assert touched == []
+    rig.allocate(request, [0, 1, 5, 6], 4)
+    assert touched == [2]
+
+
+def test_the_spec_is_told_what_the_user_said_and_what_the_step_was(bench, ask_for, a_step):
+    rig = bench()
+    heard, steps = [], []
+    rig.manager.on_new_request = lambda context: (
+        heard.append((context.req_id, context.kv_transfer_params)) or RequestOffloadingContext()
+    )
+    rig.manager.on_schedule_end = steps.append
+    request = ask_for("r", 9, params={"keep": "long"})
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    assert heard == [("r", {"keep": "long"})]
+    rig.step(a_step(new=[(request, 0, 9)], preempted={"q", "p"}))
+    rig.step(a_step(cached=[(request, 9, 1)]))
+    said = [(tuple(each.new_req_ids), tuple(each.preempted_req_ids)) for each in steps]
+    assert said == [(("r",), ("p", "q")), ((), ())]
+
+
+def test_events_are_passed_on(bench, ask_for):
+    rig = bench(**SHAPES["seed"])
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    (event,) = rig.scheduler.take_events()
+    assert (len(event.keys), event.removed) == (2, False)
+    assert list(rig.scheduler.take_events()) == []
+
+
+def test_it_forgets_when_it_is_told_to(bench, ask_for, shape):
+    rig = bench(**shape)
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    assert rig.ask(ask_for("s", 9)) == (8, True)
+    assert rig.scheduler.reset_cache() is True
+    assert rig.ask(ask_for("t", 9)) == (0, False)
+
+
+# -- steps that do not count, and jobs that fail
+
+
+def test_what_a_step_that_did_not_count_was_to_store_is_stored_by_the_next(
+    bench, ask_for, a_step, shape
+):
+    rig = bench(**shape)
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    for _ in range(2):
+        metadata, (said,) = rig.step(a_step(new=[(request, 0, 9)]), counts=False)
+        (job,) = metadata.stores
+        assert said.meta.outcomes == {0: [Outcome(job.job_id, success=False)]}
+        assert not rig.scheduler.has_pending_work()
+    assert rig.ask(ask_for("s", 9)) == (0, False)
+    rig.fill([0, 1], 5.0)
+    rig.step(a_step(cached=[(request, 0, 9)]))
+    rig.settle()
+    assert rig.ask(ask_for("t", 9)) == (8, True)
+    assert rig.scheduler.get_stats()["store_jobs_failed_total"] == 2
+
+
+def test_what_the_tier_could_not_store_is_not_tried_in_every_step(bench, ask_for, a_step):
+    rig = bench()
+    rig.tier.submit_store = lambda *job: False
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    told = [rig.step(a_step(new=[(request, 0, 9)]))]
+    told += [rig.step(a_step(cached=[(request, 9 + n, 1)])) for n in range(2)]
+    assert [len(metadata.stores) for metadata, _ in told] == [1, 0, 0]
+    stats = rig.scheduler.get_stats()
+    # Jobs of the connector are no blocks of the spec.
+    assert (stats["store_jobs_failed_total"], stats["stores_failed_total"]) == (1, 2)
+
+
+def test_bytes_are_counted_by_rank(bench, ask_for):
+    rig = bench(2)
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    nbytes = 2 * 2 * rig.workers[0].side._spec.config.worker_kv_bytes_per_block
+    stats = rig.scheduler.get_stats()
+    assert (stats["stored_bytes_total"], stats["loaded_bytes_total"]) == (nbytes, 0)
+    again = ask_for("s", 9)
+    rig.ask(again)
+    rig.allocate(again, [3, 4, 5], 8)
+    rig.settle()
+    assert rig.scheduler.get_stats()["loaded_bytes_total"] == nbytes
+
+
+def test_blocks_that_have_gone_are_named_at_once(bench, ask_for):
+    rig = bench()
+    rig.keep(ask_for("r", 13), [0, 1, 2, 3])
+    request = ask_for("s", 13)
+    assert rig.ask(request) == (12, True)
+    rig.scheduler.reset_cache()
+    rig.allocate(request, [5, 6, 7, 8], 12)
+    metadata, (said,) = rig.step()
+    assert (metadata.loads, metadata.gone) == ([], {"s": [5, 6, 7]})
+    assert (said.bad, said.received) == ({5, 6, 7}, {"s"})
+    assert not rig.scheduler.has_pending_work()
+    metadata, (said,) = rig.step()
+    assert (metadata.gone, said.bad, said.received) == ({}, set(), set())
+
+
+def test_a_load_that_fails_on_one_rank_has_failed(bench, ask_for):
+    rig = bench(2)
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    rig.workers[1].side._made._inner.submit_load = lambda *job: False
+    request = ask_for("s", 9)
+    rig.ask(request)
+    rig.allocate(request, [3, 4, 5], 8)
+    said = [*rig.step()[1], *rig.settle()]
+    assert {block for each in said[1::2] for block in each.bad} == {3, 4}
+    assert {block for each in said[0::2] for block in each.bad} == set()
+    assert [sorted(each.received) for each in said if each.received] == [["s"]] * 2
+    assert rig.scheduler.get_stats()["load_jobs_failed_total"] == 1
+    # It is not asked for again, and can be stored anew.
+    assert rig.ask(ask_for("t", 9)) == (0, False)
+
+
+def test_outcomes_that_come_again_or_of_nobody_are_counted(bench, ask_for, a_step):
+    """FAULTS 28."""
+    rig = bench(2)
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    (job,) = rig.tell(a_step(new=[(request, 0, 9)])).stores
+
+    def say(rank, job_id, success=True):
+        said = OffloadingWorkerMetadata(
+            rig.workers[rank].side._fence.say(), {rank: [Outcome(job_id, success, 10)]}
+        )
+        output = KVConnectorOutput(kv_connector_worker_meta=said)
+        rig.scheduler.update_connector_output(output)
+
+    say(0, job.job_id)
+    say(0, job.job_id, success=False)
+    say(1, job.job_id + 7)
+    assert rig.scheduler.has_pending_work(), "one rank is not two"
+    say(1, job.job_id)
+    say(1, job.job_id)
+    assert not rig.scheduler.has_pending_work()
+    stats = rig.scheduler.get_stats()
+    assert (stats["unknown_outcomes_total"], stats["stored_bytes_total"]) == (3, 20)
+    assert rig.ask(ask_for("s", 9)) == (8, True)
+    rig.scheduler.update_connector_output(KVConnectorOutput())
+
+
+def test_results_that_a_spec_says_twice_are_counted(bench, ask_for, a_step):
+    rig = bench()
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    get_finished = rig.tier.get_finished
+    rig.tier.get_finished = lambda: [each for each in get_finished() for _ in range(2)]
+    rig.step(a_step(new=[(request, 0, 9)]))
+    rig.settle()
+    assert rig.workers[0].get_stats()["unknown_results_total"] == 1
+    assert rig.scheduler.get_stats()["unknown_outcomes_total"] == 0
+
+
+# -- whose blocks they are
+
+
+def test_blocks_stay_while_they_are_stored(bench, ask_for, a_step):
+    rig = bench()
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    get_finished, rig.tier.get_finished = rig.tier.get_finished, list
+    rig.step(a_step(new=[(request, 0, 9)]))
+    assert rig.scheduler.request_finished(request, [0, 1, 2]) == (True, None)
+    for _ in range(3):
+        _, (said,) = rig.step()
+        assert said.sent == set()
+    rig.tier.get_finished = get_finished
+    said = rig.settle()
+    assert [sorted(each.sent) for each in said if each.sent] == [["r"]]
+
+
+def test_blocks_that_are_loaded_are_the_hosts_to_keep(bench, ask_for):
+    """It is named as received, and not as sent as well: hosts free its blocks by either."""
+    rig = bench()
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    request = ask_for("s", 9)
+    rig.ask(request)
+    rig.allocate(request, [3, 4, 5], 8)
+    assert rig.scheduler.request_finished(request, [3, 4, 5]) == (False, None)
+    said = [*rig.step()[1], *rig.settle()]
+    assert [(sorted(each.sent), sorted(each.received)) for each in said if each.received] == [
+        ([], ["s"])
+    ]
+    assert all(each.sent == set() for each in said)
+
+
+def test_a_request_that_is_not_known_may_end(bench, ask_for):
+    assert bench().scheduler.request_finished(ask_for("r", 9), []) == (False, None)
+
+
+def test_blocks_that_are_taken_away_are_waited_for(bench, ask_for, a_step):
+    rig = bench()
+    request, waited = ask_for("r", 9), []
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    wait, get_finished = rig.tier.wait, rig.tier.get_finished
+    rig.tier.get_finished = list
+    rig.tier.wait = lambda jobs: waited.append(set(jobs)) or wait(jobs)
+    metadata, _ = rig.step(a_step(new=[(request, 0, 9)]))
+    (job,) = metadata.stores
+    rig.step(a_step(preempted={"somebody"}))
+    assert waited == []
+    rig.step(a_step(preempted={"r"}))
+    assert waited == [{job.job_id}]
+    rig.tier.get_finished = get_finished
+    # It goes on elsewhere, and has nothing to do with what it has lost.
+    rig.ask(request)
+    rig.allocate(request, [7, 8, 9])
+    assert rig.scheduler.request_finished(request, [7, 8, 9]) == (False, None)
+    rig.settle()
+
+
+def test_a_request_that_goes_on_elsewhere_stores_from_there(bench, ask_for, a_step):
+    rig = bench()
+    request = ask_for("r", 13)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2, 3])
+    rig.fill([0, 1, 2, 3], 1.0)
+    rig.step(a_step(new=[(request, 0, 9)]))
+    rig.settle()
+    rig.step(a_step(preempted={"r"}))
+    assert rig.ask(request) == (8, True)
+    rig.allocate(request, [9, 8, 7, 6], 8)
+    rig.settle()
+    assert rig.values([9, 8]) == [1.0, 2.0]
+    metadata, _ = rig.step(a_step(cached=[(request, 8, 5)], resumed={"r"}))
+    (job,) = metadata.stores
+    assert (job.blocks.block_ids, job.blocks.block_indices) == ([7], [2])
+
+
+def test_what_a_request_finds_elsewhere_is_not_what_it_has_computed(bench, ask_for, a_step):
+    """It has lost its blocks, and the host's own cache has more of it than it had itself."""
+    rig = bench()
+    request = ask_for("r", 17)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2, 3, 4])
+    rig.step(a_step(new=[(request, 0, 5)]))
+    rig.step(a_step(preempted={"r"}))
+    assert rig.ask(request, 12) == (0, False)
+    rig.allocate(request, [5, 6, 7, 8, 9])
+    metadata, _ = rig.step(a_step(cached=[(request, 12, 5)], resumed={"r"}))
+    (job,) = metadata.stores
+    assert (job.blocks.block_ids, job.blocks.block_indices) == ([8], [3])
+
+
+@pytest.mark.parametrize("policy", OffloadPolicy)
+def test_a_spec_gets_what_it_wants_of_a_request(bench, ask_for, a_step, policy):
+    rig = bench()
+    rig.manager.on_new_request = lambda context: RequestOffloadingContext(policy)
+    request = ask_for("r", 13)
+    rig.ask(request, 8)
+    rig.allocate(request, [0, 1, 2, 3])
+    metadata, _ = rig.step(a_step(new=[(request, 8, 4)]))
+    (job,) = metadata.stores
+    wanted = [0, 1, 2] if policy is OffloadPolicy.REQUEST_LEVEL else [2]
+    assert job.blocks.block_ids == wanted
+
+
+# -- weights
+
+
+def test_a_request_that_lives_through_a_change_is_out(bench, ask_for, a_step, weights):
+    """FAULTS 47."""
+    rig = bench()
+    request = ask_for("r", 13)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2, 3])
+    rig.step(a_step(new=[(request, 0, 5)]))
+    rig.settle()
+    for name in ("B", "A"):
+        weights.settle(name)
+        rig.step()
+    metadata, _ = rig.step(a_step(cached=[(request, 5, 8)]))
+    assert metadata.stores == [], "also on the way back"
+    assert rig.ask(ask_for("s", 13)) == (4, True), "what it had stored before"
+
+
+def test_a_request_that_has_lost_its_blocks_begins_anew(bench, ask_for, a_step, weights):
+    rig = bench()
+    heard = []
+    new, end = rig.manager.on_new_request, rig.manager.on_request_finished
+    rig.manager.on_new_request = lambda context: heard.append(("new", context)) or new(context)
+    rig.manager.on_request_finished = lambda context: heard.append(("end", context)) or end(context)
+    request = ask_for("r", 13)
+    for _ in range(2):
+        rig.ask(request)
+    rig.allocate(request, [0, 1, 2, 3])
+    rig.step(a_step(new=[(request, 0, 5)]))
+    weights.settle("B")
+    rig.step()
+    rig.step(a_step(preempted={"r"}))
+    assert rig.ask(request) == (0, False), "kept of other weights"
+    rig.allocate(request, [4, 5, 6, 7])
+    metadata, _ = rig.step(a_step(cached=[(request, 0, 13)], resumed={"r"}))
+    (job,) = metadata.stores
+    assert job.blocks.block_ids == [4, 5, 6]
+    rig.settle()
+    assert rig.ask(ask_for("s", 13)) == (12, True)
+    rig.scheduler.request_finished(request, [4, 5, 6, 7])
+    kinds = [kind for kind, context in heard if context.req_id == "r"]
+    assert kinds == ["new", "end", "new", "end"]
+    (_, first), (_, ended), (_, second), (_, last) = [
+        each for each in heard if each[1].req_id == "r"
+    ]
+    assert first is ended is not second
+    assert second is last
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_load_for_weights_that_have_gone_is_a_miss(bench, ask_for, weights, when):
+    """FAULTS 31: the worker has the last word, when it begins and when it has ended."""
+    rig = bench()
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    request = ask_for("s", 9)
+    assert rig.ask(request) == (8, True)
+    rig.allocate(request, [3, 4, 5], 8)
+    metadata = rig.tell()
+    get_finished = rig.tier.get_finished
+    if when == "before":
+        weights.settle("B")
+    else:
+        rig.tier.get_finished = list
+    said = rig.work(metadata)
+    if when == "meanwhile":
+        weights.settle("B")
+        rig.tier.get_finished = get_finished
+    rig.hear(said)
+    said += rig.settle()
+    assert {block for each in said for block in each.bad} == {3, 4}
+    assert [sorted(each.received) for each in said if each.received] == [["s"]]
+
+
+def test_the_scheduler_knows_the_weights_before_the_first_step(bench, ask_for, weights):
+    rig = bench()
+    assert rig.scheduler.get_stats()["fence_open"] == 1
+    weights.settle("B")
+    assert rig.scheduler.get_stats()["fence_open"] == 1, "it has not heard yet"
+    with weights.changing(lambda: "C"):
+        rig.step()
+        assert rig.scheduler.get_stats()["fence_open"] == 0
+        assert rig.ask(ask_for("r", 9)) == (0, False)
+    rig.step()
+    assert rig.scheduler.get_stats()["fence_open"] == 1

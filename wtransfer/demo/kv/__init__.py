@@ -1,0 +1,1 @@
+"""The demo's other story: KV cache from a prefill to a decode instance, and what that saves."""
