@@ -31,7 +31,8 @@ The life of a request, S beside the scheduler, W beside every worker's model:
     ``build_connector_worker_meta()``, ``clear_connector_metadata()``.
 11. S ``update_connector_output(output)``: what the workers said, aggregated over all of them.
 12. S ``request_finished(request, block_ids)``, once: whether the blocks must stay until
-    ``get_finished`` of every W has named the request.
+    ``get_finished`` of every W has named the request, as sent. The blocks of a request that ends
+    while they are loaded stay in any case, until it is named: as received, then, and only so.
 
 A load that fails is a miss: the worker names the blocks, and the host computes them.
 

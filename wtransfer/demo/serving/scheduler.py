@@ -68,8 +68,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         # Blocks of requests that have ended: by request, while the connector sends from them, or
         # still writes into them.
-        self._sending: dict[str, list[int]] = {}
-        self._receiving: dict[str, list[int]] = {}
+        self._held: dict[str, list[int]] = {}
         self._ended: set[str] = set()
         self._preempted: set[str] = set()
         self.counts: Counter[str] = Counter()
@@ -81,7 +80,7 @@ class Scheduler:
     @property
     def is_busy(self) -> bool:
         """Whether more steps are needed."""
-        requests = self._requests or self._sending or self._receiving
+        requests = self._requests or self._held
         return bool(requests or (self.link and self.link.connector.has_pending_work()))
 
     def add(self, request: Request) -> None:
@@ -309,8 +308,8 @@ class Scheduler:
             return []
         heard = self.link.hear(
             [result.said for result in results],
-            sending={*self._requests, *self._sending},
-            receiving={*self._loading, *self._receiving},
+            sending={*self._requests, *self._held},
+            receiving={*self._loading, *self._held},
         )
         self.counts["unknown_notices"] = self.link.num_unknown
         if heard.invalid_block_ids:
@@ -321,10 +320,9 @@ class Scheduler:
         arrived = [self._loading.pop(each) for each in sorted(received) if each in self._loading]
         within = [each for each in self._running.values() if each.num_external_tokens]
         failed = [each for each in (*arrived, *within) if not self._take_load(each)]
-        for request_id in heard.finished_sending or set():
-            self.pool.release(self._sending.pop(request_id, []))
-        for request_id in received:
-            self.pool.release(self._receiving.pop(request_id, []))
+        # Whichever comes: a connector names a request that has ended once, when it is done with it.
+        for request_id in received | (heard.finished_sending or set()):
+            self.pool.release(self._held.pop(request_id, []))
         return failed
 
     def _take_load(self, request: Request) -> bool:
@@ -388,12 +386,10 @@ class Scheduler:
         del self._requests[request_id]
         self._ended.add(request_id)
         request.state = state
-        # Somebody is still writing these blocks.
-        if self._loading.pop(request_id, None):
-            self._receiving[request_id] = request.block_ids
-            self.pool.hold(request.block_ids)
-        if self.link and self.link.finished(request):
-            self._sending[request_id] = request.block_ids
+        is_written = self._loading.pop(request_id, None) is not None
+        is_read = self.link is not None and self.link.finished(request)
+        if is_written or is_read:
+            self._held[request_id] = request.block_ids
         else:
             self.pool.release(request.block_ids)
 

@@ -1,0 +1,16 @@
+"""The offloading connector passes the kit, over the arena."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from wtransfer.testing.connector import ConnectorConformance
+
+
+class TestOffloadingConnector(ConnectorConformance):
+    connector = "OffloadingConnector"
+    options: ClassVar = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**23}
+
+    def damage(self, site):
+        site.leaver.workers[0].side.side._made._inner.part.slots[:, 100] ^= 1
+        return True

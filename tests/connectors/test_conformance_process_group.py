@@ -1,0 +1,28 @@
+"""The process group connector passes the kit."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from wtransfer.testing.connector import ConnectorConformance
+
+
+@pytest.mark.slow  # what it has in common with SharedMemoryConnector is tested there each time
+class TestProcessGroupConnector(ConnectorConformance):
+    connector = "ProcessGroupConnector"
+    kind = "transfer"
+    options: ClassVar = {
+        "shelf_bytes": 2**22,
+        "lease_s": 2.0,
+        "deadline_s": 5.0,
+        "token": "known to both instances",
+    }
+
+    def damage(self, site):
+        shelf = site.leaver.workers[0].side.side._shelf
+        for number in range(shelf.num_slots):
+            slot = shelf.slot(number)
+            slot[len(slot) // 2] ^= 1
+        return True

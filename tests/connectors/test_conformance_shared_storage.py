@@ -1,0 +1,21 @@
+"""The shared storage connector passes the kit."""
+
+from __future__ import annotations
+
+from wtransfer.testing.connector import ConnectorConformance
+
+
+class TestSharedStorageConnector(ConnectorConformance):
+    connector = "SharedStorageConnector"
+    is_shared = True
+
+    def options_in(self, folder):
+        return {"shared_storage_path": str(folder)}
+
+    def damage(self, site):
+        files = [each for each in site.folder.rglob("*") if each.is_file()]
+        for file in files:
+            kept = bytearray(file.read_bytes())
+            kept[len(kept) // 2] ^= 1
+            file.write_bytes(kept)
+        return bool(files)

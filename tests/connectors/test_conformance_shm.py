@@ -1,0 +1,20 @@
+"""The shared memory connector passes the kit."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from wtransfer.testing.connector import ConnectorConformance
+
+
+class TestSharedMemoryConnector(ConnectorConformance):
+    connector = "SharedMemoryConnector"
+    kind = "transfer"
+    options: ClassVar = {"shelf_bytes": 2**22, "lease_s": 2.0, "deadline_s": 5.0}
+
+    def damage(self, site):
+        shelf = site.leaver.workers[0].side.side._shelf
+        for number in range(shelf.num_slots):
+            slot = shelf.slot(number)
+            slot[len(slot) // 2] ^= 1
+        return True

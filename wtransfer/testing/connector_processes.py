@@ -1,0 +1,99 @@
+"""Tests of the connector kit: its sides in processes of their own, as they are where it matters."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from wtransfer.demo.serving.build import HostSettings
+from wtransfer.demo.serving.instance import Instance
+from wtransfer.demo.serving.process import MODULES
+from wtransfer.testing.connector_kit import ConnectorKit
+from wtransfer.testing.connector_site import NEW_TOKENS
+from wtransfer.testing.connector_tokens import SIX_HEADS
+from wtransfer.testing.connector_truth import some_prompts, truth
+from wtransfer.transport.zygote import Zygote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from wtransfer.demo.serving.instance_messages import Answer
+
+
+class ProcessTests(ConnectorKit):
+    """Scheduler, ranks and instances share nothing but what the connector has."""
+
+    @pytest.fixture
+    def start(self, tmp_path: Path) -> Iterator[Callable[[str, int], Instance]]:
+        """Starts instances that end with the test."""
+        if not self.in_processes:
+            pytest.skip("in_processes is not set: other processes do not find the connector")
+        settings = self._settings(HostSettings(model=SIX_HEADS), tmp_path / "kept")
+        with contextlib.ExitStack() as stack:
+
+            def start(name: str, num_ranks: int) -> Instance:
+                named = msgspec.structs.replace(settings, engine_id=name, num_ranks=num_ranks)
+                return stack.enter_context(Instance(named, _zygote().spawn))
+
+            yield start
+
+    def test_ranks_may_be_processes(self, start: Callable[[str, int], Instance]) -> None:
+        """Each side has only what it is told."""
+        leaver = start("leaver", 2)
+        finder = start("finder", 2) if self._are_two() else leaver
+        num_loaded = 0
+        for prompt in some_prompts(2):
+            left = self._left(leaver, prompt)
+            finder.forget_cache()
+            found = finder.ask(prompt, NEW_TOKENS, _params(left), self.deadline_s)
+            _check(prompt, found)
+            num_loaded += found.counts["tokens_loaded"]
+        assert num_loaded > 0
+
+    def test_an_instance_that_was_killed_is_not_waited_for(
+        self, start: Callable[[str, int], Instance]
+    ) -> None:
+        """Whatever it had is a miss, if it has gone with it (FAULTS 27)."""
+        if not self._are_two():
+            pytest.skip("nobody finds what another instance has left")
+        leaver, finder = start("leaver", 1), start("finder", 1)
+        prompts = some_prompts(2)
+        left = [self._left(leaver, prompt) for prompt in prompts]
+        # The one is known to the other by now, the second request only by hearsay.
+        finder.ask(prompts[0], NEW_TOKENS, _params(left[0]), self.deadline_s)
+        leaver.kill()
+        finder.forget_cache()
+        for prompt, each in zip(prompts, left, strict=True):
+            _check(prompt, finder.ask(prompt, NEW_TOKENS, _params(each), self.deadline_s))
+
+    def _left(self, leaver: Instance, prompt: list[int]) -> Answer:
+        """Return what an instance says that leaves a prompt."""
+        transfers = self.kind == "transfer"
+        params = dict(self.prefill_params) if transfers else None
+        left = leaver.ask(prompt, 1 if transfers else NEW_TOKENS, params, self.deadline_s)
+        _check(prompt, left)
+        return left
+
+
+@functools.cache
+def _zygote() -> Zygote:
+    """Return a process whose children are instances and ranks: one for all connectors."""
+    zygote = Zygote(preload=["torch", *MODULES])
+    atexit.register(zygote.close)
+    return zygote
+
+
+def _params(left: Answer) -> dict[str, Any] | None:
+    return left.kv_transfer_params
+
+
+def _check(prompt: list[int], answer: Answer) -> None:
+    """Compare an answer with the truth."""
+    assert answer.state == "finished", answer.error
+    assert answer.tokens == truth(prompt, len(answer.tokens), 0, SIX_HEADS).output
