@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from wtransfer.engines.link import Look
 from wtransfer.engines.messages import (
     CODEC,
     Abort,
@@ -21,7 +20,6 @@ from wtransfer.engines.messages import (
     Hello,
     Init,
     Plan,
-    Prepare,
     Progress,
     Ready,
     Receipt,
@@ -36,7 +34,6 @@ from wtransfer.engines.messages import (
 from wtransfer.engines.publisher import Publisher
 from wtransfer.engines.session import WorkerSession
 from wtransfer.errors import (
-    CommitError,
     DigestMismatchError,
     EngineError,
     PeerError,
@@ -73,7 +70,7 @@ class Mail:
 
     def expect(self, cls):
         """Return the next message that wants an answer, or is one; it must be of this class."""
-        while isinstance(message := self.messages.get(timeout=PATIENCE_S), (Progress, Prepare)):
+        while isinstance(message := self.messages.get(timeout=PATIENCE_S), Progress):
             pass
         assert type(message) is cls, message
         return message
@@ -394,68 +391,13 @@ def test_a_new_connection_knows_no_manifest(rogue, session, shelf):
     deliver(rogue, "r2", "v2")
 
 
-@pytest.mark.parametrize("early", [[], [Prepare("another")]])
-def test_what_is_named_is_held_against_the_model_of_the_moment(rogue, session, worker_model, early):
+def test_what_is_named_is_held_against_the_model_of_the_moment(rogue, session, worker_model):
     deliver(rogue, "r0", "v0")
-    rogue.say(*early)
     rogue.mail.nothing()
     worker_model["a"] = torch.zeros(5)
     rogue.say(Plan("r1", "v1", MANIFEST.identity()))
     assert rogue.mail.expect(Refuse).error.kind == "SchemaError"
     assert session.state == "fresh"
-
-
-def test_a_model_that_changes_behind_an_early_look_stays_as_it_is(rogue, session, worker_model):
-    rogue.say(Prepare("r1"))
-    rogue.mail.nothing()
-    worker_model["b"] = torch.zeros(5)
-    before = contents(worker_model)
-    deliver(rogue, "r1", "v1")
-    rogue.say(Commit("r1"))
-    with pytest.raises(CommitError, match="'b' has shape"):
-        session.commit_pending(PATIENCE_S)
-    assert rogue.mail.expect(Receipt).outcome == "restored"
-    assert contents(worker_model) == before
-
-
-@pytest.fixture
-def looks(session, monkeypatch):
-    """Counts how often a session looks at its model."""
-    found, look = [], session._target.schema
-    monkeypatch.setattr(session._target, "schema", lambda: found.append(1) or look())
-    return found
-
-
-def test_a_look_that_was_taken_early_is_not_taken_again(rogue, session, looks):
-    rogue.say(Prepare("r1"))
-    deliver(rogue, "r1", "v1")
-    assert looks == [1]
-    # It was for that round only, and serves once.
-    deliver(rogue, "r2", "v2")
-    deliver(rogue, "r1", "v1")
-    assert looks == [1] * 3
-
-
-def test_an_early_look_that_fails_is_no_answer(rogue, session, worker_model, caplog):
-    whole = worker_model["a"]
-    worker_model["a"] = whole.to_sparse()
-    rogue.say(Prepare("r1"))
-    rogue.mail.nothing()
-    rogue.say(Plan("r1", "v1", MANIFEST))
-    assert rogue.mail.expect(Refuse).error.kind == "SchemaError"
-    assert "a task failed" not in caplog.text
-    worker_model["a"] = whole
-    deliver(rogue, "r2", "v2")
-
-
-def test_of_many_looks_that_are_asked_for_the_last_is_taken():
-    taken = []
-    look = Look(lambda: taken.append(1), "r")
-    look.take(wanted=False)
-    assert taken == []
-    look.take(wanted=True)
-    assert (look.result(), taken) == (None, [1])
-    assert (look.result(), taken) == (None, [1, 1])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ from wtransfer.engines.messages import (
     ErrorInfo,
     Init,
     Plan,
-    Prepare,
     Ready,
     Refused,
     Release,
@@ -30,44 +28,15 @@ from wtransfer.manifest import Manifest
 from wtransfer.transport.channel import Dialer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import msgspec
 
     from wtransfer.engines.hosted import HostedEngine
-    from wtransfer.engines.interface import TensorSpec
     from wtransfer.engines.session import WorkerSession
     from wtransfer.transport.channel import Connection
 
 logger = logging.getLogger(__name__)
-
-
-class Look:
-    """A look at what updates must look like, taken before the plan of one is there.
-
-    Both methods are called on the engine's thread.
-
-    Args:
-        schema: Takes the look.
-        round_id: Of the plan that will come.
-    """
-
-    def __init__(
-        self, schema: Callable[[], Mapping[str, TensorSpec] | None], round_id: str
-    ) -> None:
-        self.round_id = round_id
-        self._schema = schema
-        self._seen: list[Mapping[str, TensorSpec] | None] = []
-
-    def take(self, *, wanted: bool) -> None:
-        """Look, if somebody still wants to know; what goes wrong will do so again."""
-        if wanted:
-            with contextlib.suppress(Exception):
-                self._seen.append(self._schema())
-
-    def result(self) -> Mapping[str, TensorSpec] | None:
-        """Return what was seen; look now if nothing was."""
-        return self._seen.pop() if self._seen else self._schema()
 
 
 class Link:
@@ -102,14 +71,12 @@ class Link:
         self._connection: Connection | None = None
         self._reception: Reception | None = None
         self._manifest: Manifest | None = None
-        self._look = Look(session.schema, "")
         self._fitting = Fitting(cast=session.cast, cast_hint=session.cast_hint)
         self._making = threading.Event()
         self._making.set()
         self._committing: str | None = None
         self._handlers: dict[type[msgspec.Struct], Callable[..., None]] = {
             Init: self._on_init,
-            Prepare: self._on_prepare,
             Plan: self._on_plan,
             Data: self._on_data,
             Seal: self._on_seal,
@@ -187,22 +154,17 @@ class Link:
         else:
             self._send_to(asked_by, Ready(init.generation))
 
-    def _on_prepare(self, prepare: Prepare) -> None:
-        # Of several, only the last is looked at: the look itself says whether it still is.
-        look = self._look = Look(self._session.schema, prepare.round_id)
-        self._engine.submit(lambda: look.take(wanted=look is self._look))
-
     def _on_plan(self, plan: Plan) -> None:
         # The publisher knows which of its rounds is alive: a new plan ends an older one.
         self._end_reception(f"superseded by round {plan.round_id}")
         if isinstance(plan.manifest, Manifest):
             self._manifest = plan.manifest
-        session, look = self._session, self._look
+        session = self._session
         reception = Reception(
             plan,
             self._manifest,
             self._engine,
-            schema=look.result if look.round_id == plan.round_id else session.schema,
+            schema=session.schema,
             fitting=self._fitting,
             worker=session.name,
             notes=session.notes(),

@@ -2,7 +2,6 @@
 
 T is the trainer's publisher, W a worker session. One round:
 
-0. T `Prepare`, without an answer: W may look at its model while T looks at its own.
 1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves. A manifest that a worker
    has had over this very connection, and has not refused, is only named.
 2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
@@ -147,13 +146,6 @@ class Refused(msgspec.Struct, frozen=True):
     """Generation of the `Init`."""
     error: ErrorInfo
     """Why."""
-
-
-class Prepare(msgspec.Struct, frozen=True):
-    """T: a plan comes next; whoever has to look at its model for that may begin."""
-
-    round_id: str
-    """Round of the plan."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -354,7 +346,6 @@ CODEC = Codec(
         MessageType(32, Revert),
         MessageType(33, Abort),
         MessageType(34, Lost),
-        MessageType(35, Prepare),
     ]
 )
 """Every message of the channel with its limits."""

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.engines.messages import Abort, Data, Init, Plan, Prepare, Seal
+from wtransfer.engines.messages import Abort, Data, Init, Plan, Seal
 from wtransfer.engines.report import Report, WorkerReport
 from wtransfer.engines.seating import Seating
 from wtransfer.engines.watch import Watch
@@ -358,8 +358,6 @@ class Round:
         begun = time.monotonic()
         self.phase = "plan"
         if self.sealed is None:
-            # Workers look at their models beside the trainer, which looks at its own.
-            self._broadcast(Prepare(self.round_id))
             reading = self._sender.plan(self, self._instead)
             self._supervise(reading, "the source's metadata")
             self._manifest = reading.result
