@@ -112,7 +112,8 @@ class ProcessWeights:
             yield
         finally:
             with self._lock:
-                self._num_withheld -= 1
+                # A fork in between has begun anew.
+                self._num_withheld = max(0, self._num_withheld - 1)
                 self._show()
 
     def hold(self, fingerprint: str, model: object = None) -> HeldWeights:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from wtransfer.connectors.fence import StampedHandshake, WorkerStamps
 from wtransfer.connectors.interface import KVConnectorMetadata
@@ -56,6 +57,19 @@ class Bare(KVConnectorMetadata):
 
     class Inner(KVConnectorMetadata):
         pass
+
+
+@dataclass
+class Mortal:
+    """Would run when it goes."""
+
+    def __del__(self):
+        RAN.append("__del__")
+
+
+@dataclass(frozen=True)
+class Key:
+    number: int = 0
 
 
 @dataclass
@@ -151,6 +165,13 @@ class Door:
         np.array(["text"]),
         np.int64(1),
         type("Text", (str,), {})("text"),
+        1 << 64,
+        "\ud800",
+        {Key()},
+        {Key(): 1},
+        Mortal(),
+        torch.empty(1, device="meta"),
+        torch.ones(2, 2).to_sparse(),
     ],
     ids=repr,
 )
@@ -172,6 +193,11 @@ def test_what_is_no_data_does_not_leave(value):
         (["array", "|O", [1], b"\0" * 8], TypeError),
         (["array", "i8", [1], b"\0" * 8], TypeError),
         (["call", f"{__name__}:Point", 1], TypeError),
+        (["object", f"{__name__}:Mortal", {}], TypeError),
+        (["set", ["object", f"{__name__}:Key", {}]], TypeError),
+        (["dict", [["object", f"{__name__}:Key", {}], 1]], TypeError),
+        ([], TypeError),
+        ([["list"]], TypeError),
         (["object", "os:nothing", {}], LookupError),
         (["object", "os.path:join", {}], LookupError),
         (["object", "os:path.join", {}], LookupError),
@@ -203,7 +229,7 @@ def test_nothing_is_imported(monkeypatch, tmp_path):
 RAN = []
 
 
-@dataclass
+@dataclass(eq=False)
 class Trap:
     number: int = 0
 
@@ -224,8 +250,13 @@ class Trap:
     def __setstate__(self, state):
         RAN.append("__setstate__")
 
-    def __del__(self):
-        pass
+    def __hash__(self):
+        RAN.append("__hash__")
+        return 1
+
+    def __eq__(self, other):
+        RAN.append("__eq__")
+        return True
 
     @property
     def door(self):
@@ -250,3 +281,23 @@ def test_a_class_with_slots_takes_no_other_attributes():
     with pytest.raises(TypeError):
         from_plain(["object", f"{__name__}:Slotted", {"other": 1}])
     assert dataclasses.asdict(from_plain(to_plain(Slotted(1.0)))) == {"number": 1.0, "inner": None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_of_numbers_arrive_as_they_were(dtype):
+    tensor = torch.arange(12).reshape(3, 4).to(dtype).T
+    arrived = over_the_wire({"slots": tensor, "none": torch.empty(0, 3, dtype=dtype)})
+    assert torch.equal(arrived["slots"], tensor)
+    assert (arrived["slots"].dtype, arrived["none"].shape) == (dtype, (0, 3))
+
+
+class Loose(KVConnectorMetadata):
+    """Has slots, and is no dataclass."""
+
+    __slots__ = ("number",)
+
+
+def test_slots_of_any_class_arrive():
+    loose = Loose()
+    loose.number = 7
+    assert over_the_wire(loose).number == 7
