@@ -23,6 +23,7 @@ from wtransfer.connectors.interface import (
     KVConnectorOutput,
     KVConnectorRole,
 )
+from wtransfer.specs.interface import LoadStoreSpec
 
 BLOCK_SIZE = 4
 ROW_NBYTES = 16
@@ -102,7 +103,7 @@ class Blocks:
 
 def assert_plain(value):
     """Fail unless a host could move it to another process."""
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) or isinstance(value, LoadStoreSpec):
         value = list(vars(value).values())
     if isinstance(value, dict):
         value = [*value, *value.values()]
@@ -182,7 +183,9 @@ class Instance:
         self.layers = [f"layer.{n}" for n in range(num_layers)]
         config = ServingConfig(
             kv_transfer_config=transfer or KVTransferConfig(),
-            cache_config=KVCacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
+            cache_config=KVCacheConfig(
+                num_blocks, BLOCK_SIZE, num_layers * BLOCK_SIZE * ROW_NBYTES
+            ),
             model_config=ModelConfig(model, str(dtype)),
         )
         make = Nothing if transfer is None else KVConnectorFactory.create_connector
@@ -240,7 +243,7 @@ class Instance:
 
     def is_busy(self):
         requests = self.waiting or self.loading or self.running or self.held
-        return bool(requests) or self.scheduler.has_pending_work()
+        return bool(requests) or self.scheduler.has_pending_push_work()
 
     def abort(self, request_id):
         """End a request, as its user does."""

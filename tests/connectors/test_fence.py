@@ -61,7 +61,8 @@ def test_a_request_that_lives_through_a_change_has_no_name_any_more(fence):
     fence.begin("r")
     fence.settle("r")
     fence.hear({0: B, 1: B})
-    assert (fence.begin("r"), fence.fingerprint("r"), fence.stamps("r")) == (None, None, None)
+    fence.settle("r")
+    assert (fence.fingerprint("r"), fence.stamps("r")) == (None, None)
 
 
 def test_not_even_when_the_weights_come_back(fence):
@@ -69,8 +70,19 @@ def test_not_even_when_the_weights_come_back(fence):
     fence.begin("r")
     fence.settle("r")
     fence.hear({0: ("A", 3), 1: ("A", 3)})
-    assert fence.begin("r") is None
+    fence.settle("r")
+    assert fence.fingerprint("r") is None
     assert fence.begin("s") == "A"
+
+
+def test_a_request_that_has_lost_its_blocks_begins_anew(fence):
+    """It is asked about only then, and is computed anew whole: under the weights there are now."""
+    fence.begin("r")
+    fence.settle("r")
+    fence.hear({0: B, 1: B})
+    assert fence.begin("r") == "B"
+    fence.settle("r")
+    assert fence.stamps("r") == known_stamps([B, B])
 
 
 def test_a_request_that_nobody_asked_about_begins_when_it_gets_blocks(fence):
@@ -83,7 +95,8 @@ def test_a_request_that_got_blocks_while_nothing_was_known_stays_out():
     fence.begin("r")
     fence.settle("r")
     fence.hear({0: A})
-    assert (fence.begin("r"), fence.fingerprint("r")) == (None, None)
+    fence.settle("r")
+    assert (fence.fingerprint("r"), fence.stamps("r")) == (None, None)
 
 
 def test_a_request_that_has_ended_is_forgotten(fence):
@@ -93,7 +106,8 @@ def test_a_request_that_has_ended_is_forgotten(fence):
     fence.forget("r")
     assert fence.stamps("r") is None
     assert fence.begin("r") == "B"
-    assert fence._settled == set()
+    fence.forget("r")
+    assert fence._began == {}
 
 
 # -- a worker's side

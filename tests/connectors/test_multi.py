@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
-from driver import Blocks, Instance, Request, SchedulerOutput, answer, transfer_config
+from driver import Blocks, Instance, Nothing, Request, SchedulerOutput, answer, transfer_config
 
 from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.config import KVCacheConfig
@@ -22,6 +22,7 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from wtransfer.connectors.several.messages import SeveralMetadata
 from wtransfer.errors import ConnectorOptionError, UnknownBackendError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
@@ -92,8 +93,8 @@ class Scripted(KVConnectorBase_V1):
     def get_finished_count(self):
         return self._called("get_finished_count", None)
 
-    def has_pending_work(self):
-        return self._called("has_pending_work", False)
+    def has_pending_push_work(self):
+        return self._called("has_pending_push_work", False)
 
     def take_events(self):
         return self._called("take_events", ())
@@ -142,7 +143,7 @@ class Scripted(KVConnectorBase_V1):
 def module(monkeypatch):
     """The class above under a path that a configuration can name."""
     made = ModuleType("somebodys_connectors")
-    made.Scripted = Scripted
+    made.Scripted, made.Bare = Scripted, Nothing
     monkeypatch.setitem(sys.modules, made.__name__, made)
     return made
 
@@ -199,9 +200,9 @@ def test_all_save_and_the_first_that_has_it_loads(instance, tmp_path, leaves_not
     loaded = second.workers[0].get_stats()
     assert loaded["1_SharedStorageConnector_blocks_loaded_total"] == 7
     assert "0_SharedStorageConnector_blocks_loaded_total" not in loaded
-    # The first one got what the second one had loaded, and more.
+    # The first one did not compute the beginning, and does not vouch for it.
     third = instance("a")
-    assert third.serve("c", PROMPT, 3).num_loaded == 28
+    assert third.serve("c", PROMPT, 3).num_loaded == 0
     for each in (first, second, third):
         each.shutdown()
 
@@ -216,9 +217,32 @@ def test_what_one_child_failed_to_load_none_of_them_stores(instance, tmp_path):
     request = second.serve("b", longer, 2)
     expected = answer(longer, 2, num_ranks=2)
     assert (request.num_failures, request.output_token_ids) == (1, expected)
-    for folder in "ab":
+    for folder, num_loaded in (("a", 56), ("b", 0)):
         request = instance(folder).serve(f"from {folder}", longer, 2)
-        assert (request.num_loaded, request.output_token_ids) == (56, expected)
+        assert (request.num_loaded, request.output_token_ids) == (num_loaded, expected)
+
+
+@pytest.mark.parametrize("keeps_saving", [True, False], ids=["as in vLLM", "as here"])
+def test_what_storage_failed_to_load_no_tier_in_memory_keeps(tmp_path, weights, keeps_saving):
+    """One that has no care of its own for what others loaded: it counts on ``wait_for_save``."""
+    tier = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1 << 22}
+    offloading = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": tier}
+    extra = {"connectors": [storage(tmp_path), offloading]}
+    with Instance(
+        transfer_config("SharedStorageConnector", shared_storage_path=str(tmp_path))
+    ) as a:
+        a.serve("a", PROMPT)
+    for each in tmp_path.glob("*/blocks-*/*"):
+        each.write_bytes(b"")
+    longer = PROMPT + PROMPT
+    with Instance(transfer_config("MultiConnector", **extra), keeps_saving=keeps_saving) as second:
+        request = second.serve("b", longer, 2)
+        assert (request.num_failures, request.output_token_ids) == (1, answer(longer, 2))
+        # From the tier alone.
+        for each in tmp_path.glob("*/*/*.0"):
+            each.unlink()
+        request = second.serve("c", longer, 2)
+        assert (request.num_loaded, request.output_token_ids) == (56, answer(longer, 2))
 
 
 def test_it_names_the_weights_if_all_its_children_do():
@@ -247,6 +271,22 @@ def test_a_child_has_the_parents_configuration_with_its_own_fields():
     assert first.config.kv_transfer_config.kv_connector_extra_config == {"name": "a"}
     assert (first.role, first.kv_cache_config) == (WORKER, "cache config")
     assert first.config.cache_config is config.cache_config
+
+
+def test_children_have_nothing_in_common_that_one_of_them_could_change():
+    bare = {**scripted("a"), "kv_connector": "Bare"}
+    del bare["kv_connector_extra_config"]
+    multi, first, second = make(SCHEDULER, bare, bare)
+    first.config.kv_transfer_config.kv_connector_extra_config["mine"] = 1
+    assert second.config.kv_transfer_config.kv_connector_extra_config == {}
+    output = KVConnectorOutput({"s"}, {"r"}, None, {1}, {"f"})
+    first.update_connector_output = lambda said: [
+        each.clear() for each in vars(said).values() if isinstance(each, set)
+    ]
+    heard = []
+    second.update_connector_output = heard.append
+    multi.update_connector_output(output)
+    assert heard == [output]
 
 
 def test_a_host_with_configurations_of_its_own_is_served_as_well():
@@ -303,6 +343,8 @@ def test_a_child_that_cannot_be_made_takes_the_others_down(tmp_path, weights, le
         ([(0, True), (0, False)], (0, False)),
         (["raise", (8, False)], (8, False)),
         ([(8, False), "raise"], (8, False)),
+        ([(1,), (8, False)], (8, False)),
+        ([("x", False), (8, False)], (8, False)),
         (["raise", "raise"], (0, False)),
     ],
 )
@@ -350,6 +392,13 @@ def test_a_child_that_cannot_be_asked_is_logged_once_and_counted(caplog):
     assert len(caplog.records) == 1
     assert "0_Scripted has failed, and counts as one that has nothing" in caplog.text
     assert multi.get_stats() == {"0_Scripted_unanswered_total": 3, "0_Scripted_calls_total": 3}
+
+
+def test_a_child_that_cannot_say_its_numbers_does_not_hide_those_of_the_others():
+    multi, first, second = make(SCHEDULER, scripted("a"), scripted("b"))
+    first.get_stats = lambda: 1 / 0
+    assert multi.get_stats() == {"1_Scripted_calls_total": len(second.calls)}
+    assert multi.get_stats()["0_Scripted_unanswered_total"] == 1
 
 
 # -- what is passed on
@@ -554,6 +603,163 @@ def test_a_request_that_is_given_up_while_it_loads_is_received_all_the_same():
     assert worker.get_finished({"r"}) == (None, {"r"})
 
 
+def step_of(multi, *children, a=(None, None), b=(None, None), **told):
+    """Make a step of two children with what they say of requests; return what comes of it."""
+    multi.bind_connector_metadata(SeveralMetadata([Told("a"), Told("b")], **told))
+    for child, said in zip(children, (a, b), strict=True):
+        child.answers["get_finished"] = said
+    done = multi.get_finished(set())
+    multi.clear_connector_metadata()
+    return done
+
+
+LOADS = {"get_num_new_matched_tokens": (8, True)}
+STAYS = {"request_finished": (True, None)}
+
+
+def load(scheduler, request=REQUEST):
+    scheduler.on_new_request(request)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, Blocks([1, 2]), 8)
+
+
+def test_a_request_that_ended_while_it_loaded_is_named_once_and_then_forgotten():
+    """As received: the host frees its blocks on whichever word comes first."""
+    children = [scripted("a"), scripted("b", **LOADS, **STAYS)]
+    scheduler, *_ = make(SCHEDULER, *children)
+    worker, _first, second = make(WORKER, *children)
+    for number in range(20):
+        request = Request(f"r{number}", PROMPT)
+        load(scheduler, request)
+        worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
+        assert finish(scheduler, request) == (True, None)
+        worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
+        assert worker.get_finished(set()) == (None, None)
+        second.answers["get_finished"] = (None, {f"r{number}"})
+        assert worker.get_finished(set()) == (None, {f"r{number}"})
+        # Whatever it says once more.
+        second.answers["get_finished"] = ({f"r{number}"}, {f"r{number}"})
+        assert worker.get_finished(set()) == (None, None)
+        del second.answers["get_finished"]
+    side = worker.side
+    assert (side._holding, side._loading, side._ended_loading) == ({}, {}, set())
+    assert scheduler.side._underway == set()
+
+
+@pytest.mark.parametrize("loader_first", [True, False])
+def test_a_request_that_ended_while_it_loaded_waits_for_all_that_hold_it(loader_first):
+    children = [scripted("a", **STAYS), scripted("b", **LOADS)]
+    scheduler, *_ = make(SCHEDULER, *children)
+    worker, first, second = make(WORKER, *children)
+    load(scheduler)
+    finish(scheduler)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
+    said = [(first, ({"r"}, None)), (second, (None, {"r"}))]
+    for child, answers in reversed(said) if loader_first else said:
+        assert worker.get_finished(set()) == (None, None)
+        child.answers["get_finished"] = answers
+    assert worker.get_finished(set()) == (None, {"r"})
+    assert worker.side._holding == {}
+
+
+def test_a_load_that_had_ended_before_its_request_did_is_not_waited_for_again():
+    """The host has heard it as received, and freed the blocks; the scheduler's side not yet."""
+    children = [scripted("a"), scripted("b", **LOADS, **STAYS)]
+    scheduler, *_ = make(SCHEDULER, *children)
+    worker, _first, second = make(WORKER, *children)
+    load(scheduler)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
+    second.answers["get_finished"] = (None, {"r"})
+    assert worker.get_finished(set()) == (None, {"r"})
+    finish(scheduler)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.side._holding == {}
+
+
+def test_a_request_that_was_received_and_ended_later_is_named_as_sent():
+    children = [scripted("a", **STAYS), scripted("b", **LOADS)]
+    scheduler, *_ = make(SCHEDULER, *children)
+    worker, first, second = make(WORKER, *children)
+    load(scheduler)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
+    second.answers["get_finished"] = (None, {"r"})
+    assert worker.get_finished(set()) == (None, {"r"})
+    scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    finish(scheduler)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
+    assert worker.get_finished(set()) == (None, None)
+    first.answers["get_finished"] = ({"r"}, None)
+    assert worker.get_finished(set()) == ({"r"}, None)
+
+
+def test_what_is_said_twice_does_not_end_a_later_request_of_the_same_name():
+    worker, *children = make(WORKER, scripted("a"), scripted("b"))
+    sent = ({"r"}, None)
+    assert step_of(worker, *children, holding={"r": [0]}, a=sent) == sent
+    assert step_of(worker, *children, a=sent) == (None, None)
+    assert step_of(worker, *children, holding={"r": [0]}) == (None, None)
+    assert step_of(worker, *children, a=sent) == sent
+    # What was said early of the one before is none of the next one's either.
+    assert step_of(worker, *children, b=sent) == (None, None)
+    assert step_of(worker, *children, begun={"r"}) == (None, None)
+    assert step_of(worker, *children, holding={"r": [1]}) == (None, None)
+    assert step_of(worker, *children, b=sent) == sent
+
+
+def test_one_that_is_done_early_counts_in_a_later_request_of_the_same_name_as_well():
+    children = [scripted("a", **STAYS), scripted("b")]
+    scheduler, *_ = make(SCHEDULER, *children)
+    worker, *made = make(WORKER, *children)
+    sent = ({"r"}, None)
+    assert step_of(worker, *made, holding={"r": [0]}, a=sent) == sent
+    scheduler.on_new_request(REQUEST)
+    told = scheduler.build_connector_meta(SchedulerOutput())
+    assert step_of(worker, *made, begun=told.begun, a=sent) == (None, None)
+    finish(scheduler)
+    told = scheduler.build_connector_meta(SchedulerOutput())
+    assert step_of(worker, *made, begun=told.begun, holding=told.holding) == sent
+
+
+def test_a_request_that_is_held_and_the_next_of_its_name_are_two():
+    worker, *children = make(WORKER, scripted("a"), scripted("b"))
+    sent, received = ({"r"}, None), (None, {"r"})
+    assert step_of(worker, *children, holding={"r": [0, 1]}, a=sent) == (None, None)
+    # The next one begins, and loads.
+    assert step_of(worker, *children, begun={"r"}, loading={"r": 1}) == (None, None)
+    assert step_of(worker, *children, b=sent) == sent
+    assert step_of(worker, *children, b=received) == received
+
+
+def test_who_was_named_is_not_remembered_for_ever(monkeypatch):
+    monkeypatch.setattr("wtransfer.connectors.several.worker.MAX_DONE", 10)
+    worker, *children = make(WORKER, scripted("a"), scripted("b"))
+    for number in range(50):
+        name = f"r{number}"
+        assert step_of(worker, *children, holding={name: [0]}, a=({name}, None))[0] == {name}
+    assert len(worker.side._done) == 10
+
+
+@pytest.mark.parametrize("asks_before", [True, False], ids=["as here", "as in vLLM"])
+def test_a_step_in_which_one_could_not_load_counts_for_none(asks_before):
+    worker, first, second = make(WORKER, scripted("a"), scripted("b"))
+    first.answers["get_block_ids_with_load_errors"] = (1, 2)
+    step_of(worker, first, second)
+    worker.bind_connector_metadata(SeveralMetadata([Told("a"), Told("b")]))
+    if asks_before:
+        assert worker.get_block_ids_with_load_errors() == {1, 2}
+        del first.answers["get_block_ids_with_load_errors"]
+    worker.wait_for_save()
+    if not asks_before:
+        del first.answers["get_block_ids_with_load_errors"]
+        assert worker.get_block_ids_with_load_errors() == {1, 2}
+    assert [each.heard("wait_for_save") for each in (first, second)] == [[], []]
+    worker.bind_connector_metadata(SeveralMetadata([Told("a"), Told("b")]))
+    worker.wait_for_save()
+    assert [each.heard("wait_for_save") for each in (first, second)] == [[()], [()]]
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
 def test_load_errors_are_those_of_all_and_each_is_said_once():
     worker, first, second = make(
         WORKER,
@@ -644,16 +850,25 @@ def test_a_child_that_can_neither_name_weights_nor_forget_stands_for_all():
     assert make(SCHEDULER, *children)[0].reset_cache() is False
 
 
+def test_only_those_that_cannot_tell_weights_apart_forget_when_these_change():
+    """What the others keep under other weights is right, and may be other instances' as well."""
+    keeps = scripted("a", reset_cache=False), scripted("b", names_weights=False, reset_cache=True)
+    multi, first, second = make(SCHEDULER, *keeps)
+    assert multi.reset_cache() is True
+    assert (first.heard("reset_cache"), second.heard("reset_cache")) == ([], [()])
+
+
 @pytest.mark.parametrize(
-    ("counts", "expected"), [([None, 2], None), ([2, 2], 2), ([None, None], None)]
+    ("counts", "expected"), [([None, 1], 1), ([2, 2], 2), ([None, None], None)]
 )
 def test_how_many_workers_must_say_so_is_agreed(counts, expected):
     children = [scripted(n, get_finished_count=c) for n, c in zip("ab", counts, strict=True)]
     assert make(SCHEDULER, *children)[0].get_finished_count() == expected
 
 
-def test_children_that_do_not_agree_on_that_are_refused():
-    children = [scripted("a", get_finished_count=1), scripted("b", get_finished_count=2)]
+@pytest.mark.parametrize("first", [1, None])
+def test_children_that_do_not_agree_on_that_are_refused(first):
+    children = [scripted("a", get_finished_count=first), scripted("b", get_finished_count=2)]
     with pytest.raises(ConnectorOptionError, match="must agree"):
         make(SCHEDULER, *children)[0].get_finished_count()
 
@@ -665,9 +880,12 @@ def test_events_are_those_of_all_that_can_say():
 
 
 def test_there_is_work_if_any_child_has_some():
-    assert not make(SCHEDULER, scripted("a"), scripted("b"))[0].has_pending_work()
-    children = scripted("a"), scripted("b", has_pending_work=True)
-    assert make(SCHEDULER, *children)[0].has_pending_work()
+    assert not make(SCHEDULER, scripted("a"), scripted("b"))[0].has_pending_push_work()
+    children = (
+        scripted("a", has_pending_push_work="raise"),
+        scripted("b", has_pending_push_work=True),
+    )
+    assert make(SCHEDULER, *children)[0].has_pending_push_work()
 
 
 def test_a_multi_connector_may_be_a_child():

@@ -12,7 +12,6 @@ from wtransfer.blocks import FENCE_NBYTES, GROUP_NBYTES, MAX_KEY_NBYTES, host_ke
 from wtransfer.connectors.naming import BlockNaming
 
 PROMPT = list(range(10))
-ADAPTER = SimpleNamespace(lora_name="a", lora_path="/a")
 
 
 def names(request=None, fingerprint="f", block_size=4, root=b"root", **particulars):
@@ -38,8 +37,6 @@ def test_a_name_holds_what_keys_and_values_depend_on():
         names(block_size=5),
         names(Request("r", [99, *PROMPT[1:]])),
         names(cache_salt="tenant"),
-        names(lora_request=ADAPTER),
-        names(lora_request=SimpleNamespace(lora_name="a", lora_path="/b")),
         names(mm_features=[media()]),
         names(mm_features=[media("other")]),
         names(mm_features=[media(offset=1)]),
@@ -72,8 +69,12 @@ def test_a_request_without_all_token_ids_has_a_prompt():
 
 @pytest.mark.parametrize(
     "particulars",
-    [{"prompt_embeds": object()}, {"mm_features": [media(), media(None)]}],
-    ids=["embeddings", "a picture that nobody has named"],
+    [
+        {"prompt_embeds": object()},
+        {"mm_features": [media(), media(None)]},
+        {"lora_request": SimpleNamespace(lora_name="a", lora_path="/a")},
+    ],
+    ids=["embeddings", "a picture that nobody has named", "an adapter, which may be trained on"],
 )
 def test_what_nobody_can_name_has_no_names(particulars):
     known = BlockNaming(4, b"root").of(Request("r", PROMPT, **particulars))

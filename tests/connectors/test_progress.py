@@ -60,6 +60,17 @@ def test_a_request_that_comes_back_has_other_blocks(progress):
     assert step(progress, cached(before=4)) == [("r", [1, 2], 4, 5)]
 
 
+def test_a_guessed_token_is_not_computed(progress):
+    """Its keys and values are there, but may be those of another token than comes out."""
+    step(progress, new())
+    output = cached(number=4)
+    output.scheduled_spec_decode_tokens = {"r": [98, 99, 97], "s": [1]}
+    assert step(progress, output) == [("r", [7, 8], 3, 4)]
+    output = new(number=5)
+    output.scheduled_spec_decode_tokens = {"r": [98]}
+    assert step(progress, output) == [("r", [7, 8], 0, 4)]
+
+
 def test_several_requests_in_a_step(progress):
     step(progress, new("s", blocks=[3]))
     output = new()

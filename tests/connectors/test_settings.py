@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -67,6 +68,16 @@ def test_a_root_is_that_of_model_dtype_and_ranks_and_of_no_rank():
         kv_transfer_config=transfer_config("c", engine_id="e-2"),
     )
     assert Instance.of(same).root == root
+
+
+@pytest.mark.parametrize("same", ["auto", None])
+def test_a_root_is_that_of_what_keys_and_values_are_kept_in(same):
+    def root(cache_dtype):
+        cache = SimpleNamespace(block_size=16, cache_dtype=cache_dtype)
+        return Instance.of(replace(CONFIG, cache_config=cache)).root
+
+    assert len({root("auto"), root("fp8_e4m3"), root("fp8_e5m2")}) == 3
+    assert root(same) == Instance.of(CONFIG).root, "a host that does not say has no other"
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from driver import BLOCK_SIZE, Instance, Request, answer, transfer_config
+from driver import BLOCK_SIZE, Blocks, Instance, Request, answer, transfer_config
 
 from wtransfer.connectors.storage.store import FORMAT
 from wtransfer.errors import ConnectorOptionError, StorageError
@@ -127,6 +129,60 @@ def test_a_request_that_was_preempted_loads_what_it_had(instance):
     assert (request.num_loaded, request.output_token_ids) == (28, answer(PROMPT, 5))
 
 
+def test_a_request_that_comes_back_under_other_weights_is_stored_under_these(instance, weights):
+    """It is computed anew from its first token on."""
+    made = instance()
+    request = made.submit("a", PROMPT, 3)
+    made.step()
+    made.preempt("a")
+    weights.settle("fingerprint-2")
+    made.weights = "w2"
+    made.waiting.clear()
+    made.step()
+    made.waiting.append(request)
+    made.run()
+    fresh = instance(weights="w2").serve("b", PROMPT, 3)
+    assert (fresh.num_loaded, fresh.output_token_ids) == (28, answer(PROMPT, 3, weights="w2"))
+
+
+def test_what_becomes_of_a_step_says_nothing_of_a_request_that_has_other_blocks_since(
+    instance, tmp_path
+):
+    """Late word of a step that did not count would have it store what it has not computed."""
+    made = instance()
+    request = made.submit("a", PROMPT, 2)
+    hear, late = made.scheduler.update_connector_output, []
+    made.scheduler.update_connector_output = late.append
+    for worker in made.workers:
+        worker.wait_for_save = lambda: None
+    made.step()
+    made.preempt("a")
+    made.scheduler.update_connector_output = hear
+    made.waiting.clear()
+    assert made.scheduler.get_num_new_matched_tokens(request, 8) == (0, False)
+    request.block_ids = [made.free.popleft() for _ in range(9)]
+    made.scheduler.update_state_after_alloc(request, Blocks(request.block_ids), 0)
+    request.num_computed = 8
+    made._start(request)
+    build = made.scheduler.build_connector_meta
+
+    def build_and_hear(output):
+        told = build(output)
+        for each in late:
+            hear(each)
+        late.clear()
+        return told
+
+    made.scheduler.build_connector_meta = build_and_hear
+    for worker in made.workers:
+        del worker.wait_for_save
+    made.run()
+    stored = {each.name for each in files(tmp_path)}
+    made.serve("b", PROMPT)
+    assert stored
+    assert len(files(tmp_path)) == len(stored) + 2
+
+
 def test_the_blocks_of_a_preempted_request_are_somebody_elses(instance, tmp_path):
     """It is given up while it waits, and what it had not stored yet is lost."""
     instance().serve("a", PROMPT)
@@ -149,9 +205,13 @@ def test_a_host_is_asked_for_a_step_more_where_a_request_ended_too_early(instanc
     made = instance()
     made.submit("b", PROMPT + PROMPT)
     made.step()
-    assert (made.running, list(made.held), made.scheduler.has_pending_work()) == ({}, ["b"], True)
+    assert (made.running, list(made.held), made.scheduler.has_pending_push_work()) == (
+        {},
+        ["b"],
+        True,
+    )
     made.step()
-    assert (made.held, made.scheduler.has_pending_work()) == ({}, False)
+    assert (made.held, made.scheduler.has_pending_push_work()) == ({}, False)
     assert instance().serve("c", PROMPT + PROMPT).num_loaded == 56
 
 
@@ -165,6 +225,55 @@ def test_a_request_may_be_given_up_at_any_time(instance):
         made.run()
         assert len(made.free) == 63
         assert request.output_token_ids == answer(PROMPT, 9)[:num_steps]
+
+
+def test_a_request_whose_blocks_stay_is_none_of_the_next_of_its_name(instance):
+    """Its name is free as soon as it has ended."""
+    first, other = list(range(100, 130)), list(range(200, 230))
+    instance().serve("a", first)
+    made = instance()
+    made.submit("x", first + [1] * 8)
+    made.step()
+    assert list(made.held) == ["x"]
+    request = made.submit("x", other, 2)
+    assert made.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    made.run()
+    assert request.output_token_ids == answer(other, 2)
+    # What was the first one's is stored as its own, and what is the next one's likewise.
+    assert instance().serve("c", first + [1] * 8).num_loaded == 36
+    assert instance().serve("d", other).num_loaded == 28
+
+
+def test_a_request_that_ends_twice_ends_once(instance):
+    instance().serve("a", PROMPT)
+    made = instance()
+    request = made.submit("x", PROMPT + PROMPT)
+    made.step()
+    assert list(made.held) == ["x"]
+    for _ in range(2):
+        assert made.scheduler.request_finished(request, []) == (True, None)
+    made.run()
+    assert made.scheduler.request_finished(request, []) == (False, None)
+    assert len(made.free) == 63
+    assert instance().serve("b", PROMPT + PROMPT).num_loaded == 56
+
+
+@pytest.mark.parametrize("num_there", [8, 7])
+def test_what_somebody_else_has_put_into_the_cache_is_not_stored(instance, tmp_path, num_there):
+    """It may be of other weights: nobody here has computed it, or compared it with a name."""
+    made = instance()
+    request = made.submit("a", PROMPT)
+    made.waiting.clear()
+    assert made.scheduler.get_num_new_matched_tokens(request, num_there) == (0, False)
+    request.block_ids = [made.free.popleft() for _ in range(9)]
+    made.scheduler.update_state_after_alloc(request, Blocks(request.block_ids), 0)
+    request.num_computed = num_there
+    made._start(request)
+    made.run()
+    stored = {each.name for each in files(tmp_path)}
+    made.serve("b", PROMPT)
+    # Of seven whole blocks it has computed all but two.
+    assert (len(stored), len(files(tmp_path))) == (5, 7)
 
 
 # -- who may, and what fits
@@ -194,10 +303,25 @@ def test_blocks_of_another_model_are_not_found(instance, other):
 
 def test_blocks_with_another_layout_are_refused(instance):
     """What a model's name does not say, the header does. FAULTS 29."""
-    instance().serve("a", PROMPT)
-    second = instance(num_layers=4)
-    request = second.serve("b", PROMPT)
+    made = [instance(), instance(num_layers=4)]
+    for each in made:
+        # As with a host that passes no handshake on.
+        each.scheduler.side._layouts.clear()
+    made[0].serve("a", PROMPT)
+    request = made[1].serve("b", PROMPT)
     assert (request.num_failures, request.output_token_ids) == (1, answer(PROMPT, num_layers=4))
+
+
+def test_those_who_lay_blocks_out_in_other_ways_do_not_lose_them_by_each_other(instance):
+    """As with a cache of half the width: the model and what it computes in are the same."""
+    shapes = [{}, {"num_layers": 4}, {"num_ranks": 2}]
+    for turn, num_loaded in enumerate((0, 28, 28)):
+        for shape in shapes:
+            made = instance(**shape)
+            request = made.serve(f"turn-{turn}", PROMPT)
+            assert (request.num_loaded, request.num_failures) == (num_loaded, 0)
+            assert request.output_token_ids == answer(PROMPT, **shape)
+            assert "load_failures_total" not in stats(made)
 
 
 @pytest.mark.parametrize("name", ["../../up", "/etc", "a\0b", "n" * 300, "", "ключ"])
@@ -445,6 +569,7 @@ def test_a_bound_that_is_less_than_a_block_keeps_nothing(instance, tmp_path):
     assert made.serve("a", PROMPT).output_token_ids == answer(PROMPT)
     assert files(tmp_path) == []
     assert stats(made)["save_failures_no_room_total"] == 1
+    assert files(tmp_path, "blocks-*") == []
 
 
 # -- forgetting
@@ -520,6 +645,15 @@ def test_a_path_that_is_no_folder_is_an_error_that_says_so(tmp_path):
     options = {"shared_storage_path": str(tmp_path / "file")}
     with pytest.raises(StorageError, match="making the folder"):
         Instance(transfer_config("SharedStorageConnector", **options))
+
+
+def test_nothing_holds_the_cache_after_a_shutdown(instance):
+    made = instance()
+    made.serve("a", PROMPT)
+    pages = weakref.ref(made.workers[0].side._pages)
+    made.shutdown()
+    gc.collect()
+    assert pages() is None
 
 
 def test_numbers_are_plain(instance):

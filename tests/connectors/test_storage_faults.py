@@ -118,6 +118,29 @@ def test_serving_goes_on_whichever_call_fails(tmp_path, failing, number, for_eve
             assert fresh.serve("d", PROMPT, 2).num_loaded == 28, first
 
 
+@pytest.mark.parametrize(("number", "num_saved"), [(errno.ENOENT, 7), (errno.EIO, 0)])
+def test_what_others_have_taken_away_costs_no_other_request_its_blocks(
+    tmp_path, monkeypatch, number, num_saved
+):
+    """A shelf may be removed at any time, and a file swept. A disk that fails is let alone."""
+    real, calls = os.replace, []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    with make(tmp_path) as made:
+        made.submit("a", [1, *PROMPT])
+        made.submit("b", PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", failing)
+            made.step()
+        made.run()
+        assert made.workers[0].get_stats().get("blocks_saved_total", 0) == num_saved
+
+
 # -- real ones
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -260,6 +261,38 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_miss(files, shelf, path, monk
     assert read(files, shelf) == "length"
 
 
+@pytest.mark.parametrize("call", ["preadv", "open"])
+def test_a_block_that_the_disk_cannot_read_is_not_promised_again(
+    files, path, store, monkeypatch, call
+):
+    """Else every request with that beginning would wait for it, and compute it after all."""
+    shelf, real = store.shelf(SHELF), getattr(os, call)
+
+    def failing(what, *args, **kwargs):
+        if call == "open" and what != path.name:
+            return real(what, *args, **kwargs)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        assert read(files, shelf) == "broken"
+    assert (files.has(shelf, NAME), len(aside(store))) == (False, 1)
+    files.write(shelf, NAME, memoryview(PAYLOAD))
+    assert read(files, shelf) == PAYLOAD
+    shelf.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE])
+@pytest.mark.usefixtures("path")
+def test_a_block_that_could_not_be_read_for_a_moment_stays(
+    files, shelf, store, monkeypatch, number
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(number, "for now")))
+        assert read(files, shelf) == "unreadable"
+    assert (read(files, shelf), aside(store)) == (PAYLOAD, [])
+
+
 def test_a_shelf_that_was_removed_takes_no_block_with_it(store, files, tmp_path):
     """Another instance resets the cache between our opening the shelf and our writing to it."""
     with store.make_shelf(SHELF) as shelf:
@@ -295,6 +328,34 @@ def test_room_is_made_by_the_oldest_use_on_whatever_shelf(store, files, shelf):
     assert kept(shelf) == list(range(10, 26))
     assert counts.numbers() == {"evicted_total": 4}
     assert store.shelf(shelf_name(b"root", "older")) is None
+
+
+NO_SHELVES = {
+    "a file": lambda path: path.write_bytes(b""),
+    "a link": lambda path: path.symlink_to("/"),
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("what", NO_SHELVES)
+def test_what_is_no_shelf_does_not_keep_room_from_being_made(store, files, shelf, what):
+    NO_SHELVES[what](Path(store.path) / "blocks-planted")
+    fill(files, shelf, 4)
+    counts = Counts()
+    room = Room(store, 4 * files.file_nbytes, counts)
+    assert room.make(files.file_nbytes)
+    assert kept(shelf) == [2, 3]
+    assert counts.numbers()["shelves_skipped_planted_total"] == 1
+    assert "blocks-planted" in names_in(store.path)
+
+
+def test_a_disk_that_fails_is_not_taken_for_a_shelf_that_is_none(store, shelf, monkeypatch):
+    def failing(name):
+        raise StorageError(name) from OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store, "shelf", failing)
+    with pytest.raises(StorageError):
+        Room(store, 1000, Counts()).make(10)
 
 
 def test_one_use_keeps_a_block(store, files, shelf):

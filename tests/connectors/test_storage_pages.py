@@ -72,11 +72,39 @@ def test_layers_of_different_sizes_lie_one_after_the_other():
         "wide": fill(plain(torch.float32), 2),
     }
     pages = CachePages(caches)
-    assert pages.pages == (("uint8", 3), ("float32", 256))
+    assert pages.pages == (("'odd'=uint8[3]/1", 3), ("'wide'=float32[2,4,8]/1,2,3", 256))
     assert (pages.block_nbytes, pages.num_blocks) == (259, NUM_BLOCKS)
     row = pages.gather([2])[0]
     assert torch.equal(row[:3], caches["odd"][2])
     assert torch.equal(row[3:].clone().view(torch.float32), caches["wide"][2].flatten())
+
+
+TOKENS_FIRST = {"a": plain, "b": plain}
+OTHER_FORMS = {
+    "tokens behind heads, of as many bytes": lambda: {
+        name: torch.zeros(NUM_BLOCKS, 4, 2, 8, dtype=torch.bfloat16) for name in "ab"
+    },
+    "another order in memory": lambda: {
+        name: torch.zeros(NUM_BLOCKS, 4, 2, 8, dtype=torch.bfloat16).transpose(1, 2)
+        for name in "ab"
+    },
+    "layers in another order": lambda: {"b": plain(), "a": plain()},
+    "layers of other names": lambda: {"a": plain(), "c": plain()},
+    "another dtype of as many bytes": lambda: {name: plain(torch.float16) for name in "ab"},
+}
+
+
+@pytest.mark.parametrize("what", OTHER_FORMS)
+def test_blocks_of_another_form_are_told_apart_though_they_have_as_many_bytes(what):
+    here = CachePages({name: made() for name, made in TOKENS_FIRST.items()})
+    there = CachePages(OTHER_FORMS[what]())
+    assert here.block_nbytes == there.block_nbytes
+    assert here.pages != there.pages
+
+
+def test_gaps_between_pages_make_no_other_form():
+    gaps = torch.zeros(2 * NUM_BLOCKS, 2, 4, 16, dtype=torch.bfloat16)[::2, :, :, :8]
+    assert CachePages({"a": gaps}).pages == CachePages({"a": plain()}).pages
 
 
 def test_no_blocks_are_no_rows():

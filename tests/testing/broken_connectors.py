@@ -218,7 +218,7 @@ class WaitsForWhomItWasAskedAbout(MemoryScheduler):
         self.asked.discard(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def has_pending_work(self):
+    def has_pending_push_work(self):
         return bool(self.__dict__.get("asked"))
 
 
@@ -424,7 +424,7 @@ class CountsNotices(MemoryScheduler):
         super().update_connector_output(connector_output)
         self.pending -= len(connector_output.finished_recving or ())
 
-    def has_pending_work(self):
+    def has_pending_push_work(self):
         return self.pending != 0
 
 

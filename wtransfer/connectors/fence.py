@@ -62,7 +62,6 @@ class SchedulerFence:
         self._heard: dict[int, Sequence[str | int] | None] = {}
         self._num_ranks = num_ranks
         self._began: dict[str, Stamps | None] = {}
-        self._settled: set[str] = set()
 
     def hear(self, stamps: Mapping[int, Sequence[str | int] | None]) -> bool:
         """Take what workers have said; return whether that is news."""
@@ -72,19 +71,19 @@ class SchedulerFence:
         return self.now != before
 
     def begin(self, request_id: str) -> str | None:
-        """Note what a request begins with, unless it has begun before.
+        """Note what a request begins with, that has no blocks.
+
+        It may have had some, under other weights, and have lost them: it begins anew, and whole.
 
         Returns:
             The weights under which its blocks are named; None: it is out, and finds nothing.
         """
-        if request_id not in self._settled:
-            self._began[request_id] = self.now
+        self._began[request_id] = self.now
         return self.fingerprint(request_id)
 
     def settle(self, request_id: str) -> None:
-        """Hear that a request has got blocks: what it began with stands from now on."""
+        """Hear that a request has got blocks, whether or not it was asked about before."""
         self._began.setdefault(request_id, self.now)
-        self._settled.add(request_id)
 
     def stamps(self, request_id: str) -> Stamps | None:
         """Return what a request began with; None if that is not what the ranks compute with now."""
@@ -99,7 +98,6 @@ class SchedulerFence:
     def forget(self, request_id: str) -> None:
         """Hear that a request has ended."""
         self._began.pop(request_id, None)
-        self._settled.discard(request_id)
 
 
 class WorkerFence:

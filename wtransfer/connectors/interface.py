@@ -19,25 +19,40 @@ The life of a request, S beside the scheduler, W beside every worker's model:
 3.  S ``get_num_new_matched_tokens(request, num_computed_tokens)``: how many more tokens can be
     loaded, and whether that takes longer than a step.
 4.  S ``update_state_after_alloc(request, blocks, num_external_tokens)``: the blocks to load into.
+    Once more, with 0, when a request whose blocks have come gets the others.
 5.  S ``build_connector_meta(scheduler_output)``, once a step; the answer travels to every W.
 6.  W ``handle_preemptions(metadata)``, then ``bind_connector_metadata(metadata)``.
 7.  W ``start_load_kv(forward_context)``: before the forward pass if this step's own tokens depend
     on it, otherwise after it.
 8.  W for each layer, within the forward pass: ``wait_for_layer_load(name)``, attention, then
-    ``save_kv_layer(name, kv_layer, attn_metadata)``.
+    ``save_kv_layer(name, kv_layer, attn_metadata)``. Where loads have begun before a forward pass
+    that is then not carried out, as the weights have changed or a load is known to have failed,
+    ``wait_for_layer_load(name)`` comes for each layer all the same, and nothing else: once the step
+    is over, its blocks may be others', and none of its loads may write into them any more.
 9.  W ``wait_for_save()``: the step counts, and from here on its blocks may be overwritten. Only
     after a forward pass all of whose loads have come.
 10. W ``get_finished(finished_req_ids)``, ``get_block_ids_with_load_errors()``,
     ``build_connector_worker_meta()``, ``clear_connector_metadata()``.
-11. S ``update_connector_output(output)``: what the workers said, aggregated over all of them.
-12. S ``request_finished(request, block_ids)``, once: whether the blocks must stay until
-    ``get_finished`` of every W has named the request, as sent. The blocks of a request that ends
-    while they are loaded stay in any case, until it is named: as received, then, and only so.
+11. S ``request_finished(request, block_ids)``, once, if the step or a user has ended it: whether
+    the blocks must stay until ``get_finished`` of every W has named the request, as sent; that may
+    have been in this very step. The blocks of a request that ends while they are loaded stay in any
+    case, until it is named: as received or as sent, once, when neither happens any more.
+12. S ``update_connector_output(output)``: what the workers said, aggregated over all of them.
 
 A load that fails is a miss: the worker names the blocks, and the host computes them.
 
-Arguments are the serving engine's own objects. What is read of them is what is named here and in
-the methods, under the names that vLLM gives them.
+Arguments are the serving engine's own objects. What our connectors read of them, under the names
+that vLLM gives them, and nothing else:
+
+*   a request: ``request_id``, ``prompt_token_ids``, ``all_token_ids``, ``num_tokens``,
+    ``kv_transfer_params``; and where it has them ``cache_salt``, ``lora_request``,
+    ``mm_features``, ``prompt_embeds``;
+*   its blocks: ``get_block_ids()``;
+*   a step (``scheduler_output``): ``scheduled_new_reqs`` with ``req_id``, ``block_ids``,
+    ``num_computed_tokens``; ``scheduled_cached_reqs`` with ``req_ids``, ``resumed_req_ids``,
+    ``new_block_ids``, ``num_computed_tokens``; ``num_scheduled_tokens``; ``preempted_req_ids``;
+    and where a host guesses tokens ``scheduled_spec_decode_tokens``;
+*   the configuration: what `wtransfer.connectors.settings.Instance` names.
 
 Source: names and signatures are those of vLLM's connectors, of both generations.
 """
@@ -99,7 +114,7 @@ class KVConnectorOutput:
     invalid_block_ids: set[int] = field(default_factory=set)
     """Blocks that any worker could not load: whoever uses them must compute them."""
     failed_recving: set[str] = field(default_factory=set)
-    """Requests of which any worker could not load a part."""
+    """Those among the received ones of which any worker could not load a part."""
 
     def is_empty(self) -> bool:
         """Return whether nothing was said."""
@@ -212,7 +227,7 @@ class ConnectorScheduler(ConnectorSide):
         """
         return None
 
-    def has_pending_work(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Return whether steps are needed though no request is there, to end what is under way."""
         return False
 
@@ -324,7 +339,7 @@ SCHEDULER_METHODS = frozenset(
         "build_connector_meta",
         "get_finished_count",
         "get_num_new_matched_tokens",
-        "has_pending_work",
+        "has_pending_push_work",
         "on_new_request",
         "request_finished",
         "reset_cache",

@@ -1,7 +1,7 @@
 """Connector ``MultiConnector``: several connectors under one.
 
-The first in order that has something of a request loads it; all of them save. Its option is
-vLLM's::
+The first in order that has something of a request loads it; all of them save what is computed after
+that. Its option is vLLM's::
 
     kv_connector_extra_config = {
         "connectors": [
@@ -16,7 +16,8 @@ parent's; ``engine_id`` and ``kv_role`` are the parent's where it has none of it
 
 Children do not stand in each other's way. One that raises when it is asked what it has, has
 nothing. Of every other call all children hear, and what one of them raised is raised when the last
-has heard; what the others said meanwhile is said the next time.
+has heard; what the others said meanwhile is said the next time. One exception: what a child raises
+while a step's metadata are built ends that step, and the host must not go on as if it had not.
 """
 
 from __future__ import annotations

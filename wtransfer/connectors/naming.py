@@ -108,19 +108,17 @@ def _is_nameless(request: Any) -> bool:
     """Return whether a request's KV depends on something that nobody can name."""
     if getattr(request, "prompt_embeds", None) is not None or _tokens(request) is None:
         return True
+    # Name and path of an adapter stay, while what stands there is trained on.
+    if getattr(request, "lora_request", None) is not None:
+        return True
     return any(each.identifier is None for each in getattr(request, "mm_features", None) or ())
 
 
 def _particulars(request: Any) -> list[Any]:
     """Return what a request's KV depends on besides its tokens."""
-    adapter = getattr(request, "lora_request", None)
     # All of them, whichever block they stand in: some blocks are not shared that could be.
     media = [
         [each.identifier, each.mm_position.offset]
         for each in getattr(request, "mm_features", None) or ()
     ]
-    return [
-        getattr(request, "cache_salt", None),
-        None if adapter is None else [adapter.lora_name, adapter.lora_path],
-        media,
-    ]
+    return [getattr(request, "cache_salt", None), media]

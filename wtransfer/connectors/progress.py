@@ -22,7 +22,8 @@ class Tracked:
     num_before: int = 0
     """Tokens whose keys and values are there before the step."""
     num_computed: int = 0
-    """Tokens whose keys and values are there once the step is done."""
+    """Tokens whose keys and values are there once the step is done. A token that was only guessed
+    is none: it may turn out to be another one."""
 
 
 class Progress:
@@ -41,9 +42,14 @@ class Progress:
 
         Args:
             scheduler_output: ``scheduled_new_reqs``, ``scheduled_cached_reqs``,
-                ``num_scheduled_tokens``, as vLLM has them.
+                ``num_scheduled_tokens``, as vLLM has them, and if a host guesses tokens
+                ``scheduled_spec_decode_tokens``.
         """
-        computed = scheduler_output.num_scheduled_tokens
+        guessed = getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
+        computed = {
+            request_id: number - len(guessed.get(request_id, ()))
+            for request_id, number in scheduler_output.num_scheduled_tokens.items()
+        }
         for new in scheduler_output.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids)
             yield self._advance(new.req_id, new.num_computed_tokens, computed)

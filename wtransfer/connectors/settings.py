@@ -37,14 +37,17 @@ class Instance:
     """Whether others may have its KV cache."""
     receives: bool
     """Whether it takes that of others."""
+    cache_dtype: str = "auto"
+    """Of keys and values; ``auto``: that of the computation."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> Instance:
         """Read it.
 
         Args:
-            vllm_config: ``kv_transfer_config``, ``cache_config.block_size``, ``parallel_config``
-                with ``rank`` and ``world_size``, ``model_config`` with ``model`` and ``dtype``.
+            vllm_config: ``kv_transfer_config``, ``cache_config.block_size`` and, if there is one,
+                ``cache_dtype``, ``parallel_config`` with ``rank`` and ``world_size``,
+                ``model_config`` with ``model`` and ``dtype``.
 
         Raises:
             ConnectorOptionError: ``kv_role`` is none, or the block size is not said.
@@ -65,12 +68,13 @@ class Instance:
             num_ranks=int(parallel.world_size),
             sends=sends,
             receives=receives,
+            cache_dtype=str(getattr(vllm_config.cache_config, "cache_dtype", None) or "auto"),
         )
 
     @property
     def root(self) -> bytes:
         """What keys and values depend on besides tokens and weights, as bytes."""
-        return msgspec.msgpack.encode([self.model, self.dtype, self.num_ranks])
+        return msgspec.msgpack.encode([self.model, self.dtype, self.cache_dtype, self.num_ranks])
 
 
 def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptions:

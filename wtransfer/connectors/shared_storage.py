@@ -4,13 +4,16 @@ Whatever has been computed is stored, one file for each block and rank, and whic
 a request with the same beginning loads it. The folder may be on any file system that the instances
 share; on one host they may be started and killed at any time.
 
-1. S looks for names: a file of that name is there for every rank, or it is a miss.
+1. S looks for names: a file of that name is there for every rank, or it is a miss. Those who lay
+   blocks out in other ways look elsewhere.
 2. W reads each file into memory of its own, and compares header, key, geometry, length and checksum
    before a byte of it reaches the cache. A file that is not what it should be is set aside.
-3. W writes what was computed, to a temporary file that is then renamed; before ``wait_for_save``
-   returns, and only blocks of which S knows that nothing before them failed to load.
+3. W writes what was computed, to a temporary file that is then renamed: before ``wait_for_save``
+   returns, or for a request that ended before S knew that nothing of its beginning had failed to
+   load, in ``get_finished``. What others have put into the cache is not written.
 
-A disk that is full, read-only or broken costs hits, and nothing else.
+Nothing that a disk does, full, read-only or broken, makes an answer wrong or ends a step. It costs
+hits, and time: reading and writing is done within the step, so a slow disk makes steps slow.
 """
 
 from __future__ import annotations

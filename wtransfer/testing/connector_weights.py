@@ -25,7 +25,7 @@ Moment = tuple[str, str, str, int]
 and how often it has been called meanwhile."""
 CHANGES = {"there": (1,), "there and back": (1, 0)}
 """From which seeds weights are drawn, one after the other."""
-QUERIES = ("get_finished_count", "get_stats", "has_pending_work", "take_events")
+QUERIES = ("get_finished_count", "get_stats", "has_pending_push_work", "take_events")
 """Methods that only answer."""
 FOLLOWING = (
     "clear_connector_metadata",

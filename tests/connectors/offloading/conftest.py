@@ -148,7 +148,7 @@ class Bench:
         """Take steps until nothing is under way; return all that was said meanwhile."""
         heard = []
         for _ in range(PATIENCE):
-            if not self.scheduler.has_pending_work():
+            if not self.scheduler.has_pending_push_work():
                 return heard
             heard += self.step()[1]
         raise AssertionError("jobs are under way and do not end")

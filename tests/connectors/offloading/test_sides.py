@@ -83,6 +83,61 @@ def test_the_last_token_is_never_loaded(bench, ask_for, shape):
     assert rig.ask(ask_for("w", 17, first=9)) == (0, False), "other tokens"
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_builds_on_the_load_of_another_is_stored_once_that_is_known_to_have_come(
+    bench, ask_for, a_step, *, fails, num_ranks
+):
+    """Some hosts end a step whose load has failed as if nothing were wrong, and rewind later."""
+    rig = bench(num_ranks)
+    request = ask_for("r", 17)
+    assert rig.ask(request) == (0, False)
+    rig.allocate(request, [0, 1, 2, 3, 4])
+    metadata = rig.tell(a_step(new=[(request, 8, 8)]))
+    assert metadata.stores == []
+    said = rig.work(metadata)
+    # A host may plan a step ahead of what the workers say.
+    ahead = rig.tell(a_step(cached=[(request, 16, 1)]))
+    assert ahead.stores == []
+    rig.hear(said[:-1])
+    assert num_ranks == 1 or rig.tell(a_step(cached=[(request, 16, 1)])).stores == []
+    rig.hear(said[-1:])
+    metadata = rig.tell(a_step(cached=[(request, 0 if fails else 16, 17 if fails else 1)]))
+    (job,) = metadata.stores
+    assert job.blocks.block_ids == ([0, 1, 2, 3] if fails else [2, 3])
+
+
+def test_what_builds_on_its_own_load_or_on_the_hosts_cache_is_stored_at_once(
+    bench, ask_for, a_step
+):
+    rig = bench()
+    rig.keep(ask_for("r", 13), [0, 1, 2, 3])
+    again = ask_for("s", 21)
+    assert rig.ask(again, 4) == (8, True)
+    rig.allocate(again, [4, 5, 6, 7, 8, 9], 8)
+    rig.step()
+    rig.settle()
+    rig.allocate(again, [4, 5, 6, 7, 8, 9], 0)
+    (job,) = rig.tell(a_step(new=[(again, 12, 8)])).stores
+    assert job.blocks.block_ids == [7, 8]
+
+
+def test_a_request_that_begins_anew_is_not_what_it_was(bench, ask_for, a_step):
+    """What it once loaded is no reason to trust what another loads for it."""
+    rig = bench()
+    rig.keep(ask_for("r", 13), [0, 1, 2, 3])
+    again = ask_for("s", 21)
+    assert rig.ask(again) == (12, True)
+    rig.allocate(again, [4, 5, 6, 7, 8, 9], 12)
+    rig.step()
+    rig.settle()
+    rig.scheduler.reset_cache()
+    assert rig.ask(again) == (0, False)
+    rig.allocate(again, [4, 5, 6, 7, 8, 9], 0)
+    output = a_step(cached=[(again, 12, 8)], resumed=["s"])
+    assert rig.tell(output).stores == []
+
+
 @pytest.mark.parametrize("wanted", [6, 2, 0, -4])
 def test_chunks_consist_of_whole_blocks(bench, wanted):
     with pytest.raises((ConnectorOptionError, OffloadingOptionError), match=f"block_size={wanted}"):
@@ -183,7 +238,7 @@ def test_what_a_step_that_did_not_count_was_to_store_is_stored_by_the_next(
         metadata, (said,) = rig.step(a_step(new=[(request, 0, 9)]), counts=False)
         (job,) = metadata.stores
         assert said.meta.outcomes == {0: [Outcome(job.job_id, success=False)]}
-        assert not rig.scheduler.has_pending_work()
+        assert not rig.scheduler.has_pending_push_work()
     assert rig.ask(ask_for("s", 9)) == (0, False)
     rig.fill([0, 1], 5.0)
     rig.step(a_step(cached=[(request, 0, 9)]))
@@ -229,7 +284,7 @@ def test_blocks_that_have_gone_are_named_at_once(bench, ask_for):
     metadata, (said,) = rig.step()
     assert (metadata.loads, metadata.gone) == ([], {"s": [5, 6, 7]})
     assert (said.bad, said.received) == ({5, 6, 7}, {"s"})
-    assert not rig.scheduler.has_pending_work()
+    assert not rig.scheduler.has_pending_push_work()
     metadata, (said,) = rig.step()
     assert (metadata.gone, said.bad, said.received) == ({}, set(), set())
 
@@ -268,10 +323,10 @@ def test_outcomes_that_come_again_or_of_nobody_are_counted(bench, ask_for, a_ste
     say(0, job.job_id)
     say(0, job.job_id, success=False)
     say(1, job.job_id + 7)
-    assert rig.scheduler.has_pending_work(), "one rank is not two"
+    assert rig.scheduler.has_pending_push_work(), "one rank is not two"
     say(1, job.job_id)
     say(1, job.job_id)
-    assert not rig.scheduler.has_pending_work()
+    assert not rig.scheduler.has_pending_push_work()
     stats = rig.scheduler.get_stats()
     assert (stats["unknown_outcomes_total"], stats["stored_bytes_total"]) == (3, 20)
     assert rig.ask(ask_for("s", 9)) == (8, True)

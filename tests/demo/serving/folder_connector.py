@@ -5,11 +5,14 @@ weights, and names blocks by their tokens alone. Options:
 
     folder      where the blocks are
     lazily      each layer is read when the forward pass has come to it
+    behind      a thread reads layer after layer; blocks that are not there are known at once
     forgets     whether `reset_cache` does anything
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +42,7 @@ class FolderConnector(KVConnectorBase_V1):
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.folder = Path(options["folder"])
         self.lazily = options.get("lazily", False)
+        self.behind = options.get("behind", False)
         self.forgets = options.get("forgets", True)
         self.block_size = vllm_config.cache_config.block_size
         self.rank = vllm_config.parallel_config.rank
@@ -50,6 +54,8 @@ class FolderConnector(KVConnectorBase_V1):
             self.caches = {}
             self.staged = defaultdict(list)
             self.bad_blocks = set()
+            self.thread = None
+            self.there = {}
 
     def names(self, request):
         return [each.hex() for each in hash_blocks(request.all_token_ids, self.block_size)]
@@ -100,17 +106,42 @@ class FolderConnector(KVConnectorBase_V1):
         self.caches = kv_caches
 
     def start_load_kv(self, forward_context, **kwargs):
-        if not self.lazily:
+        if self.behind:
+            self.load_behind()
+        elif not self.lazily:
             for layer in self.caches:
                 self.load(layer)
 
+    def load_behind(self):
+        for move in self._get_connector_metadata().loads:
+            path = self.folder / f"{move.name}.{self.rank}"
+            whole = sum(cache[0].nbytes for cache in self.caches.values())
+            if not path.exists() or path.stat().st_size < whole:
+                self.bad_blocks.add(move.block)
+        self.there = {layer: threading.Event() for layer in self.caches}
+        metadata = self._get_connector_metadata()
+
+        def work():
+            for layer, event in self.there.items():
+                # As slow as a disk; who does not wait meets it at its work.
+                time.sleep(0.02 if metadata.loads else 0.0)
+                self.load(layer, metadata)
+                event.set()
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
     def wait_for_layer_load(self, layer_name):
-        if self.lazily:
+        if self.behind:
+            self.there[layer_name].wait()
+            if layer_name == list(self.caches)[-1]:
+                self.thread.join()
+        elif self.lazily:
             self.load(layer_name)
 
-    def load(self, layer):
+    def load(self, layer, metadata=None):
         number, cache = list(self.caches).index(layer), self.caches[layer]
-        for move in self._get_connector_metadata().loads:
+        for move in (metadata or self._get_connector_metadata()).loads:
             path = self.folder / f"{move.name}.{self.rank}"
             data = path.read_bytes() if path.exists() else b""
             part = data[number * cache[0].nbytes : (number + 1) * cache[0].nbytes]
@@ -130,6 +161,9 @@ class FolderConnector(KVConnectorBase_V1):
         self.staged.clear()
 
     def clear_connector_metadata(self):
+        loads = self._get_connector_metadata().loads
+        if loads and self.thread is not None and self.thread.is_alive():
+            raise RuntimeError("the step is over, and nobody has waited for its loads")
         super().clear_connector_metadata()
         self.staged.clear()
 

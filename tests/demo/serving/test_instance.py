@@ -14,7 +14,7 @@ from wtransfer.demo.serving import instance as instance_module
 from wtransfer.demo.serving import process as process_module
 from wtransfer.demo.serving.build import HostSettings, Publishing
 from wtransfer.demo.serving.instance import Instance
-from wtransfer.demo.serving.router import Router
+from wtransfer.demo.serving.router import Handed, Router
 from wtransfer.demo.serving.shape import CacheShape
 from wtransfer.errors import (
     ConnectorOptionError,
@@ -158,6 +158,19 @@ def test_an_aborted_request_ends_at_once_and_the_others_go_on(kit, begin, prompt
     assert instance.collect(number).tokens == kit.truth(prompts[2], SEED)
     with pytest.raises(ValueError, match="one has no request 0 to collect"):
         instance.collect(long)
+
+
+def test_the_answer_of_an_abandoned_request_is_dropped(kit, begin, prompts):
+    instance = begin("alone")
+    number, done = instance.submit(prompts[0], 500), instance.submit(prompts[1], 1)
+    instance.collect(instance.submit(prompts[2], 1))
+    instance.abandon(number)
+    instance.abandon(done)
+    assert instance.ask(prompts[3], kit.NEW_TOKENS).tokens == kit.truth(prompts[3], SEED)
+    instance.stats()
+    assert (instance._answers, instance._open, instance._abandoned) == ({}, set(), set())
+    with pytest.raises(ValueError, match=f"no request {number} to collect"):
+        instance.collect(number)
 
 
 # -- what is wrong --------------------------------------------------------------------------------
@@ -358,6 +371,16 @@ def test_killed_between_the_two_halves_the_tokens_are_the_same(kit, pair, prompt
     answer = router.go_on(prompts[0], kit.NEW_TOKENS, handed_over).answer
     assert answer.tokens == kit.truth(prompts[0], SEED)
     assert (answer.counts.get("tokens_loaded", 0), answer.counts["loads_failed"]) == (0, 1)
+
+
+def test_what_a_failed_request_says_is_not_passed_on(kit, pair, prompts):
+    """It may name what is there in part only, or what is gone by then."""
+    router = Router(*pair)
+    handed = router.hand_over(prompts[0])
+    assert handed.answer.kv_transfer_params is not None
+    routed = router.go_on(prompts[0], kit.NEW_TOKENS, Handed(handed.answer, "it has failed"))
+    assert routed.answer.counts.get("tokens_loaded", 0) == 0
+    assert routed.answer.tokens == kit.truth(prompts[0], SEED)
 
 
 def test_a_prefill_instance_that_stands_still_is_passed_over(kit, pair, prompts):

@@ -51,9 +51,15 @@ class Slow(KVConnectorBase_V1):
     def __init__(self, config, role):
         super().__init__(config, role)
         self.heard, self.met, self.needed, self.stays = [], None, None, True
+        self.calls, self.refuses, self.most = [], False, 1000
+
+    def on_new_request(self, request):
+        if self.refuses:
+            raise ValueError("these parameters are of no use")
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return (request.num_tokens - 1) // 4 * 4 - num_computed_tokens, True
+        found = (request.num_tokens - 1) // 4 * 4 - num_computed_tokens
+        return min(found, self.most), True
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         self.allocated = (request.request_id, blocks.get_block_ids(), num_external_tokens)
@@ -63,8 +69,10 @@ class Slow(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output):
         self.heard.append(connector_output)
+        self.calls += [f"sent {each}" for each in connector_output.finished_sending or ()]
 
     def request_finished(self, request, block_ids):
+        self.calls.append("request_finished")
         return self.stays, None
 
     def set_xfer_handshake_metadata(self, metadata):
@@ -94,7 +102,7 @@ def link(connector):
 
 
 def hear(link, *said, expected=("r", "s")):
-    return link.hear(said, sending=expected, receiving=expected)
+    return link.hear(said, held=expected, loading=expected)
 
 
 def test_a_request_is_received_when_every_rank_has_said_so(link):
@@ -203,6 +211,7 @@ def test_a_request_waits_for_every_rank(ranks, connector):
     assert request.state == "loading", "twice the same rank"
     ranks.step(other=Said(finished_recving={"r"}))
     assert request.state == "loaded"
+    assert connector.heard[-1].failed_recving == set()
     plan, ended = ranks.step(Said(finished_recving={"r"}), Said(finished_recving={"r"}))
     assert [(span.start, len(span.tokens)) for span in plan.spans] == [(8, 2)]
     assert ended == [request]
@@ -210,12 +219,14 @@ def test_a_request_waits_for_every_rank(ranks, connector):
     assert ranks.scheduler.counts["tokens_loaded"] == 8
 
 
-def test_errors_may_come_before_the_last_rank_has_received(ranks):
+def test_errors_may_come_before_the_last_rank_has_received(ranks, connector):
     request = add(ranks, "r")
     ranks.step()
     ranks.step(Said(finished_recving={"r"}, invalid_block_ids={1}))
     assert request.state == "loading"
+    assert connector.heard[-1].failed_recving == set()
     ranks.step(other=Said(finished_recving={"r"}))
+    assert connector.heard[-1].failed_recving == {"r"}
     assert request.num_computed_tokens == 4, "the block before it is good"
     plan, _ = ranks.step()
     assert [(span.start, len(span.tokens)) for span in plan.spans] == [(4, 6)]
@@ -236,16 +247,170 @@ def test_blocks_stay_until_every_rank_has_sent_them(ranks):
     assert ranks.scheduler.counts["unknown_notices"] == 4
 
 
-@pytest.mark.parametrize("last", ["sent", "received"])
-def test_blocks_that_are_both_sent_and_received_stay_for_both(ranks, last):
+@pytest.mark.parametrize("word", [Said({"r"}), Said(finished_recving={"r"})])
+def test_a_request_that_ends_while_it_is_loaded_is_done_with_by_either_word(ranks, word):
+    """A connector names it once, when it neither writes nor reads any more."""
     request = add(ranks, "r")
     ranks.step()
     ranks.scheduler.abort(request)
-    said = [Said(finished_recving={"r"}), Said({"r"})]
-    for each in said if last == "sent" else reversed(said):
+    for each in (word, None), (word, None), (None, word):
         assert (ranks.scheduler.pool.num_free, ranks.scheduler.is_busy) == (14, True)
-        ranks.step(each, each)
+        ranks.step(*each)
     assert (ranks.scheduler.pool.num_free, ranks.scheduler.is_busy) == (16, False)
+    assert ranks.scheduler._written == set()
+
+
+def test_a_request_that_is_only_sent_is_not_let_go_of_by_a_late_word(ranks):
+    """FAULTS 28: that it was received is old by then, and it is still read."""
+    request = add(ranks, "r")
+    ranks.step()
+    received = Said(finished_recving={"r"})
+    ranks.step(received, received)
+    ranks.step()
+    assert request.state == "finished"
+    ranks.step(received, received)
+    assert (ranks.scheduler.pool.num_free, ranks.scheduler.is_busy) == (13, True)
+    ranks.step(Said({"r"}), Said({"r"}))
+    assert (ranks.scheduler.pool.num_free, ranks.scheduler.is_busy) == (16, False)
+
+
+def test_blocks_that_were_sent_within_the_last_step_are_let_go_of_after_it(ranks, connector):
+    """A connector that pushes says so in the step itself; the request ends only thereafter."""
+    add(ranks, "r", length=3)
+    _, (request,) = ranks.step(Said({"r"}), Said({"r"}))
+    assert request.state == "finished"
+    assert connector.calls[-2:] == ["request_finished", "sent r"]
+    assert (ranks.scheduler.pool.num_free, ranks.scheduler._held) == (16, {})
+    assert ranks.scheduler.counts["unknown_notices"] == 0
+
+
+def test_blocks_that_were_sent_before_the_request_ended_are_let_go_of_at_its_end(ranks, connector):
+    add(ranks, "r", length=3, count=3)
+    ranks.step(Said({"r"}), Said({"r"}))
+    ranks.step()
+    assert "sent r" not in connector.calls
+    _, (request,) = ranks.step()
+    assert request.state == "finished"
+    assert connector.calls[-2:] == ["request_finished", "sent r"]
+    assert (ranks.scheduler.pool.num_free, ranks.scheduler._held) == (16, {})
+    assert not ranks.scheduler.link._sent
+
+
+def test_what_was_said_early_of_a_request_that_does_not_stay_is_forgotten(ranks, connector):
+    connector.stays = False
+    add(ranks, "r", length=3, count=2)
+    ranks.step(Said({"r"}), Said({"r"}))
+    ranks.step()
+    ranks.step()
+    assert not ranks.scheduler.link._sent
+    assert ranks.scheduler.pool.num_free == 16
+
+
+def test_a_load_begins_with_no_rank_having_answered(link, connector):
+    """What was said of an earlier load of the same request is of no account."""
+    request = Request("r", list(range(10)), 1)
+    hear(link, Said(finished_recving={"r"}), Said(finished_recving={"r"}), Said())
+    link.allocated(request, 8)
+    output = hear(link, Said(), Said(), Said(finished_recving={"r"}))
+    assert output.finished_recving is None
+    link.allocated(request, 0)
+    said = Said(finished_recving={"r"})
+    assert hear(link, said, said, Said()).finished_recving == {"r"}
+
+
+def test_a_request_that_was_loaded_has_its_other_blocks_told(ranks, connector):
+    """As vLLM does: with nothing more to load."""
+    add(ranks, "r")
+    ranks.step()
+    ranks.step(Said(finished_recving={"r"}), Said(finished_recving={"r"}))
+    plan, _ = ranks.step()
+    assert connector.allocated == ("r", (plan.spans[0].block_ids,), 0)
+    assert len(plan.spans[0].block_ids) == 3
+
+
+def test_a_request_that_the_connector_refuses_is_not_there(ranks, connector):
+    connector.refuses = True
+    with pytest.raises(ValueError, match="of no use"):
+        add(ranks, "r")
+    assert not ranks.scheduler.is_busy
+    assert ranks.step()[0].spans == []
+    connector.refuses = False
+    add(ranks, "r")
+
+
+def test_a_request_whose_name_is_in_use_is_refused(ranks):
+    first = add(ranks, "r", length=3)
+    with pytest.raises(ValueError, match="'r' is there already"):
+        add(ranks, "r")
+    ranks.step()
+    assert first.state == "finished"
+    with pytest.raises(ValueError, match="'r' is there already"):
+        add(ranks, "r")
+    ranks.step(Said({"r"}), Said({"r"}))
+    add(ranks, "r")
+
+
+def test_the_workers_hear_of_the_last_end(ranks, connector):
+    connector.stays = False
+    add(ranks, "r", length=3)
+    ranks.step()
+    assert ranks.scheduler.is_busy
+    plan, _ = ranks.step()
+    assert plan.finished_req_ids == {"r"}
+    assert not ranks.scheduler.is_busy
+
+
+# -- errors that come late
+
+
+@pytest.fixture
+def two(ranks, connector):
+    """Two requests with the same beginning, the second in the blocks of the first."""
+    connector.stays = False
+    one = add(ranks, "r", length=12, count=9)
+    ranks.step()
+    received = Said(finished_recving={"r"})
+    ranks.step(received, received)
+    ranks.step()
+    assert one.num_computed_tokens == 12
+    other = add(ranks, "s", length=13, count=9)
+    connector.most = 0
+    ranks.step()
+    assert other.block_ids[:3] == one.block_ids[:3]
+    return one, other
+
+
+def test_an_error_of_blocks_that_were_taken_for_good_is_not_passed_over(ranks, two):
+    one, other = two
+    before = len(one.output), len(other.output)
+    ranks.step(Said(invalid_block_ids={one.block_ids[1]}))
+    assert (one.num_computed_tokens, other.num_computed_tokens) == (4, 4)
+    assert (len(one.output), len(other.output)) == before, "what that step made of them is wrong"
+    assert not ranks.scheduler.pool.knows_any(range(16))
+    plan, _ = ranks.step()
+    assert [span.start for span in plan.spans] == [4, 4]
+    assert (ranks.scheduler.counts["late_errors"], ranks.scheduler.counts["loads_failed"]) == (1, 2)
+
+
+def test_an_error_of_blocks_that_nobody_has_any_more_lets_their_names_go(ranks, two):
+    one, _ = two
+    block = one.block_ids[1]
+    for each in two:
+        ranks.scheduler.abort(each)
+    assert ranks.scheduler.pool.knows_any({block})
+    ranks.step(other=Said(invalid_block_ids={block}))
+    assert not ranks.scheduler.pool.knows_any({block})
+    ranks.step(other=Said(invalid_block_ids={block}))
+    assert ranks.scheduler.counts["late_errors"] == 1
+
+
+def test_under_the_other_policy_a_late_error_ends_those_that_build_on_it(ranks, two):
+    one, other = two
+    ranks.scheduler._fails = True
+    _, ended = ranks.step(Said(invalid_block_ids={one.block_ids[0]}))
+    assert ended == [one, other]
+    assert {one.state, other.state} == {"failed"}
+    assert ranks.scheduler.pool.num_free == 16
 
 
 def test_a_late_word_does_not_let_the_next_load_seem_to_have_come(ranks):

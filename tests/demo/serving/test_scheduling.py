@@ -197,6 +197,35 @@ def test_two_whose_blocks_have_come_do_not_wait_for_each_other(kit, make, prompt
     kit.check_pool(host.scheduler.pool)
 
 
+def test_what_is_loaded_is_not_passed_by_those_who_came_later(kit, make, apart):
+    """Small ones would take each block that comes free, and a large one needs two."""
+    host = make(8, kit.cpu_tier(BLOCK_SIZE, 64))
+    large = [1, *apart[0][:63]]
+    host.generate([[*large, 1]], 1)
+    host.scheduler.pool.forget_all()
+    numbers = itertools.count()
+
+    def small():
+        return host.submit([next(numbers) % 256, 7], 12)
+
+    # One ends in this step, another in that: there is always a block free, and never two.
+    live = []
+    for _ in range(4):
+        live.append(small())
+        for _ in range(3):
+            host.step()
+    request = host.submit([*large, *[9] * 30], 2)
+    for _ in range(200):
+        live = [each for each in live if each.state != "finished"]
+        live += [small() for _ in range(6 - len(live))]
+        host.step()
+        if request.state == "finished":
+            break
+    assert request.state == "finished"
+    assert request.output == kit.truth(request.prompt_token_ids, 3, 2)
+    host.run()
+
+
 # -- beginnings that are known
 
 

@@ -208,6 +208,62 @@ def test_a_connector_that_cannot_forget_is_not_asked_again_after_a_change(
     assert "nothing is loaded by it from now on" in record.getMessage()
 
 
+def test_a_step_for_weights_that_have_gone_waits_for_its_loads(
+    kit, serve, prompts, settings, change
+):
+    """Its blocks go to others, into which a thread must not write then."""
+    host = serve(settings(behind=True))
+    to = change(host)
+    for _ in range(2):
+        fill(kit, host, prompts)
+    assert host.scheduler.counts["tokens_loaded"] > 0
+    request = host.submit([*prompts[0], 1], kit.NEW_TOKENS)
+    plan = host.scheduler.plan()
+    assert plan.loads_first
+    to(4)
+    results = host.workers.step(plan)
+    assert not host.workers.worker.link.connector.thread.is_alive()
+    host.scheduler.update(plan, results)
+    host.run()
+    assert request.output == kit.truth([*prompts[0], 1], 4)
+    fill(kit, host, prompts, seed=4)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_step_whose_load_is_known_to_fail_waits_for_the_others(
+    kit, serve, prompts, *, settings, folder, policy
+):
+    host = serve(settings(num_blocks=32, on_load_failure=policy, behind=True))
+    fill(kit, host, prompts[:1])
+    host.scheduler.pool.forget_all()
+    os.truncate(folder / list(kept(folder))[1], 100)
+    request = host.submit(prompts[0], kit.NEW_TOKENS)
+    plan = host.scheduler.plan()
+    assert plan.loads_first
+    results = host.workers.step(plan)
+    assert not host.workers.worker.link.connector.thread.is_alive()
+    host.scheduler.update(plan, results)
+    assert host.scheduler.counts["loads_failed"] == 1
+    host.run()
+    assert request.state == ("failed" if policy == "fail" else "finished")
+
+
+def test_a_rank_waits_for_its_loads_where_that_of_another_has_failed(
+    kit, serve, prompts, settings, folder
+):
+    """Each rank looks after itself: one whose thread still writes would end with its step."""
+    host = serve(settings(num_ranks=2, behind=True), processes=True)
+    fill(kit, host, prompts)
+    for path in folder.glob("*.1"):
+        os.truncate(path, 100)
+    fill(kit, host, prompts)
+    counts = host.scheduler.counts
+    assert (counts["tokens_loaded"], counts["loads_failed"]) == (0, len(prompts))
+    fill(kit, host, prompts)
+    assert counts["loads_failed"] == len(prompts)
+    assert counts["tokens_loaded"] > 0
+
+
 def test_a_load_that_fails_on_one_rank_of_two_is_computed_by_both(
     kit, serve, prompts, settings, folder
 ):

@@ -31,6 +31,8 @@ class Job:
 class OffloadingMetadata(KVConnectorMetadata):
     """What every worker does in one step."""
 
+    step: int = 0
+    """Which; they are counted."""
     loads: list[Job] = field(default_factory=list)
     """Begun in this step; their requests wait for them."""
     stores: list[Job] = field(default_factory=list)
@@ -61,10 +63,13 @@ class OffloadingWorkerMetadata(WorkerStamps):
 
     outcomes: dict[int, list[Outcome]] = field(default_factory=dict)
     """Jobs that have ended, by rank."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """The step that this is said after, by rank."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> OffloadingWorkerMetadata:
         """Add what another worker has said; return this object."""
         super().aggregate(other)
         assert isinstance(other, OffloadingWorkerMetadata)
         self.outcomes |= other.outcomes
+        self.steps |= other.steps
         return self

@@ -49,7 +49,9 @@ class _Offered:
     names: RequestNames
     takes_all: bool
     num_there: int = 0
+    num_loaded: int = 0
     num_offered: int | None = None
+    doubtful: int = 0
     storing: set[int] = field(default_factory=set)
 
 
@@ -89,6 +91,8 @@ class OffloadingScheduler(ConnectorScheduler):
         self._job_ids = itertools.count()
         self._in_flight: dict[int, _InFlight] = {}
         self._next = OffloadingMetadata()
+        self._step = 0
+        self._heard: dict[int, int] = {}
         self._stamps: dict[int, Any] = {}
         # Of jobs: what the spec's manager counts are blocks.
         self._counts = Counter(
@@ -132,6 +136,7 @@ class OffloadingScheduler(ConnectorScheduler):
             self._manager.touch(there, offered.context)
         if not num_external_tokens:
             return
+        offered.num_loaded = num_external_tokens
         block_ids = only_group(blocks.get_block_ids())
         first = offered.num_there // self._block_size
         end = first + num_external_tokens // self._block_size
@@ -161,7 +166,7 @@ class OffloadingScheduler(ConnectorScheduler):
             return self._announce(request)
         # Those that jobs may still read are no longer its own.
         offered.storing.clear()
-        offered.num_offered = None
+        offered.num_offered, offered.num_loaded = None, 0
         return offered
 
     def _announce(self, request: Any) -> _Offered:
@@ -203,8 +208,14 @@ class OffloadingScheduler(ConnectorScheduler):
         before = tracked.num_before // chunk
         if offered.num_offered is None:
             offered.num_offered = 0 if offered.takes_all else before
+            if tracked.num_before > offered.num_there + offered.num_loaded:
+                # Another connector loads them, within the step perhaps. Should that fail, all that
+                # the step computes is wrong, and some hosts end it as if it were not.
+                offered.doubtful = self._step
         # A step that did not count is taken again, and what it was to store was not.
         offered.num_offered = min(offered.num_offered, before)
+        if offered.doubtful > self._num_heard:
+            return
         keys = self._witnessed(offered)
         full = min(tracked.num_computed // chunk, len(keys))
         for first in range(offered.num_offered, full, STORE_BATCH):
@@ -241,11 +252,12 @@ class OffloadingScheduler(ConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingMetadata:
         """Return the jobs of this step."""
+        self._step += 1
         for tracked in self._progress.step(scheduler_output):
             self._offer(tracked)
         preempted = sorted(scheduler_output.preempted_req_ids or ())
         metadata, self._next = self._next, OffloadingMetadata()
-        metadata.preempted = preempted
+        metadata.step, metadata.preempted = self._step, preempted
         new = tuple(each.req_id for each in scheduler_output.scheduled_new_reqs)
         self._manager.on_schedule_end(ScheduleEndContext(new, tuple(preempted)))
         return metadata
@@ -255,6 +267,7 @@ class OffloadingScheduler(ConnectorScheduler):
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, OffloadingWorkerMetadata):
             self._hear(said.stamps)
+            self._heard |= said.steps
             for rank, outcomes in said.outcomes.items():
                 for outcome in outcomes:
                     self._take(rank, outcome)
@@ -280,6 +293,11 @@ class OffloadingScheduler(ConnectorScheduler):
         if offered.storing:
             self._next.ended.append(request.request_id)
         return bool(offered.storing), None
+
+    @property
+    def _num_heard(self) -> int:
+        """The last step of which all ranks have said what became of it."""
+        return min(self._heard.get(rank, 0) for rank in range(self._num_ranks))
 
     def _hear(self, stamps: Mapping[int, Any]) -> None:
         self._stamps |= stamps
@@ -313,7 +331,7 @@ class OffloadingScheduler(ConnectorScheduler):
 
     # -- the rest
 
-    def has_pending_work(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Return whether jobs are under way, or the spec wants more steps."""
         return bool(self._in_flight) or self._manager.has_pending_work()
 

@@ -115,7 +115,8 @@ class OffloadingSide(ConnectorWorker):
         # Those of a step that computed nothing: what they were to store is not there.
         self._outcomes += [Outcome(job.job_id, success=False) for job in self.metadata.stores]
         outcomes, self._outcomes = self._outcomes, []
-        return OffloadingWorkerMetadata(self._fence.say(), {self._rank: outcomes})
+        step = {self._rank: self.metadata.step}
+        return OffloadingWorkerMetadata(self._fence.say(), {self._rank: outcomes}, step)
 
     def get_stats(self) -> Mapping[str, float]:
         """Return the numbers of the spec's worker, and how many results nobody waited for."""

@@ -47,6 +47,15 @@ class _Known:
         self.saved: list[tuple[int, bytes]] = []
         self.is_settled = not told.do_remote_prefill
 
+    def forget_other_weights(self, fingerprint: str | None) -> None:
+        """Believe no more that anything was saved, unless it was under the present weights.
+
+        The request has lost its blocks since, and is computed anew.
+        """
+        names = self.names.under(fingerprint or "", len(self.saved))
+        if [name for _, name in self.saved] != [bytes(name) for name in names]:
+            self.saved.clear()
+
     @property
     def place(self) -> Place:
         told = self.told
@@ -99,6 +108,7 @@ class RelayScheduler(ConnectorScheduler):
         known = self._know(request)
         known.num_computed = num_computed_tokens
         fingerprint = self._fence.begin(request.request_id)
+        known.forget_other_weights(fingerprint)
         if known.is_settled or fingerprint is None:
             return 0, False
         block_size = self.instance.block_size

@@ -64,7 +64,7 @@ class Children:
     @property
     def names_weights(self) -> bool:
         """Whether all of them name what they keep with the weights that computed it."""
-        return all(getattr(child, "names_weights", False) for child in self._all)
+        return all(child.names_weights for child in self._all)
 
     def tell(self, call: Callable[[int, KVConnectorBase_V1], object]) -> None:
         """Call every child, also after one of them has raised.
@@ -107,10 +107,9 @@ class Children:
     def get_stats(self) -> dict[str, float]:
         """Return the numbers of all children, each under its name."""
         numbers: dict[str, float] = dict(self._counts)
-        for name, child in zip(self.names, self._all, strict=True):
-            read = getattr(child, "get_stats", None)
-            given: Mapping[str, float] = read() if read is not None else {}
-            numbers |= {f"{name}_{each}": number for each, number in given.items()}
+        for number, name in enumerate(self.names):
+            given = self.ask(number, lambda child: child.get_stats()) or {}
+            numbers |= {f"{name}_{each}": figure for each, figure in given.items()}
         return numbers
 
     def shutdown(self) -> None:
@@ -152,7 +151,7 @@ def _config_of(config: Any, number: int, fields: Mapping[str, Any]) -> Any:
     """Return the configuration of a child: the parent's, but for how KV is transferred."""
     parent = config.kv_transfer_config
     try:
-        transfer = dataclasses.replace(parent, **{**_OWN, **fields})
+        transfer = dataclasses.replace(parent, **{**copy.deepcopy(_OWN), **fields})
     except TypeError as error:
         known = ", ".join(each.name for each in dataclasses.fields(parent))
         raise ConnectorOptionError(

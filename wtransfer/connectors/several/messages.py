@@ -25,6 +25,10 @@ class SeveralMetadata(KVConnectorMetadata):
     """Requests whose load begins and outlasts the step, with the child that loads."""
     holding: dict[str, list[int]] = field(default_factory=dict)
     """Requests that have ended, with the children for which their blocks stay."""
+    ended_loading: set[str] = field(default_factory=set)
+    """Those of `holding` that ended while they were loaded: they are named as received."""
+    begun: set[str] = field(default_factory=set)
+    """New requests: what was said under their names before is not about them."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.connectors.interface import ConnectorScheduler, KVConnectorRole
+from wtransfer.connectors.settings import Instance
 from wtransfer.connectors.several.children import Children
 from wtransfer.connectors.several.messages import SeveralMetadata, SeveralSaid
 from wtransfer.errors import ConnectorOptionError
@@ -13,7 +14,11 @@ from wtransfer.errors import ConnectorOptionError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorOutput
+    from wtransfer.connectors.interface import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorOutput,
+    )
 
 
 class SeveralScheduler(ConnectorScheduler):
@@ -33,11 +38,12 @@ class SeveralScheduler(ConnectorScheduler):
         self.children = Children(config, KVConnectorRole.SCHEDULER, kv_cache_config)
         """The connectors, in order."""
         self._chosen: dict[str, tuple[int, bool]] = {}
-        self._loading: dict[str, int] = {}
-        self._holding: dict[str, list[int]] = {}
+        self._next = SeveralMetadata()
+        self._underway: set[str] = set()
 
     def on_new_request(self, request: Any) -> None:
         """Let every child hear of a request."""
+        self._next.begun.add(request.request_id)
         self.children.tell(lambda _, child: child.on_new_request(request))
 
     def get_num_new_matched_tokens(
@@ -50,9 +56,7 @@ class SeveralScheduler(ConnectorScheduler):
         """
         self._chosen.pop(request.request_id, None)
         answers = [
-            self.children.ask(
-                number, lambda child: child.get_num_new_matched_tokens(request, num_computed_tokens)
-            )
+            self.children.ask(number, lambda child: _matched(child, request, num_computed_tokens))
             for number in range(len(self.children))
         ]
         for number, answer in enumerate(answers):
@@ -69,7 +73,8 @@ class SeveralScheduler(ConnectorScheduler):
         request_id = request.request_id
         chosen, is_later = self._chosen.get(request_id, (-1, False))
         if num_external_tokens and is_later:
-            self._loading[request_id] = chosen
+            self._next.loading[request_id] = chosen
+            self._underway.add(request_id)
 
         def tell(number: int, child: KVConnectorBase_V1) -> None:
             num_tokens = num_external_tokens if number == chosen else 0
@@ -78,22 +83,30 @@ class SeveralScheduler(ConnectorScheduler):
         self.children.tell(tell)
 
     def build_connector_meta(self, scheduler_output: Any) -> SeveralMetadata:
-        """Return what each child tells its workers."""
-        told = SeveralMetadata()
+        """Return what each child tells its workers.
+
+        What a child raises ends the step, and the host with it: what the others have built for it
+        is lost, and loads that were promised would never come.
+        """
+        built: list[KVConnectorMetadata] = []
         self.children.tell(
-            lambda _, child: told.children.append(child.build_connector_meta(scheduler_output))
+            lambda _, child: built.append(child.build_connector_meta(scheduler_output))
         )
-        told.loading, self._loading = self._loading, {}
-        told.holding, self._holding = self._holding, {}
+        told, self._next = self._next, SeveralMetadata()
+        told.children = built
         return told
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Let each child hear what its own workers said, and what was said of requests."""
         said = connector_output.kv_connector_worker_meta
         said_by = said.children if isinstance(said, SeveralSaid) else [None] * len(self.children)
+        self._underway -= connector_output.finished_recving or set()
 
         def tell(number: int, child: KVConnectorBase_V1) -> None:
             output = copy.copy(connector_output)
+            for name, each in vars(output).items():
+                if isinstance(each, set):
+                    setattr(output, name, set(each))
             output.kv_connector_worker_meta = said_by[number]
             child.update_connector_output(output)
 
@@ -110,6 +123,8 @@ class SeveralScheduler(ConnectorScheduler):
         """
         request_id = request.request_id
         self._chosen.pop(request_id, None)
+        is_loading = request_id in self._underway
+        self._underway.discard(request_id)
         params: dict[str, Any] = {}
         holding: list[int] = []
 
@@ -117,7 +132,9 @@ class SeveralScheduler(ConnectorScheduler):
             stays, given = child.request_finished(request, block_ids)
             if stays:
                 holding.append(number)
-                self._holding[request_id] = holding
+                self._next.holding[request_id] = holding
+                if is_loading:
+                    self._next.ended_loading.add(request_id)
             if params and given and params.keys() & given.keys():
                 raise ConnectorOptionError(
                     f"{self.children.names[number]} and a connector before it both say "
@@ -146,19 +163,24 @@ class SeveralScheduler(ConnectorScheduler):
         Raises:
             ConnectorOptionError: The children do not agree.
         """
-        counts = {child.get_finished_count() for child in self.children}
-        if None in counts:
-            return None
+        said = {child.get_finished_count() for child in self.children}
+        if len(said) == 1:
+            return said.pop()
+        num_ranks = Instance.of(self.config).num_ranks
+        counts = {num_ranks if each is None else each for each in said}
         if len(counts) > 1:
             raise ConnectorOptionError(
-                f"connectors under one MultiConnector want {counts} workers to have named a "
-                "request before it counts; they must agree"
+                f"connectors under one MultiConnector want {sorted(counts)} workers to have named "
+                "a request before it counts; they must agree"
             )
         return counts.pop()
 
-    def has_pending_work(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Return whether any child has."""
-        return any(child.has_pending_work() for child in self.children)
+        return any(
+            self.children.ask(number, lambda child: child.has_pending_push_work())
+            for number in range(len(self.children))
+        )
 
     def take_events(self) -> list[Any]:
         """Return the events of all children."""
@@ -168,15 +190,21 @@ class SeveralScheduler(ConnectorScheduler):
         return events
 
     def reset_cache(self) -> bool | None:
-        """Let every child forget what it keeps.
+        """Let the children forget what they keep.
+
+        If some of them keep things under names that weights have no part in, only those: the host
+        asks because the weights have changed, and what the others keep stays right.
 
         Returns:
-            False if one of them did not, or keeps something under names that weights have no part
-            in and does not say that it did; None if none of them keeps anything.
+            False if one of those asked did not, or has no part of the weights in its names and does
+            not say that it did; None if none of them keeps anything.
         """
         said: list[bool | None] = []
+        asks_all = self.children.names_weights
 
         def tell(_: int, child: KVConnectorBase_V1) -> None:
+            if child.names_weights and not asks_all:
+                return
             done = child.reset_cache()
             said.append(False if done is None and not child.names_weights else done)
 
@@ -192,3 +220,11 @@ class SeveralScheduler(ConnectorScheduler):
     def shutdown(self) -> None:
         """Shut all children down."""
         self.children.shutdown()
+
+
+def _matched(
+    child: KVConnectorBase_V1, request: Any, num_computed_tokens: int
+) -> tuple[int | None, bool]:
+    """Return what a child has; what is no answer raises here, where it is that child's fault."""
+    num_tokens, is_later = child.get_num_new_matched_tokens(request, num_computed_tokens)
+    return None if num_tokens is None else int(num_tokens), bool(is_later)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_EARLY = 4096
 """Requests of which a child has said that they are sent before it was known that it holds them."""
+MAX_DONE = 4096
+"""Requests that were named, of which it is known who has named them: it may be said again."""
 
 
 class SeveralWorker(ConnectorWorker):
@@ -42,9 +44,13 @@ class SeveralWorker(ConnectorWorker):
         """The connectors, in order."""
         self._loading: dict[str, int] = {}
         self._holding: dict[str, set[int]] = {}
+        # Of these, those that are named as received, as the host waits for that.
+        self._ended_loading: set[str] = set()
         self._named: dict[str, set[int]] = {}
+        self._done: dict[str, set[int]] = {}
         self._received: set[str] = set()
         self._errors: set[int] = set()
+        self._has_errors = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Let every child take the caches."""
@@ -61,10 +67,26 @@ class SeveralWorker(ConnectorWorker):
         """Let every child take what its scheduler's side told."""
         told = self._of_children(connector_metadata)
         super().bind_connector_metadata(connector_metadata)
+        self._has_errors = False
+        # One whose blocks are held still is the one before: what was said of it goes on to count.
+        for request_id in connector_metadata.begun - self._holding.keys():
+            self._named.pop(request_id, None)
+            self._done.pop(request_id, None)
         self._loading |= connector_metadata.loading
         for request_id, numbers in connector_metadata.holding.items():
-            self._holding[request_id] = set(numbers)
+            self._hold(request_id, set(numbers), request_id in connector_metadata.ended_loading)
         self.children.tell(lambda number, child: child.bind_connector_metadata(told[number]))
+
+    def _hold(self, request_id: str, numbers: set[int], ended_loading: bool) -> None:
+        """Note which children have to name a request that has ended."""
+        if not ended_loading:
+            self._holding[request_id] = numbers
+        elif request_id in self._loading:
+            self._holding[request_id] = numbers | {self._loading[request_id]}
+            self._ended_loading.add(request_id)
+        else:
+            # It was named as received before the scheduler's side heard that: that was its end.
+            self._finish(request_id, numbers)
 
     def clear_connector_metadata(self) -> None:
         """Let every child forget it."""
@@ -88,8 +110,14 @@ class SeveralWorker(ConnectorWorker):
         )
 
     def wait_for_save(self) -> None:
-        """Wait for every child."""
-        self.children.tell(lambda _, child: child.wait_for_save())
+        """Wait for every child, unless one of them could not load something.
+
+        The step does not count then, for none of them: what it computed may build on those blocks.
+        There are hosts that call this all the same, as vLLM does.
+        """
+        self._collect_errors()
+        if not self._has_errors:
+            self.children.tell(lambda _, child: child.wait_for_save())
 
     # -- what the children say
 
@@ -97,40 +125,69 @@ class SeveralWorker(ConnectorWorker):
         """Return the requests that are sent by all children that hold them, and those received."""
 
         def tell(number: int, child: KVConnectorBase_V1) -> None:
-            sent, received = child.get_finished(finished_req_ids)
-            for request_id in sent or ():
-                self._named.setdefault(request_id, set()).add(number)
+            sent, received = child.get_finished(set(finished_req_ids))
+            self._send(number, sent or ())
             self._receive(number, received or ())
 
         self.children.tell(tell)
-        received, self._received = self._received, set()
-        return self._sent() or None, received or None
+        ended = self._ended()
+        # The host frees the blocks on whichever word comes first: only one is said of each.
+        sent = ended - self._ended_loading
+        received = self._received | (ended & self._ended_loading)
+        self._received = set()
+        self._ended_loading -= ended
+        return sent or None, received or None
 
-    def _sent(self) -> set[str]:
+    def _ended(self) -> set[str]:
         """Return the requests that every child that holds them has named, each once."""
-        sent = {each for each, by in self._holding.items() if by <= self._named.get(each, set())}
-        for request_id in sent:
-            del self._holding[request_id], self._named[request_id]
+        ended = {each for each, by in self._holding.items() if by <= self._named.get(each, set())}
+        for request_id in ended:
+            self._finish(request_id, self._holding.pop(request_id))
         # A child may be done before it is known here that it holds anything; or it is mistaken.
         for request_id in list(self._named)[:-MAX_EARLY]:
             if request_id not in self._holding:
                 del self._named[request_id]
-        return sent
+        return ended
+
+    def _finish(self, request_id: str, numbers: set[int]) -> None:
+        """Note who has named a request: if it says so again, that is not about the next one."""
+        self._named.pop(request_id, None)
+        if request_id in self._ended_loading:
+            # Its load may have been named as sent only.
+            self._loading.pop(request_id, None)
+        self._done[request_id] = numbers
+        while len(self._done) > MAX_DONE:
+            del self._done[next(iter(self._done))]
+
+    def _send(self, number: int, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._holding or number not in self._done.get(request_id, ()):
+                self._named.setdefault(request_id, set()).add(number)
 
     def _receive(self, number: int, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             # What another child says of it is about nothing.
-            if self._loading.get(request_id) == number:
-                del self._loading[request_id]
+            if self._loading.get(request_id) != number:
+                continue
+            del self._loading[request_id]
+            if request_id in self._ended_loading:
+                self._named.setdefault(request_id, set()).add(number)
+            else:
                 self._received.add(request_id)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that any child could not load."""
-        self.children.tell(
-            lambda _, child: self._errors.update(child.get_block_ids_with_load_errors())
-        )
+        self._collect_errors()
         errors, self._errors = self._errors, set()
         return errors
+
+    def _collect_errors(self) -> None:
+        def tell(_: int, child: KVConnectorBase_V1) -> None:
+            errors = child.get_block_ids_with_load_errors()
+            self._has_errors |= bool(errors)
+            self._errors.update(errors)
+
+        self.children.tell(tell)
 
     def build_connector_worker_meta(self) -> SeveralSaid | None:
         """Return what each child says to its scheduler's side."""

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from wtransfer.connectors.storage.store import Store
     from wtransfer.transport.files import Folder
 
-Reason = Mismatch | Literal["planted", "unreadable"]
+Reason = Mismatch | Literal["planted", "unreadable", "broken"]
 """Why a block was not loaded. *planted*: something of its name is no plain file of ours: a link, a
-pipe, a folder, a second name of another file. *unreadable*: the system could not read it."""
+pipe, a folder, a second name of another file. *unreadable*: the system could not read it, which may
+pass. *broken*: the disk could not, and it would be promised for ever."""
 
 _NOBODYS_FAULT = frozenset({"absent", "unreadable"})
 _PLANTED = frozenset({errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.ENODEV})
@@ -97,8 +98,8 @@ class BlockFiles:
                 return "length"
             packed = bytearray(HEADER_NBYTES)
             nbytes = read_at(fd, [memoryview(packed), into], 0)
-        except OSError:
-            return "unreadable"
+        except OSError as error:
+            return "broken" if error.errno == errno.EIO else "unreadable"
         if nbytes != self.file_nbytes:
             return "length"
         header = BlockHeader.unpack(bytes(packed))
@@ -199,6 +200,8 @@ def _why_not_opened(error: WTransferError) -> Reason:
     if isinstance(cause, FileNotFoundError):
         return "absent"
     # Without a cause: it was opened, and is no regular file.
+    if getattr(cause, "errno", None) == errno.EIO:
+        return "broken"
     planted = isinstance(error, StorageError) and (
         cause is None or getattr(cause, "errno", None) in _PLANTED
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from wtransfer.connectors.fence import Stamp, WorkerStamps
+from wtransfer.connectors.fence import Stamp, StampedHandshake, WorkerStamps
 from wtransfer.connectors.interface import KVConnectorMetadata
 
 if TYPE_CHECKING:
@@ -44,6 +44,14 @@ class StorageMetadata(KVConnectorMetadata):
     """Blocks to store once the step has computed them."""
     parting: list[Transfer] = field(default_factory=list)
     """Blocks to store of requests that have ended, which are then named as sent."""
+
+
+@dataclass
+class StorageHandshake(StampedHandshake):
+    """What a worker says before the first step."""
+
+    geometry: bytes = b""
+    """How its part of a block is laid out: `BlockGeometry.digest`."""
 
 
 @dataclass

@@ -38,9 +38,9 @@ class CachePages:
         self.num_blocks: int = numbers.pop()
         """Number of blocks."""
         sizes = [cache[:1].numel() for cache in self._caches]
-        names = [dtype_name(cache.dtype) for cache in kv_caches.values()]
-        self.pages = tuple(zip(names, sizes, strict=True))
-        """Dtype and bytes of each layer's part of a block."""
+        forms = [_form(name, cache) for name, cache in kv_caches.items()]
+        self.pages = tuple(zip(forms, sizes, strict=True))
+        """What each layer's part of a block is, and its bytes."""
         ends = itertools.accumulate(sizes)
         self._parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.block_nbytes = sum(sizes)
@@ -103,3 +103,14 @@ def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
             "of the last one lie together"
         )
     return cache.detach().view(torch.uint8)
+
+
+def _form(name: str, cache: torch.Tensor) -> str:
+    """Return what a page is: bytes mean the same only where all of it is the same.
+
+    Of the strides only their order, as rows are without gaps whatever the cache has.
+    """
+    shape = ",".join(map(str, cache.shape[1:]))
+    # Stable, so that dimensions of one stride keep theirs.
+    order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
+    return f"{name!r}={dtype_name(cache.dtype)}[{shape}]/{','.join(map(str, order))}"

@@ -8,7 +8,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.errors import WTransferError
+from wtransfer.errors import StorageError, WTransferError
 from wtransfer.transport.files import storage_errors
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SLACK = 64
 _FREED = 8
+# A file, a pipe, a link; or a folder that is not ours to read.
+_PLANTED = frozenset({errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 
 
 class _Kept(NamedTuple):
@@ -98,10 +100,20 @@ class Room:
 
     def _kept(self) -> Iterator[_Kept]:
         for name in self._store.shelves():
-            shelf = self._store.shelf(name)
+            shelf = self._shelf(name)
             if shelf is not None:
                 with shelf, storage_errors(f"listing {shelf.path!r}"):
                     yield from _files(name, shelf)
+
+    def _shelf(self, name: str) -> Folder | None:
+        """Open a shelf; None if there is none any more, or something that we have not made."""
+        try:
+            return self._store.shelf(name)
+        except StorageError as error:
+            if getattr(error.__cause__, "errno", None) not in _PLANTED:
+                raise
+            self._counts.fail("shelves_skipped", "planted", error)
+            return None
 
     def _removes(self, kept: _Kept) -> bool:
         with contextlib.suppress(WTransferError):

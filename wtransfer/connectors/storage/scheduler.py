@@ -13,7 +13,12 @@ from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.connectors.settings import Instance
 from wtransfer.connectors.storage.counts import Counts
 from wtransfer.connectors.storage.files import look
-from wtransfer.connectors.storage.messages import StorageMetadata, StorageSaid, Transfer
+from wtransfer.connectors.storage.messages import (
+    StorageHandshake,
+    StorageMetadata,
+    StorageSaid,
+    Transfer,
+)
 from wtransfer.connectors.storage.options import StorageOptions
 from wtransfer.connectors.storage.store import Store, file_name, shelf_name
 from wtransfer.errors import WTransferError
@@ -28,15 +33,7 @@ if TYPE_CHECKING:
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.progress import Tracked
     from wtransfer.transport.files import Folder
-
-
-class _Computed(NamedTuple):
-    """What a step was to make of a request."""
-
-    num_saved: int
-    """`_Known.num_saved` before it."""
-    num_computed: int
-    """Tokens that are computed after it."""
+    from wtransfer.weights import Stamps
 
 
 @dataclass
@@ -46,8 +43,10 @@ class _Known:
     names: RequestNames
     first: int = 0
     """Block from which on names were looked for."""
+    loads: bool = False
+    """Whether what it begins with comes from here, from block `first` on."""
     num_saved: int = 0
-    """Blocks that were given to the workers to store."""
+    """Blocks that were given to the workers to store, or are not to be."""
     num_sure: int = 0
     """Tokens that steps which counted have computed, or began with."""
     last_step: int = -1
@@ -58,6 +57,30 @@ class _Known:
     """Whether a load has failed; nothing more is looked for then."""
     tracked: Tracked | None = None
     """How far it has come; None before its first step."""
+
+
+class _Computed(NamedTuple):
+    """What a step was to make of a request."""
+
+    known: _Known
+    """The request."""
+    tracked: Tracked
+    """`_Known.tracked` in it: another one when the request has got other blocks since."""
+    num_saved: int
+    """`_Known.num_saved` before it."""
+    num_computed: int
+    """Tokens that are computed after it."""
+
+
+class _Parting(NamedTuple):
+    """A request that has ended, and whose blocks stay. Its name may be another one's already."""
+
+    request_id: str
+    """Its name."""
+    known: _Known
+    """What is known of it."""
+    stamps: Stamps | None
+    """What it began with."""
 
 
 class StorageScheduler(ConnectorScheduler):
@@ -84,8 +107,9 @@ class StorageScheduler(ConnectorScheduler):
         self._known: dict[str, _Known] = {}
         self._loads: dict[str, Transfer] = {}
         self._step, self._heard = 0, -1
-        self._computing: dict[int, dict[str, _Computed]] = {}
-        self._parting: list[str] = []
+        self._layouts: dict[int, bytes] = {}
+        self._computing: dict[int, list[_Computed]] = {}
+        self._parting: list[_Parting] = []
 
     # -- before a request runs
 
@@ -114,15 +138,16 @@ class StorageScheduler(ConnectorScheduler):
         request_id = request.request_id
         self._fence.settle(request_id)
         num_blocks = num_external_tokens // self._instance.block_size
+        known, stamps = self._of(request), self._fence.stamps(request_id)
+        known.loads = num_blocks > 0
         if not num_blocks:
             return
         self._counts.add("blocks_found", num_blocks)
-        known, fingerprint = self._of(request), self._fence.fingerprint(request_id)
         part = slice(known.first, known.first + num_blocks)
         # Where the weights have changed since, without names: the workers refuse the blocks.
-        names = [] if fingerprint is None else known.names.under(fingerprint)[part]
+        names = [] if stamps is None else known.names.under(instance_fingerprint(stamps))[part]
         block_ids = only_group(blocks.get_block_ids())[part]
-        load = self._transfer(request_id, fingerprint, names, block_ids, known.first)
+        load = self._transfer(request_id, stamps, names, block_ids, known.first)
         self._loads[request_id] = load
 
     # -- a step
@@ -132,7 +157,7 @@ class StorageScheduler(ConnectorScheduler):
         self._step += 1
         told = StorageMetadata(self._step)
         for request_id, load in self._loads.items():
-            load.stamps = self._stamps(request_id)
+            load.stamps = _plain(self._fence.stamps(request_id))
             told.loads.append(load)
         self._loads = {}
         begun = {new.req_id for new in scheduler_output.scheduled_new_reqs}
@@ -149,39 +174,41 @@ class StorageScheduler(ConnectorScheduler):
         """Take note of what a step computes of a request, and have it stored if it may be."""
         request_id, known = tracked.request.request_id, self._of(tracked.request)
         known.tracked, known.last_step = tracked, self._step
-        computed = _Computed(known.num_saved, tracked.num_computed)
-        self._computing.setdefault(self._step, {})[request_id] = computed
         if has_begun:
-            # In other blocks than before, if there was a before.
+            # In other blocks than before, if there was a before, and perhaps by other weights.
             known.num_sure = 0
+            # What somebody else has put there may be of other weights than these.
+            others = self._num_blocks(tracked.num_before)
+            known.num_saved = known.first if known.loads else others
+        computed = _Computed(known, tracked, known.num_saved, tracked.num_computed)
+        self._computing.setdefault(self._step, []).append(computed)
         if has_begun and tracked.num_before:
             # From here or from another connector: whether it could be loaded turns out on the
             # workers, and if it could not, what this step computes is wrong, on all of them.
             known.doubtful = self._step
         if known.doubtful <= self._heard:
-            told.saves += self._saves(known, tracked.num_computed)
+            told.saves += self._saves(known, tracked.num_computed, self._fence.stamps(request_id))
 
-    def _unsaved(self, known: _Known, num_computed: int) -> list[OffloadKey]:
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens have, the last one perhaps in part."""
+        return -(-num_tokens // self._instance.block_size)
+
+    def _unsaved(self, known: _Known, num_computed: int, stamps: Stamps | None) -> list[OffloadKey]:
         """Return the names of blocks that are not stored yet, among so many tokens."""
-        if known.tracked is None or not self._instance.sends:
-            return []
-        fingerprint = self._fence.fingerprint(known.tracked.request.request_id)
-        if fingerprint is None:
+        if known.tracked is None or stamps is None or not self._instance.sends:
             return []
         whole = num_computed // self._instance.block_size
-        return known.names.under(fingerprint, whole)[known.num_saved :]
+        return known.names.under(instance_fingerprint(stamps), whole)[known.num_saved :]
 
-    def _saves(self, known: _Known, num_computed: int) -> list[Transfer]:
+    def _saves(self, known: _Known, num_computed: int, stamps: Stamps | None) -> list[Transfer]:
         """Return the blocks of a request that are to be stored, and take them for stored."""
-        tracked, names = known.tracked, self._unsaved(known, num_computed)
+        tracked, names = known.tracked, self._unsaved(known, num_computed, stamps)
         if tracked is None or not names:
             return []
-        request_id = tracked.request.request_id
-        fingerprint = self._fence.fingerprint(request_id)
         first = known.num_saved
         block_ids = tracked.block_ids[first : first + len(names)]
         known.num_saved += len(names)
-        return [self._transfer(request_id, fingerprint, names, block_ids, first)]
+        return [self._transfer(tracked.request.request_id, stamps, names, block_ids, first)]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear which weights there are, and what became of loads and saves."""
@@ -193,7 +220,8 @@ class StorageScheduler(ConnectorScheduler):
             self._hear_steps(said)
 
     def _spoil(self, invalid: set[int]) -> None:
-        for known in self._known.values():
+        parting = (each.known for each in self._parting)
+        for known in itertools.chain(self._known.values(), parting):
             block_ids = [] if known.tracked is None else known.tracked.block_ids
             wrong = [n for n, block in enumerate(block_ids) if block in invalid]
             if wrong:
@@ -205,15 +233,14 @@ class StorageScheduler(ConnectorScheduler):
         self._heard = max(self._heard, min(said.steps.get(rank, -1) for rank in ranks))
         counted = {said.saved.get(rank, -1) for rank in ranks} == {self._heard}
         for step in [each for each in self._computing if each <= self._heard]:
-            for request_id, computed in self._computing.pop(step).items():
-                known = self._known.get(request_id)
-                if known is None:
+            for known, tracked, num_saved, num_computed in self._computing.pop(step):
+                if known.tracked is not tracked:
                     continue
                 if counted and step == self._heard:
-                    known.num_sure = computed.num_computed
+                    known.num_sure = num_computed
                 else:
                     # The host has passed over the step, or over what was said of it.
-                    known.num_saved = min(known.num_saved, computed.num_saved)
+                    known.num_saved = min(known.num_saved, num_saved)
 
     # -- afterwards
 
@@ -230,44 +257,42 @@ class StorageScheduler(ConnectorScheduler):
         """
         request_id = request.request_id
         self._loads.pop(request_id, None)
-        known = self._known.get(request_id)
-        stays = (
-            known is not None
-            and known.tracked is not None
-            and bool(self._unsaved(known, known.tracked.num_computed))
-        )
+        known, stamps = self._known.pop(request_id, None), self._fence.stamps(request_id)
+        # All that is known by its name goes now: the next request may have the same.
+        self._progress.forget(request_id)
+        self._fence.forget(request_id)
+        if known is None:
+            return any(each.request_id == request_id for each in self._parting), None
+        tracked = known.tracked
+        stays = tracked is not None and bool(self._unsaved(known, tracked.num_computed, stamps))
         if stays:
-            self._parting.append(request_id)
-        else:
-            self._forget(request_id)
+            self._parting.append(_Parting(request_id, known, stamps))
         return stays, None
 
     def _part(self) -> list[Transfer]:
         """Return the last blocks of the requests that stayed, as far as they are sure now."""
         parting = []
-        for request_id in list(self._parting):
-            known = self._known[request_id]
-            if known.last_step > self._heard:
-                continue
-            saves = [] if known.spoilt else self._saves(known, known.num_sure)
+        going = [each for each in self._parting if each.known.last_step <= self._heard]
+        self._parting = [each for each in self._parting if each.known.last_step > self._heard]
+        for request_id, known, began in going:
+            stamps = began if began == self._fence.now else None
+            saves = [] if known.spoilt else self._saves(known, known.num_sure, stamps)
             # With nothing to store as well: their blocks may go.
             parting += saves or [self._transfer(request_id, None, [], [], 0)]
-            self._parting.remove(request_id)
-            self._forget(request_id)
         return parting
 
-    def _forget(self, request_id: str) -> None:
-        self._known.pop(request_id, None)
-        self._progress.forget(request_id)
-        self._fence.forget(request_id)
-
-    def has_pending_work(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Return whether requests that have ended wait for a step."""
         return bool(self._parting)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Hear which weights there are before the first step."""
+        """Hear which weights there are before the first step, and how blocks are laid out."""
         self._fence.hear({rank: each.stamp for rank, each in metadata.items()})
+        self._layouts |= {
+            rank: each.geometry
+            for rank, each in metadata.items()
+            if isinstance(each, StorageHandshake)
+        }
 
     def reset_cache(self) -> bool:
         """Remove all blocks of this model under these weights, for every instance.
@@ -312,22 +337,20 @@ class StorageScheduler(ConnectorScheduler):
         return all(look(shelf, file_name(name, rank)) is not None for rank in ranks)
 
     def _shelf(self, fingerprint: str) -> str:
-        return shelf_name(self._instance.root, fingerprint)
+        ranks = range(self._instance.num_ranks)
+        layout = b"".join(self._layouts.get(rank, b"") for rank in ranks)
+        return shelf_name(self._instance.root, fingerprint, layout)
 
     def _transfer(
         self,
         request_id: str,
-        fingerprint: str | None,
+        stamps: Stamps | None,
         names: Sequence[bytes],
         block_ids: list[int],
         first: int,
     ) -> Transfer:
-        shelf, stamps = self._shelf(fingerprint or ""), self._stamps(request_id)
-        return Transfer(request_id, shelf, list(names), block_ids, stamps, first)
-
-    def _stamps(self, request_id: str) -> list[Stamp]:
-        stamps = self._fence.stamps(request_id) or ()
-        return [(each.fingerprint, each.epoch) for each in stamps]
+        shelf = self._shelf("" if stamps is None else instance_fingerprint(stamps))
+        return Transfer(request_id, shelf, list(names), block_ids, _plain(stamps), first)
 
     def _of(self, request: Any) -> _Known:
         known = self._known.get(request.request_id)
@@ -335,3 +358,7 @@ class StorageScheduler(ConnectorScheduler):
             known = self._known[request.request_id] = _Known(self._naming.of(request))
             self._progress.know(request)
         return known
+
+
+def _plain(stamps: Stamps | None) -> list[Stamp]:
+    return [(each.fingerprint, each.epoch) for each in stamps or ()]

@@ -3,7 +3,7 @@
 Everything is in one folder of its own, which belongs to this user alone::
 
     <shared_storage_path>/wtransfer-kv-1/
-        blocks-<hash>/<name>.<rank>     blocks of one model and one set of weights
+        blocks-<hash>/<name>.<rank>     blocks of one model, layout and set of weights
         incoming/                       files that are being written
         aside/                          what was found damaged, the last few
         removed-<random>/               on its way out
@@ -44,14 +44,18 @@ _ABANDONED_S = 3600.0
 _PRIVATE = 0o077
 
 
-def shelf_name(root: bytes, fingerprint: str) -> str:
+def shelf_name(root: bytes, fingerprint: str, layout: bytes = b"") -> str:
     """Return the name of the folder for the blocks of one model and one set of weights.
 
     Args:
         root: What keys and values depend on besides tokens and weights.
         fingerprint: The weights.
+        layout: How blocks are laid out on all ranks. Those who lay them out in other ways do not
+            meet: neither would find anything of use, and each would replace what the other has.
     """
-    return SHELF + xxhash.xxh3_128_hexdigest(fingerprint.encode() + b"\0" + root)
+    parts = (fingerprint.encode(), layout, root)
+    text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return SHELF + xxhash.xxh3_128_hexdigest(text)
 
 
 def file_name(name: bytes, rank: int) -> str:

@@ -7,17 +7,17 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wtransfer.blocks import BlockGeometry
-from wtransfer.connectors.fence import StampedHandshake, WorkerFence
+from wtransfer.connectors.fence import WorkerFence
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.settings import Instance
 from wtransfer.connectors.storage.counts import Counts
 from wtransfer.connectors.storage.files import BlockFiles
-from wtransfer.connectors.storage.messages import StorageSaid
+from wtransfer.connectors.storage.messages import StorageHandshake, StorageSaid
 from wtransfer.connectors.storage.options import StorageOptions
 from wtransfer.connectors.storage.pages import CachePages
 from wtransfer.connectors.storage.room import Room
 from wtransfer.connectors.storage.store import Store
-from wtransfer.errors import ConnectorRoleError
+from wtransfer.errors import ConnectorRoleError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _BATCH_NBYTES = 32 << 20
 _APART_NS = 1000
+_OTHERS_DOING = frozenset({errno.ENOENT, errno.EAGAIN})
 
 
 class _Block(NamedTuple):
@@ -60,6 +61,7 @@ class StorageWorker(ConnectorWorker):
         self._room = Room(self._store, options.max_bytes, self._counts)
         self._pages: CachePages | None = None
         self._files: BlockFiles | None = None
+        self._geometry = b""
         self._errors: set[int] = set()
         self._done, self._saved = -1, -1
 
@@ -74,6 +76,7 @@ class StorageWorker(ConnectorWorker):
         geometry = BlockGeometry(
             instance.block_size, self._pages.pages, instance.num_ranks, instance.model
         )
+        self._geometry = geometry.digest
         self._files = BlockFiles(self._store, geometry, instance.rank)
 
     def _registered(self) -> tuple[CachePages, BlockFiles]:
@@ -182,18 +185,36 @@ class StorageWorker(ConnectorWorker):
             except Exception as error:
                 self._counts.fail("save_failures", _word(error), error)
                 self._room.fill_up(error)
-                # A disk that fails is not asked for each block.
-                return
+                # A disk that fails is not asked for each block. But what is missing or locked is
+                # so by somebody else's doing, and the next block is another matter.
+                if _errno(error) not in _OTHERS_DOING:
+                    return
 
     def _save(self, save: Transfer) -> None:
         _, files = self._registered()
-        with self._store.make_shelf(save.shelf) as shelf:
-            for blocks in self._batches(save):
-                new = [block for block in blocks if not files.has(shelf, block.name)]
-                if new and not self._room.make(len(new) * files.file_nbytes):
-                    self._counts.fail("save_failures", "no_room", "max_bytes is too small")
-                    return
+        for blocks in self._batches(save):
+            new = self._missing(save.shelf, blocks)
+            if not new:
+                continue
+            if not self._room.make(len(new) * files.file_nbytes):
+                self._counts.fail("save_failures", "no_room", "max_bytes is too small")
+                return
+            # Not before: a shelf on which nothing comes to be would stay for ever.
+            with self._store.make_shelf(save.shelf) as shelf:
                 self._save_batch(shelf, new)
+
+    def _missing(self, shelf_name: str, blocks: list[_Block]) -> list[_Block]:
+        """Return those of which there is no file yet."""
+        _, files = self._registered()
+        try:
+            shelf = self._store.shelf(shelf_name)
+        except StorageError:
+            # Something else has its name, which is set aside as soon as there is room.
+            return blocks
+        if shelf is None:
+            return blocks
+        with shelf:
+            return [block for block in blocks if not files.has(shelf, block.name)]
 
     def _save_batch(self, shelf: Folder, blocks: list[_Block]) -> None:
         pages, files = self._registered()
@@ -214,20 +235,25 @@ class StorageWorker(ConnectorWorker):
         rank = self._instance.rank
         return StorageSaid(self._fence.say(), {rank: self._done}, {rank: self._saved})
 
-    def get_handshake_metadata(self) -> StampedHandshake:
-        """Return which weights there are."""
-        stamp = self._fence.stamp()
-        return StampedHandshake(None if stamp is None else (stamp.fingerprint, stamp.epoch))
+    def get_handshake_metadata(self) -> StorageHandshake:
+        """Return which weights there are, and how blocks are laid out."""
+        return StorageHandshake(self._fence.say()[self._instance.rank], self._geometry)
 
     def get_stats(self) -> dict[str, float]:
         """Return what was loaded, saved and evicted, and what failed, by reason."""
         return self._counts.numbers()
 
     def shutdown(self) -> None:
-        """Close the folder. A second call does nothing."""
+        """Close the folder, and let go of the cache. A second call does nothing."""
         self._store.close()
+        self._pages = self._files = None
+
+
+def _errno(error: Exception) -> int | None:
+    number: int | None = getattr(error.__cause__, "errno", None)
+    return number
 
 
 def _word(error: Exception) -> str:
-    number = getattr(error.__cause__, "errno", None)
+    number = _errno(error)
     return errno.errorcode.get(number, "error").lower() if number else "error"

@@ -69,6 +69,7 @@ class Instance:
         self._spawn_process = spawn
         self._numbers = itertools.count()
         self._open: set[int] = set()
+        self._abandoned: set[int] = set()
         self._answers: dict[int, Answer | Refusal] = {}
         self._said: list[Numbers] = []
         self._is_serving = False
@@ -159,6 +160,18 @@ class Instance:
         """
         self._send(Abort(number))
 
+    def abandon(self, number: int) -> None:
+        """End a request that nobody will collect: its answer is dropped.
+
+        Raises:
+            PeerLostError: The instance is lost.
+        """
+        self._answers.pop(number, None)
+        if number in self._open:
+            self._open.discard(number)
+            self._abandoned.add(number)
+            self._send(Abort(number))
+
     # -- the instance
 
     def forget_cache(self) -> None:
@@ -232,8 +245,11 @@ class Instance:
             case Serving():
                 self._is_serving = True
             case Answer() | Refusal():
-                self._open.discard(reply.number)
-                self._answers[reply.number] = reply
+                if reply.number in self._abandoned:
+                    self._abandoned.discard(reply.number)
+                else:
+                    self._open.discard(reply.number)
+                    self._answers[reply.number] = reply
             case Numbers():
                 self._said.append(reply)
 

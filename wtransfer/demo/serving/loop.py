@@ -123,8 +123,10 @@ class ServingLoop:
 
     def close(self) -> None:
         """End the workers, and let go of the connector."""
-        self.workers.close()
-        self.scheduler.close()
+        try:
+            self.workers.close()
+        finally:
+            self.scheduler.close()
 
     def __enter__(self) -> Self:
         return self

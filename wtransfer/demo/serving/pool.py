@@ -73,6 +73,10 @@ class BlockPool:
         if self._blocks.setdefault(name, block) == block:
             self._names[block] = name
 
+    def knows_any(self, blocks: Iterable[int]) -> bool:
+        """Return whether it is known of any of some blocks what it contains."""
+        return not self._names.keys().isdisjoint(blocks)
+
     def forget_all(self) -> None:
         """Forget what blocks contain."""
         self._blocks.clear()

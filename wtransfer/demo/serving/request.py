@@ -40,6 +40,12 @@ class Request:
         """Tokens to generate."""
         self.kv_transfer_params = kv_transfer_params
         """What a connector was told of it; when it has ended, what that says to the next one."""
+        self.mm_features: list[Any] = []
+        """Pictures and the like; this model knows of none."""
+        self.sampling_params = self.pooling_params = None
+        """What a user wants of the tokens; this model takes the likeliest."""
+        self.lora_request = self.prompt_embeds = self.cache_salt = None
+        """What else keys and values may depend on; those of this model do not."""
         self.state: State = "waiting"
         """Where it stands."""
         self.error: str | None = None
@@ -58,6 +64,8 @@ class Request:
         """Those of its blocks that could not be loaded."""
         self.block_ids: list[int] = []
         """Its blocks, those that are not filled yet included."""
+        self.num_named = 0
+        """Those of them that the cache was told the names of."""
         self.stamps: Stamps | None = None
         """What the ranks computed with when it got its blocks; None before that."""
         self.names: RequestNames | None = None
@@ -74,6 +82,16 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens that were generated."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What was generated, under vLLM's name."""
+        return self.output
+
+    @property
     def output(self) -> list[int]:
         """What was generated."""
         return self.all_token_ids[self.num_prompt_tokens :]
@@ -87,6 +105,6 @@ class Request:
         """Have no blocks, and wait for others."""
         self.state = "waiting"
         self.num_computed_tokens = self.num_external_tokens = 0
-        self.block_ids, self.bad_blocks = [], set()
+        self.block_ids, self.bad_blocks, self.num_named = [], set(), 0
         self.wrote_blocks = False
         self.stamps = None

@@ -78,7 +78,8 @@ class Router:
         self, prompt: list[int], max_new_tokens: int, handed: Handed, deadline_s: float = 60.0
     ) -> Routed:
         """Let the decode instance go on with what `hand_over` returned; raises as `ask`."""
-        params = handed.answer.kv_transfer_params if handed.answer else None
+        # What a request says that did not come to its end may be there in part, or soon be gone.
+        params = handed.answer.kv_transfer_params if handed.answer and not handed.why else None
         answer = self.decode.ask(prompt, max_new_tokens, params, deadline_s)
         return Routed(answer, handed)
 
@@ -108,5 +109,5 @@ def _collected(instance: Instance, number: int, deadline_s: float) -> Answer:
     except StallError:
         # Nobody waits for it any more; should it be told that much, it has time for others.
         with contextlib.suppress(PeerError, StallError):
-            instance.abort(number)
+            instance.abandon(number)
         raise

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wtransfer.demo.serving.request import Request
 
 BlockIds = tuple[list[int], ...]
 """Blocks by KV cache group; this host has one."""
+
+
+@dataclass(frozen=True)
+class KVCacheBlock:
+    """One block."""
+
+    block_id: int
+    """Its number."""
 
 
 class KVCacheBlocks:
@@ -21,6 +29,11 @@ class KVCacheBlocks:
 
     def __init__(self, block_ids: list[int]) -> None:
         self._block_ids = block_ids
+
+    @property
+    def blocks(self) -> tuple[list[KVCacheBlock], ...]:
+        """The blocks by KV cache group; this host has one."""
+        return (list(map(KVCacheBlock, self._block_ids)),)
 
     def get_block_ids(self) -> BlockIds:
         """Return their numbers."""
@@ -39,6 +52,16 @@ class NewRequestData:
     """All its blocks."""
     num_computed_tokens: int
     """Tokens whose keys and values are there, or come with this step."""
+    mm_features: list[Any] = field(default_factory=list)
+    """This model knows of no pictures."""
+    sampling_params: Any = None
+    """It takes the likeliest token, whatever a user wants."""
+    pooling_params: Any = None
+    """It only generates."""
+    lora_request: Any = None
+    """It has no adapters."""
+    prompt_embeds: Any = None
+    """Its prompts are tokens."""
 
 
 @dataclass
@@ -53,6 +76,12 @@ class CachedRequestData:
     """Blocks that were added."""
     num_computed_tokens: list[int] = field(default_factory=list)
     """Tokens whose keys and values are there."""
+    num_output_tokens: list[int] = field(default_factory=list)
+    """Tokens that were generated."""
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Prompt and what was generated, of those that begin anew."""
+    new_token_ids: list[list[int]] = field(default_factory=list)
+    """Empty, as where there is no pipeline: the workers know what they have generated."""
 
 
 @dataclass
@@ -97,7 +126,9 @@ class Step:
         """Enter a request that has just got its blocks."""
         if request.was_scheduled:
             self._add_cached(request, request.block_ids)
-            self.output.scheduled_cached_reqs.resumed_req_ids.add(request.request_id)
+            cached = self.output.scheduled_cached_reqs
+            cached.resumed_req_ids.add(request.request_id)
+            cached.all_token_ids[request.request_id] = list(request.all_token_ids)
         else:
             request.was_scheduled = True
             blocks = KVCacheBlocks(request.block_ids).get_block_ids()
@@ -116,6 +147,7 @@ class Step:
         cached.req_ids.append(request.request_id)
         cached.new_block_ids.append((list(blocks),) if blocks else None)
         cached.num_computed_tokens.append(request.num_computed_tokens)
+        cached.num_output_tokens.append(request.num_output_tokens)
 
     def _take(self, request: Request, count: int) -> None:
         self.requests.append((request, count))

@@ -69,38 +69,46 @@ class Scheduler:
         # Blocks of requests that have ended: by request, while the connector sends from them, or
         # still writes into them.
         self._held: dict[str, list[int]] = {}
+        # Those among them that ended while they were loaded.
+        self._written: set[str] = set()
         self._ended: set[str] = set()
         self._preempted: set[str] = set()
         self.counts: Counter[str] = Counter()
         """What was done so far: ``tokens_computed``, ``tokens_cached`` (found in the cache),
         ``tokens_loaded`` (by the connector), ``loads_failed``, ``steps_refused``, ``preemptions``,
-        ``restarts``, ``weight_changes``, ``unknown_notices`` (of the connector, about requests that
-        nobody waits for)."""
+        ``restarts``, ``weight_changes``, ``late_errors`` (of loads that had been taken for good),
+        ``unknown_notices`` (of the connector, about requests that nobody waits for)."""
 
     @property
     def is_busy(self) -> bool:
         """Whether more steps are needed."""
-        requests = self._requests or self._held
-        return bool(requests or (self.link and self.link.connector.has_pending_work()))
+        # The last of them: of ends that the workers have not heard of.
+        requests = self._requests or self._held or (self.link and self._ended)
+        return bool(requests or (self.link and self.link.connector.has_pending_push_work()))
 
     def add(self, request: Request) -> None:
         """Take a request.
 
         Raises:
-            ValueError: The cache is too small for it, even if it were alone.
+            ValueError: The cache is too small for it, even if it were alone. Or another one, which
+                may have ended but still has blocks, has its identity.
         """
+        request_id = request.request_id
+        if request_id in self._requests or request_id in self._held:
+            raise ValueError(f"request {request_id!r} is there already; give this one another name")
         # What follows the last token is not computed.
         needed = self._blocks_for(request.num_prompt_tokens + request.max_new_tokens - 1)
         if needed > self.pool.num_blocks:
             raise ValueError(
-                f"request {request.request_id!r} needs {needed} blocks; the cache has "
+                f"request {request_id!r} needs {needed} blocks; the cache has "
                 f"{self.pool.num_blocks}"
             )
         request.names = self._naming.of(request)
-        self._requests[request.request_id] = request
-        self._waiting.append(request)
         if self.link:
+            # It may refuse the request: then there is none.
             self.link.connector.on_new_request(request)
+        self._requests[request_id] = request
+        self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
         """End a request before its time; one that has ended stays as it is."""
@@ -122,7 +130,9 @@ class Scheduler:
             # Who has just lost its blocks would only take them back.
             if not self._preempted:
                 self._admit_loaded(step)
-                self._admit(step)
+                # Else those that come later would take what one that is loaded waits for.
+                if not self._loaded:
+                    self._admit(step)
         step.output.preempted_req_ids, self._preempted = self._preempted, set()
         step.output.finished_req_ids, self._ended = self._ended, set()
         return StepPlan(
@@ -190,6 +200,8 @@ class Scheduler:
             count = min(request.num_tokens - request.num_computed_tokens, step.budget)
             if self._grow(request, count) is not None:
                 self._loaded.popleft()
+                if self.link:
+                    self.link.allocated(request, 0)
                 self._run(request, count, step)
             elif self._running or self._loading or len(self._loaded) == 1:
                 return
@@ -271,13 +283,20 @@ class Scheduler:
         """Take what came of a step, one result for each rank in order; return what has ended."""
         # First: what else the ranks say may be of other weights than this side believed.
         self._learn([result.stamp for result in results])
-        failed = self._hear(results)
-        if not all(result.executed for result in results):
+        ended = self._take_errors(results)
+        if all(result.executed for result in results):
+            tokens = results[0].tokens
+            spans = [each for each in plan.spans if self._stands(each)]
+            ended += [each for span in spans if (each := self._take(span, tokens)).is_done]
+        else:
             self.counts["steps_refused"] += bool(plan.spans)
-            return failed
-        tokens = results[0].tokens
-        spans = [span for span in plan.spans if span.request_id in self._running]
-        return failed + [each for span in spans if (each := self._take(span, tokens)).is_done]
+        # Last: the connector may have sent what the step computed of a request that it ended.
+        return ended + self._hear(results)
+
+    def _stands(self, span: Span) -> bool:
+        """Return whether a span's request is still where it was when the step was planned."""
+        request = self._running.get(span.request_id)
+        return request is not None and request.num_computed_tokens == span.start
 
     def _learn(self, said: Sequence[WeightsStamp | None]) -> None:
         stamps = known_stamps(said)
@@ -302,53 +321,86 @@ class Scheduler:
         self.counts["restarts"] += 1
         self._put_back(request)
 
+    def _take_errors(self, results: Sequence[StepResult]) -> list[Request]:
+        """Take which blocks could not be loaded; return requests that have failed by it."""
+        said = [result.said for result in results if result.said is not None]
+        bad_blocks = set().union(*(each.invalid_block_ids for each in said))
+        within = [each for each in self._running.values() if each.num_external_tokens]
+        for request in (*self._loading.values(), *within):
+            request.bad_blocks = request.bad_blocks | bad_blocks.intersection(request.block_ids)
+        failed = self._distrust(bad_blocks) if bad_blocks else []
+        return failed + [each for each in within if not self._take_load(each)]
+
+    def _distrust(self, bad_blocks: set[int]) -> list[Request]:
+        """Take errors that come late, of blocks that were taken for good; return as above."""
+        waited_for = [each for each in self._running.values() if each.num_external_tokens]
+        owners = [each.block_ids for each in (*self._loading.values(), *waited_for)]
+        late = bad_blocks.difference(*owners, *self._held.values())
+        built = [
+            each
+            for each in (*self._running.values(), *self._loaded)
+            if late.intersection(each.block_ids)
+        ]
+        if not built and not self.pool.knows_any(late):
+            return []
+        self.counts["late_errors"] += 1
+        # Others may stand on them under names that are right.
+        self.pool.forget_all()
+        for request in built:
+            request.bad_blocks = late.intersection(request.block_ids)
+        return [each for each in built if not self._rewind(each)]
+
     def _hear(self, results: Sequence[StepResult]) -> list[Request]:
-        """Take what the connector says; return requests that have failed by it."""
+        """Take what else the connector says; return requests that have failed by it."""
         if self.link is None:
             return []
         heard = self.link.hear(
             [result.said for result in results],
-            sending={*self._requests, *self._held},
-            receiving={*self._loading, *self._held},
+            running=self._requests,
+            held=self._held,
+            loading={*self._loading, *self._written},
+            failing=[each for each, request in self._loading.items() if request.bad_blocks],
         )
         self.counts["unknown_notices"] = self.link.num_unknown
-        if heard.invalid_block_ids:
-            for request in (*self._loading.values(), *self._running.values()):
-                if request.num_external_tokens:
-                    request.bad_blocks |= heard.invalid_block_ids.intersection(request.block_ids)
         received = heard.finished_recving or set()
         arrived = [self._loading.pop(each) for each in sorted(received) if each in self._loading]
-        within = [each for each in self._running.values() if each.num_external_tokens]
-        failed = [each for each in (*arrived, *within) if not self._take_load(each)]
+        failed = [each for each in arrived if not self._take_load(each)]
         # Whichever comes: a connector names a request that has ended once, when it is done with it.
         for request_id in received | (heard.finished_sending or set()):
+            self._written.discard(request_id)
             self.pool.release(self._held.pop(request_id, []))
         return failed
 
     def _take_load(self, request: Request) -> bool:
         """Take what was loaded for a request; return whether it goes on."""
         num_external, request.num_external_tokens = request.num_external_tokens, 0
-        bad_blocks, request.bad_blocks = request.bad_blocks, set()
         if request.stamps is not self._stamps:
             if request.state == "loading":
                 self._restart(request)
+            request.bad_blocks = set()
             return True
-        if bad_blocks:
-            self.counts["loads_failed"] += 1
-            if self._fails:
-                request.error = f"{len(bad_blocks)} KV blocks could not be loaded"
-                self._end(request, "failed")
-                return False
-            # As if nobody had ever had them, nor what builds on them.
-            before = request.num_computed_tokens
-            good = min(map(request.block_ids.index, bad_blocks)) * self._block_size
-            request.num_computed_tokens = min(before, good)
-            num_external -= before - request.num_computed_tokens
-        self.counts["tokens_loaded"] += num_external
+        before = request.num_computed_tokens
+        if request.bad_blocks and not self._rewind(request):
+            return False
+        self.counts["tokens_loaded"] += num_external - (before - request.num_computed_tokens)
         self._name(request)
         if request.state == "loading":
             request.state = "loaded"
             self._loaded.append(request)
+        return True
+
+    def _rewind(self, request: Request) -> bool:
+        """Compute from the first block that could not be loaded on; return whether it goes on."""
+        bad_blocks, request.bad_blocks = request.bad_blocks, set()
+        self.counts["loads_failed"] += 1
+        if self._fails:
+            request.error = f"{len(bad_blocks)} KV blocks could not be loaded"
+            self._end(request, "failed")
+            return False
+        # As if nobody had ever had them, nor what builds on them.
+        good = min(map(request.block_ids.index, bad_blocks)) * self._block_size
+        request.num_computed_tokens = min(request.num_computed_tokens, good)
+        request.num_named = min(request.num_named, good // self._block_size)
         return True
 
     def _take(self, span: Span, tokens: dict[str, int]) -> Request:
@@ -372,10 +424,13 @@ class Scheduler:
         if self._stamps is None or request.stamps is not self._stamps:
             return
         full = request.num_computed_tokens // self._block_size
-        for block, name in zip(
-            request.block_ids[:full], self._names(request, self._stamps), strict=False
-        ):
+        new = slice(request.num_named, full)
+        if new.start >= full:
+            return
+        names = self._names(request, self._stamps)
+        for block, name in zip(request.block_ids[new], names[new], strict=False):
             self.pool.name(block, name)
+        request.num_named = full
 
     def _end(self, request: Request, state: State) -> None:
         request_id = request.request_id
@@ -388,6 +443,8 @@ class Scheduler:
         request.state = state
         is_written = self._loading.pop(request_id, None) is not None
         is_read = self.link is not None and self.link.finished(request)
+        if is_written:
+            self._written.add(request_id)
         if is_written or is_read:
             self._held[request_id] = request.block_ids
         else:

@@ -53,6 +53,9 @@ class SchedulerLink:
 
     def allocated(self, request: Request, num_external_tokens: int) -> None:
         """Tell which blocks a request has got."""
+        if num_external_tokens:
+            # What was said so far is of another load of the same request.
+            self._received.pop(request.request_id, None)
         blocks = KVCacheBlocks(request.block_ids)
         self.connector.update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -84,32 +87,38 @@ class SchedulerLink:
         self,
         said: Sequence[Said | None],
         *,
-        sending: Collection[str],
-        receiving: Collection[str],
+        running: Collection[str] = (),
+        held: Collection[str] = (),
+        loading: Collection[str] = (),
+        failing: Collection[str] = (),
     ) -> KVConnectorOutput:
         """Pass on what the ranks' sides say after a step; return it as one.
 
-        A rank may say the same twice, or late: that is counted, and changes nothing.
+        A rank may say the same twice, or late: that is counted, and changes nothing. It may also
+        have sent a request before this has ended: that counts once it has.
 
         Args:
             said: In order of rank.
-            sending: Requests that may be named as sent.
-            receiving: Requests that are waited for.
+            running: Requests that have not ended.
+            held: Requests that have, and whose blocks stay until they are named.
+            loading: Requests whose blocks are being loaded, those that have ended included.
+            failing: Those among them of which a part could not be loaded.
         """
         heard = [each for each in said if each is not None]
         metas = [from_plain(each.metadata) for each in heard if each.metadata is not None]
         output = KVConnectorOutput(
             finished_sending=self._agreed(
-                self._sent, [each.finished_sending for each in heard], sending
+                self._sent, [each.finished_sending for each in heard], held, early=running
             ),
             finished_recving=self._agreed(
-                self._received, [each.finished_recving for each in heard], receiving
+                self._received, [each.finished_recving for each in heard], loading
             ),
             kv_connector_worker_meta=(
                 functools.reduce(lambda one, other: one.aggregate(other), metas) if metas else None
             ),
             invalid_block_ids=set().union(*(each.invalid_block_ids for each in heard)),
         )
+        output.failed_recving = (output.finished_recving or set()).intersection(failing)
         self.connector.update_connector_output(output)
         return output
 
@@ -124,15 +133,19 @@ class SchedulerLink:
         named: defaultdict[str, set[int]],
         said: Sequence[set[str]],
         expected: Collection[str],
+        early: Collection[str] = (),
     ) -> set[str] | None:
-        """Return the requests that every rank has named by now."""
+        """Return the requests that every rank has named by now, of those that are expected."""
         for rank, request_ids in enumerate(said):
             for request_id in request_ids:
-                self.num_unknown += request_id not in expected or rank in named[request_id]
+                is_known = request_id in expected or request_id in early
+                self.num_unknown += not is_known or rank in named[request_id]
                 named[request_id].add(rank)
         needed = self.connector.get_finished_count() or self._num_ranks
         agreed = {each for each, ranks in named.items() if len(ranks) >= needed}
         agreed = {each for each in agreed if each in expected}
-        for request_id in [each for each in named if each in agreed or each not in expected]:
-            del named[request_id]
+        for request_id in list(named):
+            is_known = request_id in expected or request_id in early
+            if request_id in agreed or not is_known:
+                del named[request_id]
         return agreed or None

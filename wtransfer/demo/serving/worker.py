@@ -96,11 +96,12 @@ class ServingWorker:
 
     def close(self) -> None:
         """Let go of everything; the model keeps its weights."""
-        if self.session is not None:
-            self.session.close()
-        if self.link is not None:
-            self.link.close()
-        self._shards.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._shards.close)
+            if self.link is not None:
+                stack.callback(self.link.close)
+            if self.session is not None:
+                stack.callback(self.session.close)
 
     def _commit(self) -> None:
         session = self.session
@@ -128,6 +129,9 @@ class ServingWorker:
         if plan.loads_first:
             link.load()
             compute = compute and not self._shards.any(link.has_failed())
+            if not compute:
+                # Else they would go on in blocks that others have got by then.
+                link.wait_for_loads()
         tokens = self._compute(plan) if compute else None
         if not plan.loads_first:
             link.load()

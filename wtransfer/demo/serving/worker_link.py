@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.demo.serving.messages import Said
 from wtransfer.demo.serving.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
+    import torch
+
     from wtransfer.connectors.interface import KVConnectorBase_V1
     from wtransfer.demo.serving.cache import PagedCache
     from wtransfer.demo.serving.messages import StepPlan
 
 
 @dataclass
+class AttentionLayer:
+    """A layer of the model that has a cache."""
+
+    kv_cache: torch.Tensor
+    """Its whole cache; dim 0 counts blocks."""
+
+
+@dataclass
 class ForwardContext:
-    """What a connector hears of a forward pass."""
+    """What a connector hears of a forward pass, under vLLM's names."""
 
     attn_metadata: Any
     """The spans that are computed."""
+    no_compile_layers: dict[str, AttentionLayer] = field(default_factory=dict)
+    """Layers by name."""
 
 
 class WorkerLink:
@@ -35,7 +47,8 @@ class WorkerLink:
         """The side."""
         self._caches = cache.by_name()
         self._names = list(self._caches)
-        self._context = ForwardContext([])
+        self._layers = {name: AttentionLayer(each) for name, each in self._caches.items()}
+        self._context = ForwardContext([], self._layers)
         self._bad_blocks: set[int] = set()
         connector.register_kv_caches(self._caches)
 
@@ -47,7 +60,7 @@ class WorkerLink:
     def begin(self, plan: StepPlan) -> None:
         """Begin a step."""
         metadata = from_plain(plan.metadata)
-        self._context = ForwardContext(plan.spans)
+        self._context = ForwardContext(plan.spans, self._layers)
         self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
 
@@ -59,6 +72,11 @@ class WorkerLink:
         """Return whether a load is known to have failed."""
         self._bad_blocks |= self.connector.get_block_ids_with_load_errors()
         return bool(self._bad_blocks)
+
+    def wait_for_loads(self) -> None:
+        """Wait for the loads of all layers, where no forward pass does."""
+        for name in self._names:
+            self.connector.wait_for_layer_load(name)
 
     def before_layer(self, number: int) -> None:
         """Wait for a layer's loads."""
