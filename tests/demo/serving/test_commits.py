@@ -12,14 +12,15 @@ from wtransfer.demo.serving.shape import CacheShape
 
 BLOCK_SIZE = 16
 LONG = 16
+KEPT = 256  # All that is ever stored: how much that is depends on when commits come.
 
 
 @pytest.fixture(params=["cpu", "shelf"])
 def tier(request, kit, tmp_path):
     if request.param == "cpu":
-        return lambda num_ranks: kit.cpu_tier(BLOCK_SIZE, 96, num_ranks, deadline_s=20.0)
+        return lambda num_ranks: kit.cpu_tier(BLOCK_SIZE, KEPT, num_ranks, deadline_s=20.0)
     (tmp_path / "kept").mkdir()
-    return lambda num_ranks: kit.shelf_tier(96, folder=str(tmp_path / "kept"))
+    return lambda num_ranks: kit.shelf_tier(KEPT, folder=str(tmp_path / "kept"))
 
 
 class Service:
