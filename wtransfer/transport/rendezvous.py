@@ -158,9 +158,7 @@ def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
     return Rendezvous(store, bound_host, bound_port, f"wtransfer/{secrets.token_hex(16)}")
 
 
-def join_rendezvous(
-    host: str, port: int, name: str, timeout_s: float | None = None
-) -> Rendezvous:
+def join_rendezvous(host: str, port: int, name: str, timeout_s: float | None = None) -> Rendezvous:
     """Connect to a store.
 
     Args:
