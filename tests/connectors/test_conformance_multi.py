@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from wtransfer.testing.connector import ConnectorConformance
+
+pytestmark = pytest.mark.slow  # its children pass the kit each time
 
 
 class TestMultiConnector(ConnectorConformance):

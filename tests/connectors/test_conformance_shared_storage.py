@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from wtransfer.testing.connector import ConnectorConformance
+
+pytestmark = pytest.mark.slow  # offloading passes the same kit each time
 
 
 class TestSharedStorageConnector(ConnectorConformance):

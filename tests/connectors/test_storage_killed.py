@@ -12,6 +12,8 @@ from driver import Instance, answer, names_in, transfer_config
 from wtransfer.connectors.storage.files import BlockFiles
 from wtransfer.connectors.storage.store import FORMAT, Store
 
+pytestmark = pytest.mark.slow  # processes that are killed
+
 PATIENCE_S = 20.0
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # network namespaces
+
 PARTS = runpy.run_path(str(Path(__file__).parents[2] / "flows" / "namespaces.py"))
 PROMPT = list(range(900, 1142))
 BLOCKS = 60

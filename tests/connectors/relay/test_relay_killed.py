@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow  # the default tests kill prefill in test_relay_hosting
+
 PROMPT = list(range(500, 742))
 BLOCKS = 60
 SIZE = {"layers": 4, "page_nbytes": 64 * 1024, "num_blocks": 128}

@@ -22,7 +22,8 @@ def over_the_wire(message):
 def test_a_plan_arrives_as_it_was():
     tier = FencedLoadStoreSpec(STAMPS, ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"]))
     blocks = GPULoadStoreSpec([5, 6, 7], [2, 1], [4, 0])
-    metadata = OffloadingMetadata([Job(1, "r", blocks, tier)], gone={"s": [4]}, preempted=["t"])
+    loads = [Job(1, "r", blocks, tier)]
+    metadata = OffloadingMetadata(loads=loads, gone={"s": [4]}, preempted=["t"])
     plan = StepPlan(STAMPS, [Span("r", [1], 4, [5])], to_plain(metadata), True, {"u"})
     arrived = over_the_wire(plan)
     assert arrived == plan
