@@ -195,7 +195,7 @@ def test_whatever_happens_every_answer_is_right(tmp_path, weights, kind):
     live_many(tmp_path, weights, range(5), TRANSFERS[kind])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", TRANSFERS)
 def test_whatever_happens_for_long_every_answer_is_right(tmp_path, weights, kind):

@@ -8,7 +8,7 @@ from wtransfer.testing.connector import ConnectorConformance
 from wtransfer.testing.connector_memory import SHELVES, MemoryConnector
 
 # What the kit promises is seen each time it runs on the built-in ones.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 class Memory(ConnectorConformance):

@@ -18,7 +18,7 @@ from wtransfer.weights import process_weights
 
 MOST_STEPS = 3000
 MOST_UNCHANGED = 5
-CASES = 48
+CASES = 12
 
 
 class Slow:
