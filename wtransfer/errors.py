@@ -231,10 +231,8 @@ class ConnectorOptionError(WTransferError, ValueError):
 class KVLayoutError(WTransferError, ValueError):
     """Two sides keep their KV cache in ways that do not fit; `field` says in what they differ."""
 
-    def __init__(self, message: str, *, field: str) -> None:
-        super().__init__(message)
-        self.field = field
-        """What differs."""
+    field: str | None = None
+    """What differs."""
 
 
 class OffloadingOptionError(WTransferError, ValueError):
