@@ -16,7 +16,7 @@ import xxhash
 from wtransfer.errors import KVLayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # -- keys -------------------------------------------------------------------------------------
 
@@ -51,10 +51,7 @@ def hash_blocks(
         hash_function: Hash of bytes. Where tenants must not be able to find each other's blocks,
             give a cryptographic one.
     """
-    parent = hash_function(root)
-    for words in _words(tokens, block_size):
-        parent = hash_function(parent + words)
-        yield parent
+    return _chain(hash_function(root), tokens, block_size, hash_function)
 
 
 def witness_blocks(tokens: Sequence[int], block_size: int, root: bytes = b"") -> Iterator[bytes]:
@@ -68,10 +65,7 @@ def witness_blocks(tokens: Sequence[int], block_size: int, root: bytes = b"") ->
         block_size: Tokens per block.
         root: As for `hash_blocks`.
     """
-    parent = xxhash.xxh3_128_digest(root, seed=_WITNESS_SEED)
-    for words in _words(tokens, block_size):
-        parent = xxhash.xxh3_128_digest(parent + words, seed=_WITNESS_SEED)
-        yield parent
+    return _chain(_witness(root), tokens, block_size, _witness)
 
 
 class BlockHashes:
@@ -93,24 +87,36 @@ class BlockHashes:
         """For each block what `hash_blocks` and `witness_blocks` say of it."""
         self._block_size = block_size
         self._hash = hash_function
-        self._parent = hash_function(root), xxhash.xxh3_128_digest(root, seed=_WITNESS_SEED)
+        self._last = hash_function(root), _witness(root)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the whole sequence as it is known now; it begins with what was known before."""
-        known = len(self.pairs) * self._block_size
-        for words in _words(tokens[known:], self._block_size):
-            parent, witness = self._parent
-            digest = xxhash.xxh3_128_digest(witness + words, seed=_WITNESS_SEED)
-            self._parent = self._hash(parent + words), digest
-            self.pairs.append(self._parent)
+        fresh = tokens[len(self.pairs) * self._block_size :]
+        parent, witness = self._last
+        hashes = _chain(parent, fresh, self._block_size, self._hash)
+        witnesses = _chain(witness, fresh, self._block_size, _witness)
+        self.pairs += zip(hashes, witnesses, strict=True)
+        self._last = self.pairs[-1] if self.pairs else self._last
 
 
 _WITNESS_SEED = 0x57495430
 
 
-def _words(tokens: Sequence[int], block_size: int) -> Iterable[bytes]:
+def _witness(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data, seed=_WITNESS_SEED)
+
+
+def _chain(
+    parent: bytes,
+    tokens: Sequence[int],
+    block_size: int,
+    hash_function: Callable[[bytes], bytes],
+) -> Iterator[bytes]:
+    """Yield the hash of every whole block, each over the one before it."""
+    pack = struct.Struct(f"<{block_size}I").pack
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        yield struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
+        parent = hash_function(parent + pack(*tokens[start : start + block_size]))
+        yield parent
 
 
 def fence_key(key: bytes, fingerprint: str, witness: bytes = b"") -> OffloadKey:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.connectors.fence import SchedulerFence, StampedHandshake, WorkerFence, WorkerStamps
+from wtransfer.connectors.fence import (
+    SchedulerFence,
+    StampedHandshake,
+    WorkerFence,
+    WorkerStamps,
+    handshake_stamps,
+    plain_stamps,
+)
+from wtransfer.connectors.interface import KVConnectorHandshakeMetadata
 from wtransfer.weights import ProcessWeights, instance_fingerprint, known_stamps
 
 A, B = ("A", 1), ("B", 2)
@@ -24,16 +32,18 @@ def fence():
 def test_nothing_is_known_before_all_ranks_are_heard():
     fence = SchedulerFence(2)
     assert fence.begin("r") is None
-    assert fence.hear({0: A}) is False
+    fence.hear({0: A})
     assert (fence.now, fence.begin("r")) == (None, None)
-    assert fence.hear({1: A}) is True
+    fence.hear({1: A})
     assert fence.begin("r") == "A"
 
 
-def test_hearing_the_same_again_is_no_news(fence):
-    assert fence.hear({0: A}) is False
-    assert fence.hear({0: B}) is True
-    assert fence.hear({}) is False
+def test_hearing_the_same_again_changes_nothing(fence):
+    fence.begin("r")
+    before = fence.now
+    for said in ({0: A}, {}, {0: A, 1: A}):
+        fence.hear(said)
+        assert (fence.now, fence.stamps("r")) == (before, before)
 
 
 def test_while_a_rank_changes_nothing_is_known(fence):
@@ -173,5 +183,18 @@ def test_both_sides_together_through_a_change(process):
     # The scheduler's side has not heard of it, and the worker has the last word.
     assert scheduler.stamps("r") == planned
     assert not worker.admits(planned)
-    assert scheduler.hear(worker.say()) is True
+    before = scheduler.now
+    scheduler.hear(worker.say())
+    assert scheduler.now != before
     assert scheduler.stamps("r") is None
+
+
+def test_stamps_travel_as_plain_data():
+    assert plain_stamps(known_stamps([A, B])) == [A, B]
+    assert {type(each) for each in plain_stamps(known_stamps([A, B]))} == {tuple}
+    assert plain_stamps(None) == []
+
+
+def test_handshakes_that_say_nothing_of_weights_are_passed_over():
+    said = {0: StampedHandshake(A), 1: KVConnectorHandshakeMetadata(), 2: StampedHandshake()}
+    assert handshake_stamps(said) == {0: A, 2: None}

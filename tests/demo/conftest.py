@@ -1,3 +1,4 @@
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -70,6 +71,19 @@ class Scribe:
 
     def prove(self, worker, number):
         self.story.add(Proof(worker, f"round-{number}", f"sha-{number}", 10 * number, True))
+
+
+@pytest.fixture
+def sabotage(monkeypatch, tmp_path):
+    """Let every child execute this at its start."""
+
+    def arm(code):
+        (tmp_path / "sitecustomize.py").write_text(code)
+        inherited = os.environ.get("PYTHONPATH")
+        path = f"{tmp_path}{os.pathsep}{inherited}" if inherited else str(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", path)
+
+    return arm
 
 
 @pytest.fixture

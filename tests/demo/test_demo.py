@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,19 +23,6 @@ def run(monkeypatch):
     """Run the command in this process, with its children as processes; train only a little."""
     monkeypatch.setattr(conductor, "_TRAIN_S", 0.2)
     return lambda *arguments: CliRunner().invoke(demo, [*SMALLEST, *arguments])
-
-
-@pytest.fixture
-def sabotage(monkeypatch, tmp_path):
-    """Let every child execute this at its start."""
-
-    def arm(code):
-        (tmp_path / "sitecustomize.py").write_text(code)
-        inherited = os.environ.get("PYTHONPATH")
-        path = f"{tmp_path}{os.pathsep}{inherited}" if inherited else str(tmp_path)
-        monkeypatch.setenv("PYTHONPATH", path)
-
-    return arm
 
 
 def children_of(pid):

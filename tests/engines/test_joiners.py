@@ -54,7 +54,8 @@ def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights)
 
 @pytest.mark.slow
 def test_a_plan_beyond_the_limit_ends_the_round_at_once_and_blames_nobody(fleet):
-    made = fleet({"w": torch.zeros(1)}, engine="shm")
+    # Naming so many tensors alone may take seconds.
+    made = fleet({"w": torch.zeros(1)}, engine="shm", deadline_s=60.0)
     made.join()
     assert made.publish("v1").ok
     made.source.clear()

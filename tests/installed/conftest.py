@@ -161,3 +161,22 @@ def pip_install(tmp_path_factory):
         return site
 
     return install
+
+
+@pytest.fixture
+def run_beside(tmp_path):
+    """Runs Python where a project is installed, in a folder of its own; returns what it printed."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WTRANSFER_")}
+
+    def run(site, *arguments, **environ):
+        path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env={**clean, "PYTHONPATH": path, **environ},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,20 +17,11 @@ def site(pip_install):
 
 
 @pytest.fixture
-def python(site, tmp_path):
+def python(site, run_beside):
     """Runs Python where the connector is installed; returns what it printed, as JSON."""
 
     def run(*arguments):
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("WTRANSFER_")}
-        path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            env={**clean, "PYTHONPATH": path},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_beside(site, *arguments)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -5,10 +5,8 @@ It keeps blocks in files and knows nothing of weights (`third_party_spec`).
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,23 +21,9 @@ def site(pip_install):
 
 
 @pytest.fixture
-def python(site, tmp_path):
+def python(site, run_beside, tmp_path):
     """Runs Python where the spec is installed; returns what it printed."""
-
-    def run(*arguments):
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("WTRANSFER_")}
-        path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
-        env = {**clean, "PYTHONPATH": path, "ACME_FOLDER": str(tmp_path)}
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
+    return functools.partial(run_beside, site, ACME_FOLDER=str(tmp_path))
 
 
 def test_it_is_listed_with_its_distribution_and_can_be_used(python):

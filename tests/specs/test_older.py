@@ -353,6 +353,15 @@ def test_only_specs_that_need_it_are_wrapped():
     assert todays(both) is both
 
 
+@pytest.mark.parametrize("options", [{}, {"block_size": 12}])
+def test_a_wrapped_spec_says_how_blocks_are_kept(options):
+    given = config()
+    given.kv_transfer_config.kv_connector_extra_config |= options
+    wrapped = todays(seed.SeedSpec(given, SimpleNamespace(bytes_per_block=1024)))
+    assert (wrapped.tokens_per_block, wrapped.tokens_per_hash) == ((4,), 4)
+    assert wrapped.blocks_per_chunk == options.get("block_size", 4) // 4
+
+
 def test_the_fence_stands_around_them_too():
     spec = seed.SeedSpec(config(), SimpleNamespace(bytes_per_block=64))
     weights = ProcessWeights()

@@ -16,6 +16,7 @@ from wtransfer.transport.tensors import (
     flat_addresses,
     have_forms,
     host_forms,
+    own_memory,
     plain,
     tensor_from,
     tensors_at,
@@ -217,3 +218,10 @@ def test_tensors_at_places_are_those_that_lie_there():
     assert [(x.dtype, x.shape, x.tolist()) for x in found] == [
         (x.dtype, x.shape, x.tolist()) for x in expected
     ]
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 5_000, 1 << 20, (1 << 25) + 3])
+def test_own_memory_begins_where_tensors_do_and_can_be_written(nbytes):
+    memory = own_memory(nbytes)
+    assert memory.ctypes.data % 64 == 0
+    assert (memory.shape, memory.dtype, memory.flags.writeable) == ((nbytes,), np.uint8, True)

@@ -9,7 +9,7 @@ left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 Stamp = tuple[str, int]
 """A `WeightsStamp` as it travels."""
-
-TSaid = TypeVar("TSaid", bound="WorkerStamps")
 
 
 @dataclass
@@ -49,6 +47,19 @@ class StampedHandshake(KVConnectorHandshakeMetadata):
     """Of its rank."""
 
 
+def plain_stamps(stamps: Stamps | None) -> list[Stamp]:
+    """Return stamps as they travel; of None, of no rank: nothing fits those."""
+    return [(each.fingerprint, each.epoch) for each in stamps or ()]
+
+
+def handshake_stamps(
+    metadata: Mapping[int, KVConnectorHandshakeMetadata],
+) -> dict[int, Stamp | None]:
+    """Return what workers compute with before the first step, of those that say it."""
+    said = {rank: each for rank, each in metadata.items() if isinstance(each, StampedHandshake)}
+    return {rank: each.stamp for rank, each in said.items()}
+
+
 class SchedulerFence:
     """What the scheduler's side knows of the weights.
 
@@ -63,12 +74,10 @@ class SchedulerFence:
         self._num_ranks = num_ranks
         self._began: dict[str, Stamps | None] = {}
 
-    def hear(self, stamps: Mapping[int, Sequence[str | int] | None]) -> bool:
-        """Take what workers have said; return whether that is news."""
-        before = self.now
+    def hear(self, stamps: Mapping[int, Sequence[str | int] | None]) -> None:
+        """Take what workers have said."""
         self._heard |= stamps
         self.now = known_stamps(self._heard.get(rank) for rank in range(self._num_ranks))
-        return self.now != before
 
     def begin(self, request_id: str) -> str | None:
         """Note what a request begins with, that has no blocks.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from wtransfer.engines.announcing import Announcer
 from wtransfer.engines.checkpoint import CheckpointSource
 from wtransfer.engines.interface import (
@@ -26,13 +24,12 @@ from wtransfer.engines.store.shards import lay_out
 from wtransfer.engines.store.versions import MAX_KEPT, Version, VersionStore, check_identity
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.buckets import aligned
-from wtransfer.transport.tensors import dtype_name
+from wtransfer.transport.tensors import dtype_name, own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from wtransfer.manifest import Piece
-    from wtransfer.transport.tensors import ByteArray
 
 
 @dataclass
@@ -82,7 +79,7 @@ class Bucket:
 
     def __init__(self, nbytes: int) -> None:
         # Made once: fresh pages cost ten times a copy.
-        self._memory: ByteArray = np.empty(nbytes, np.uint8)
+        self._memory = own_memory(nbytes)
         self._end = 0
         self.file = ""
         """File that the tensors belong to."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from wtransfer.engines.digesting import same_metadata
 from wtransfer.engines.places import Places
 from wtransfer.transport.buckets import Layout, aligned, slices
+from wtransfer.transport.tensors import own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -150,7 +150,7 @@ class Outgoing(Places):
         """Return that memory, or some that is large enough."""
         if memory is not None and memory.size >= nbytes:
             return memory
-        return np.empty(nbytes, np.uint8)
+        return own_memory(nbytes)
 
     def _content(self, start: int, stop: int) -> torch.Tensor:
         """Return bytes of the memory as the group takes them."""

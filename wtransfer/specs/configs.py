@@ -81,7 +81,7 @@ def to_offloading_config(config: Any, kv_cache_config: Any = None) -> Offloading
         ),
         cache=OffloadingCacheConfig(
             tokens_per_hash=groups[0].tokens_per_block,
-            blocks_per_chunk=_blocks_per_chunk(extra, groups[0].tokens_per_block),
+            blocks_per_chunk=blocks_per_chunk(extra, groups[0].tokens_per_block),
         ),
         parallel=OffloadingParallelConfig(
             rank=parallel.rank,
@@ -133,11 +133,7 @@ def _groups(config: Any, kv_cache_config: Any) -> tuple[OffloadingGroupConfig, .
             OffloadingGroupConfig(group.kv_cache_spec.block_size, tuple(group.layer_names), number)
             for number, group in enumerate(groups)
         )
-    sizes = (
-        getattr(holder, "block_size", None)
-        for holder in (kv_cache_config, getattr(config, "cache_config", None))
-    )
-    return (OffloadingGroupConfig(next(filter(None, sizes), DEFAULT_BLOCK_SIZE)),)
+    return (OffloadingGroupConfig(tokens_per_block(config, kv_cache_config)),)
 
 
 def _bytes_per_block(kv_cache_config: Any) -> int:
@@ -147,12 +143,33 @@ def _bytes_per_block(kv_cache_config: Any) -> int:
     return int(getattr(kv_cache_config, "bytes_per_block", 0))
 
 
-def _blocks_per_chunk(extra: Mapping[str, Any], tokens_per_block: int) -> int:
-    tokens_per_chunk = int(extra.get("block_size", tokens_per_block))
-    blocks, rest = divmod(tokens_per_chunk, tokens_per_block)
+def tokens_per_block(config: Any, kv_cache_config: Any = None) -> int:
+    """Return tokens per block of the model's own cache, from where the host says it.
+
+    Args:
+        config: The serving engine's configuration.
+        kv_cache_config: Shape of the KV cache, which has the first word.
+    """
+    holders = (kv_cache_config, getattr(config, "cache_config", None))
+    sizes = (getattr(holder, "block_size", None) for holder in holders)
+    return int(next(filter(None, sizes), DEFAULT_BLOCK_SIZE))
+
+
+def blocks_per_chunk(extra: Mapping[str, Any], block_size: int) -> int:
+    """Return how many blocks of the cache are kept as one.
+
+    Args:
+        extra: Options; ``block_size`` is tokens per block that is kept.
+        block_size: Tokens per block of the cache.
+
+    Raises:
+        OffloadingOptionError: What is kept would not consist of whole blocks.
+    """
+    tokens_per_chunk = int(extra.get("block_size", block_size))
+    blocks, rest = divmod(tokens_per_chunk, block_size)
     if rest or blocks < 1:
         raise OffloadingOptionError(
             f"block_size={tokens_per_chunk}: blocks that are kept must consist of whole blocks of "
-            f"the cache, which have {tokens_per_block} tokens each."
+            f"the cache, which have {block_size} tokens each"
         )
     return blocks

@@ -36,6 +36,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from wtransfer.specs.configs import tokens_per_block
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -462,7 +464,7 @@ class OffloadingSpec(ABC):
             self.extra_config = transfer_config.kv_connector_extra_config or {}
             self.vllm_config = config
             """The same as `config`; in the seed's style only, as the next two."""
-            self.gpu_block_size = _block_size(config, kv_cache_config)
+            self.gpu_block_size = tokens_per_block(config, kv_cache_config)
             """Tokens per block of the model's own cache."""
             self.offloaded_block_size = int(
                 self.extra_config.get("block_size", self.gpu_block_size)
@@ -488,16 +490,6 @@ class OffloadingSpec(ABC):
         Args:
             kv_caches: The cache that it copies from and into.
         """
-
-
-def _block_size(config: Any, kv_cache_config: Any) -> int:
-    """Return tokens per block, from where the host says it."""
-    cache_config = getattr(config, "cache_config", None)
-    for holder in (cache_config, kv_cache_config):
-        block_size = getattr(holder, "block_size", None)
-        if block_size is not None:
-            return int(block_size)
-    return 16
 
 
 def _only_handlers(self: OffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

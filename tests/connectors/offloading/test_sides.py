@@ -140,7 +140,7 @@ def test_a_request_that_begins_anew_is_not_what_it_was(bench, ask_for, a_step):
 
 @pytest.mark.parametrize("wanted", [6, 2, 0, -4])
 def test_chunks_consist_of_whole_blocks(bench, wanted):
-    with pytest.raises((ConnectorOptionError, OffloadingOptionError), match=f"block_size={wanted}"):
+    with pytest.raises(OffloadingOptionError, match=f"block_size={wanted}"):
         bench(block_size=wanted)
 
 
@@ -151,7 +151,7 @@ def test_chunks_of_a_spec_in_the_seeds_style_consist_of_whole_blocks(bench, seed
 
     seed_spec.Careless = Careless
     with pytest.raises(
-        ConnectorOptionError, match="whole blocks of the cache, which have 4 tokens"
+        OffloadingOptionError, match="whole blocks of the cache, which have 4 tokens"
     ):
         bench(block_size=6, spec_name="Careless", spec_module_path="seed_spec")
 

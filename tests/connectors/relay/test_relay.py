@@ -8,7 +8,9 @@ import threading
 import pytest
 import torch
 
+from wtransfer.blocks import HEADER_NBYTES
 from wtransfer.connectors.relay import grouped
+from wtransfer.connectors.relay.layout import GENERATION, HEAD
 from wtransfer.connectors.relay.link import Link
 from wtransfer.connectors.relay.messages import Ask, Done, Over
 from wtransfer.connectors.relay.taking import Taker
@@ -334,15 +336,15 @@ def test_colliding_hashes_are_told_apart(make, monkeypatch, instance):
     assert (outcome["matched"], outcome["loaded"], outcome["wrong"]) == (BLOCKS, 0, 0)
 
 
-@pytest.mark.parametrize("where", ["header", "table", "first page", "last page"])
+@pytest.mark.parametrize("where", ["header", "checksum", "first page", "last page"])
 def test_a_flipped_bit_is_a_miss(make, where):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
     shelf = one.workers[0]._shelf
     layout = shelf.layout
     at = {
-        "header": 40,
-        "table": layout.table.start + 3,
+        "header": 24,
+        "checksum": 44,
         "first page": layout.pages[0].start,
         "last page": layout.pages[-1].stop - 1,
     }[where]
@@ -351,7 +353,8 @@ def test_a_flipped_bit_is_a_miss(make, where):
     assert (outcome["loaded"], outcome["wrong"]) == (6, 0)
 
 
-def test_a_slot_that_is_given_away_while_it_is_read_is_a_miss(make, monkeypatch, kind):
+@pytest.mark.parametrize("how", ["torn", "another", "again"])
+def test_a_slot_that_is_given_away_while_it_is_read_is_a_miss(make, monkeypatch, kind, how):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
     shelf, link_layout = one.workers[0]._shelf, other.workers[0]._links._here.taker.layout
@@ -360,9 +363,15 @@ def test_a_slot_that_is_given_away_while_it_is_read_is_a_miss(make, monkeypatch,
 
     def look(layout, head, name, rank):
         wanted = real(layout, head, name, rank)
-        if head == victim[: layout.table.stop].tobytes():
+        if head == victim[HEAD].tobytes():
             # Its header has been read and is right; now its pages become another's.
-            victim[layout.pages[1]] = 7
+            if how == "torn":
+                victim[layout.pages[1]] = 7
+            # Or those that are copied are right, but it is gone afterwards, or here once more.
+            elif how == "another":
+                victim[:HEADER_NBYTES] = 0
+            else:
+                victim[GENERATION] += 1
         return wanted
 
     monkeypatch.setattr(type(link_layout), "look", look)

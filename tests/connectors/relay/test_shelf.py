@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, checksum
-from wtransfer.connectors.relay.layout import SlotLayout
+from wtransfer.connectors.relay.layout import HEAD, SlotLayout
 from wtransfer.connectors.relay.shelf import MISSING, Shelf
 from wtransfer.errors import ConnectorOptionError
 
@@ -39,17 +39,13 @@ def put(shelf, name, fill=7):
     slot = shelf.open(name)
     if slot is not None:
         memory = shelf.slot(slot)
-        digests = []
-        for where in LAYOUT.pages:
-            memory[where] = fill
-            digests.append(checksum(memory[where].tobytes()))
-        memory[LAYOUT.table].data[:] = b"".join(digests)
-        shelf.keep(name)
+        memory[LAYOUT.payload] = fill
+        shelf.keep(name, checksum(memory[LAYOUT.payload].tobytes()))
     return slot
 
 
 def holds(shelf, slot, name):
-    head = shelf.slot(slot)[: LAYOUT.table.stop].tobytes()
+    head = shelf.slot(slot)[HEAD].tobytes()
     return not isinstance(LAYOUT.look(head, name, 0), str)
 
 
@@ -58,18 +54,22 @@ def test_a_shelf_has_room_for_a_block_at_least():
         Shelf(LAYOUT, 10, 0)
 
 
-def test_pages_lie_behind_each_other_and_their_checksums_before_them():
-    assert LAYOUT.table == slice(HEADER_NBYTES, HEADER_NBYTES + 32)
+def test_pages_lie_behind_each_other_and_the_head_before_them():
+    assert slice(0, HEADER_NBYTES + 8) == HEAD
+    assert LAYOUT.payload == slice(192, 272)
     assert LAYOUT.pages == [slice(192, 224), slice(224, 272)]
     assert (LAYOUT.nbytes, LAYOUT.stride) == (272, 4096)
 
 
-def test_the_header_covers_the_checksums_of_the_pages(shelf):
-    slot = shelf.slot(put(shelf, b"a"))
-    assert holds(shelf, 0, b"a")
-    slot[LAYOUT.table.stop - 1] ^= 1
-    head = slot[: LAYOUT.table.stop].tobytes()
-    assert LAYOUT.look(head, b"a", 0) == "checksum"
+def test_a_slot_that_was_filled_again_with_the_same_block_has_another_head(shelf):
+    heads = []
+    for _ in range(2):
+        slot = shelf.slot(put(shelf, b"a"))
+        heads.append(slot[HEAD].tobytes())
+        shelf.withdraw([b"a"])
+        assert not any(slot[:HEADER_NBYTES])
+    assert heads[0] != heads[1]
+    assert [LAYOUT.look(head, b"a", 0).key for head in heads] == [b"a", b"a"]
 
 
 def test_what_is_not_kept_yet_is_not_found(shelf):

@@ -40,9 +40,8 @@ def slots_of(layout):
     for number, slot in enumerate(memory):
         for where in layout.pages:
             slot[where] = number + 1
-        table = b"".join(checksum(slot[where].tobytes()) for where in layout.pages)
-        slot[layout.table].data[:] = table
-        slot[:128].data[:] = layout.header(b"name%d" % number, table, 0)
+        total = checksum(slot[layout.payload].tobytes())
+        slot[:128].data[:] = layout.header(b"name%d" % number, total, 0)
     return memory
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,19 +24,6 @@ def small(monkeypatch):
         command.DEFAULTS, num_document_tokens=200, num_new_tokens=3, model=ServedShape()
     )
     monkeypatch.setattr(command, "DEFAULTS", setting)
-
-
-@pytest.fixture
-def sabotage(monkeypatch, tmp_path):
-    """Let every child execute this at its start."""
-
-    def arm(code):
-        (tmp_path / "sitecustomize.py").write_text(code)
-        inherited = os.environ.get("PYTHONPATH")
-        path = f"{tmp_path}{os.pathsep}{inherited}" if inherited else str(tmp_path)
-        monkeypatch.setenv("PYTHONPATH", path)
-
-    return arm
 
 
 def run(*arguments):

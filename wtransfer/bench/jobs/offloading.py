@@ -25,6 +25,7 @@ from wtransfer.specs.interface import (
 )
 from wtransfer.specs.slots import ArenaLoadStoreSpec
 from wtransfer.transport.niceness import NICENESS
+from wtransfer.transport.tensors import own_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,8 @@ class _Bench:
         self._arenas = {
             verified: _Arena(self._layers, block_nbytes, verified) for verified in (True, False)
         }
-        self._blocks = np.zeros((num_blocks, block_nbytes), np.uint8)
+        self._blocks = own_memory(num_blocks * block_nbytes).reshape(num_blocks, block_nbytes)
+        self._blocks[:] = 0
         self._random = np.random.default_rng(0)
 
     def round(self, number: int) -> None:

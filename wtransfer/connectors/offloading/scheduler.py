@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.connectors.fence import StampedHandshake
+from wtransfer.connectors.fence import handshake_stamps
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.offloading.metadata import (
@@ -17,7 +17,8 @@ from wtransfer.connectors.offloading.metadata import (
 )
 from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.connectors.settings import Instance
-from wtransfer.errors import BlockNotKeptError, ConnectorOptionError
+from wtransfer.errors import BlockNotKeptError
+from wtransfer.specs.configs import blocks_per_chunk
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.fenced import BlockWitnesses, FencedSpec
 from wtransfer.specs.interface import (
@@ -84,7 +85,8 @@ class OffloadingScheduler(ConnectorScheduler):
         self._manager = FencedSpec(spec).get_manager()
         self._num_ranks = instance.num_ranks
         self._block_size = instance.block_size
-        self._blocks_per_chunk = _blocks_per_chunk(config, self._block_size)
+        extra = config.kv_transfer_config.kv_connector_extra_config or {}
+        self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
         self._naming = BlockNaming(self._block_size * self._blocks_per_chunk, instance.root)
         self._requests: dict[str, _Offered] = {}
         self._progress = Progress()
@@ -276,8 +278,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Hear what the ranks compute with, before the first step."""
-        said = {r: m.stamp for r, m in metadata.items() if isinstance(m, StampedHandshake)}
-        self._hear(said)
+        self._hear(handshake_stamps(metadata))
 
     def request_finished(
         self,
@@ -351,16 +352,3 @@ class OffloadingScheduler(ConnectorScheduler):
     def shutdown(self) -> None:
         """Let go of the manager."""
         self._manager.shutdown()
-
-
-def _blocks_per_chunk(config: Any, block_size: int) -> int:
-    """Return how many blocks are kept as one: of the option, as specs of any shape read it."""
-    options = config.kv_transfer_config.kv_connector_extra_config or {}
-    wanted = int(options.get("block_size", block_size))
-    blocks, rest = divmod(wanted, block_size)
-    if rest or blocks < 1:
-        raise ConnectorOptionError(
-            f"block_size={wanted}: what is kept as one consists of whole blocks of the cache, "
-            f"which have {block_size} tokens each"
-        )
-    return blocks

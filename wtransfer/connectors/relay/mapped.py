@@ -1,8 +1,8 @@
 """Both ends on one host: the shelf's memory is mapped by whoever fetches from it.
 
-What a slot says of itself is copied out before it is believed, and pages are digested where they
-were copied to. So a mapping needs no lock against the other process: the leases only make it likely
-that a block is still there.
+What a slot says of itself is copied out before it is believed, and looked at again when its pages
+were copied and digested. So a mapping needs no lock against the other process: the leases only make
+it likely that a block is still there.
 """
 
 from __future__ import annotations

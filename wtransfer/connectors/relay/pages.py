@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 import xxhash
 
 from wtransfer.blocks import BlockGeometry
+from wtransfer.connectors.caches import page_form
 from wtransfer.errors import ConnectorOptionError
-from wtransfer.transport.tensors import dtype_name
+from wtransfer.transport.pages import byte_rows, runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    import numpy as np
     import numpy.typing as npt
+    import torch
 
     from wtransfer.connectors.settings import Instance
+    from wtransfer.transport.pages import Run
     from wtransfer.transport.tensors import ByteArray
 
-PART_NBYTES = 256 * 1024
-"""Bytes that are copied and then digested: they are in the processor's cache in between."""
+PART_NBYTES = 2 * 1024 * 1024
+"""Bytes that are copied and then digested, about: a processor's cache has them in between, and they
+are worth letting go of the interpreter lock."""
 
 
 class CachePages:
@@ -33,6 +36,7 @@ class CachePages:
 
     Raises:
         ConnectorOptionError: A cache is not laid out by block, or is on a device.
+        ManifestError: A dtype that does not travel.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], instance: Instance) -> None:
@@ -45,10 +49,10 @@ class CachePages:
         self._rows = [_rows(name, cache) for name, cache in kv_caches.items()]
         self.num_blocks = min(len(rows) for rows in self._rows)
         """Blocks of the cache."""
-        pages = tuple(
-            (_form(cache), rows.shape[1])
-            for cache, rows in zip(self._owners, self._rows, strict=True)
-        )
+        self._parts = list(_parts(runs_of(self._rows, self.num_blocks)))
+        forms = [page_form(name, cache) for name, cache in kv_caches.items()]
+        sizes = [rows.shape[1] for rows in self._rows]
+        pages = tuple(zip(forms, sizes, strict=True))
         self.geometry = BlockGeometry(
             instance.block_size, pages, instance.num_ranks, f"{instance.model} {instance.dtype}"
         )
@@ -59,29 +63,34 @@ class CachePages:
         page: ByteArray = self._rows[layer][block]
         return page
 
-    def of(self, block: int) -> list[ByteArray]:
-        """Return all pages of a block, by layer."""
-        return [rows[block] for rows in self._rows]
+    def write(self, block: int, payload: ByteArray) -> bytes:
+        """Write a block's bytes to the cache; return their digest.
+
+        They are digested where they come from, after they were copied. Whoever finds that they are
+        right, and have not changed since before this call, knows that what was written is right.
+        """
+        digest = xxhash.xxh3_128()
+        for runs in self._parts:
+            for run in runs:
+                np.copyto(run.pages[block], payload[run.where].reshape(run.shape))
+            digest.update(payload[runs[0].where.start : runs[-1].where.stop].data)
+        return digest.digest()
 
     def close(self) -> None:
         """Let go of the cache."""
-        self._rows, self._owners = [], []
+        self._rows, self._owners, self._parts = [], [], []
 
 
-def copy_digest(target: ByteArray, source: ByteArray) -> bytes:
-    """Copy bytes and return their digest: that of what was written, whatever else is written there.
-
-    Cost: about 1 us, and per byte a quarter more than a copy.
-    """
-    if target.size <= PART_NBYTES:
-        target[:] = source  # half the overhead of `copyto`, which counts for small pages
-        return xxhash.xxh3_128_digest(target)  # type: ignore[arg-type]  # any buffer does
-    digest = xxhash.xxh3_128()
-    for start in range(0, target.size, PART_NBYTES):
-        part = target[start : start + PART_NBYTES]
-        part[:] = source[start : start + PART_NBYTES]
-        digest.update(part.data)
-    return digest.digest()
+def _parts(runs: Iterator[Run]) -> Iterator[list[Run]]:
+    """Yield runs that follow each other, about as many as a processor's cache holds."""
+    part: list[Run] = []
+    for run in runs:
+        part.append(run)
+        if sum(each.nbytes for each in part) >= PART_NBYTES:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _rows(name: str, cache: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -98,24 +107,10 @@ def _rows(name: str, cache: torch.Tensor) -> npt.NDArray[np.uint8]:
             f"{cache.stride()}, cannot be copied by block: expected that the first dimension "
             "counts blocks, and that what belongs to a block lies together"
         )
-    size = cache.element_size()
-    rows = torch.empty(0, dtype=torch.uint8).set_(
-        cache.untyped_storage(),
-        cache.storage_offset() * size,
-        (cache.shape[0], nbytes),
-        (cache.stride(0) * size, 1),
-    )
-    return rows.numpy()
+    return byte_rows(cache, nbytes).numpy()
 
 
 def _is_dense(page: torch.Tensor) -> bool:
     """Whether the elements lie side by side, in whatever order of dimensions."""
     order = sorted(range(page.dim()), key=page.stride, reverse=True)
     return page.permute(order).is_contiguous()
-
-
-def _form(cache: torch.Tensor) -> str:
-    """Return how a page is laid out: the bytes mean the same only where all of it is the same."""
-    shape = ",".join(map(str, cache.shape[1:]))
-    strides = ",".join(map(str, cache.stride()[1:]))
-    return f"{dtype_name(cache.dtype)}[{shape}]/{strides}"

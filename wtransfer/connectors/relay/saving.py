@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from wtransfer.blocks import CHECKSUM_NBYTES
-from wtransfer.connectors.relay.pages import copy_digest
+import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -15,16 +14,36 @@ if TYPE_CHECKING:
     from wtransfer.connectors.relay.pages import CachePages
     from wtransfer.connectors.relay.plan import Save
     from wtransfer.connectors.relay.shelf import Shelf
+    from wtransfer.transport.tensors import ByteArray
 
 logger = logging.getLogger(__name__)
 
 
-class _Filling(NamedTuple):
-    """One block on its way to the shelf."""
+class _Filling:
+    """One block on its way to the shelf.
 
-    name: bytes
-    block: int
-    slot: int
+    Args:
+        name: Its name.
+        block: Its place in the cache.
+        slot: Its place on the shelf.
+    """
+
+    def __init__(self, name: bytes, block: int, slot: int) -> None:
+        self.name, self.block, self.slot = name, block, slot
+        self._digest = xxhash.xxh3_128()
+        self._num_digested = 0
+
+    def digest(self, number: int, page: ByteArray) -> None:
+        """Digest a page, if it is the next: just copied, it is in the processor's cache."""
+        if number == self._num_digested:
+            self._digest.update(page.data)
+            self._num_digested += 1
+
+    def checksum(self, slot: ByteArray, pages: Sequence[slice]) -> bytes:
+        """Return that of all pages; those that were copied out of order are digested here."""
+        for number in range(self._num_digested, len(pages)):
+            self.digest(number, slot[pages[number]])
+        return self._digest.digest()
 
 
 class _Step:
@@ -78,7 +97,8 @@ class Saving:
         whole = self._wait(step) and all(map(self._admits, step.saves))
         for filling in step.fillings:
             if whole:
-                self._shelf.keep(filling.name)
+                slot, pages = self._shelf.slot(filling.slot), self._shelf.layout.pages
+                self._shelf.keep(filling.name, filling.checksum(slot, pages))
             else:
                 self._shelf.discard(filling.name)
         for save in step.saves:
@@ -119,9 +139,8 @@ class Saving:
         return whole
 
     def _copy(self, step: _Step, layer: int) -> None:
-        layout = self._shelf.layout
-        at = layout.table.start + layer * CHECKSUM_NBYTES
+        where = self._shelf.layout.pages[layer]
         for filling in step.fillings:
-            slot = self._shelf.slot(filling.slot)
-            digest = copy_digest(slot[layout.pages[layer]], self._pages.page(layer, filling.block))
-            slot[at : at + CHECKSUM_NBYTES].data[:] = digest
+            page = self._shelf.slot(filling.slot)[where]
+            page[:] = self._pages.page(layer, filling.block)
+            filling.digest(layer, page)

@@ -6,7 +6,12 @@ from abc import abstractmethod
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.connectors.fence import SchedulerFence, StampedHandshake, WorkerStamps
+from wtransfer.connectors.fence import (
+    SchedulerFence,
+    WorkerStamps,
+    handshake_stamps,
+    plain_stamps,
+)
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.progress import Progress, Tracked, only_group
@@ -178,9 +183,8 @@ class RelayScheduler(ConnectorScheduler):
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Hear where the workers listen, and what they compute with."""
+        self._fence.hear(handshake_stamps(metadata))
         for rank, each in metadata.items():
-            if isinstance(each, StampedHandshake):
-                self._fence.hear({rank: each.stamp})
             if isinstance(each, RelayHandshake) and each.address:
                 self._workers[rank] = each
 
@@ -242,8 +246,7 @@ class RelayScheduler(ConnectorScheduler):
         )
 
     def _stamps(self, request_id: str) -> list[Stamp]:
-        # None: the workers' weights are not those that it began with. Nothing fits an empty list.
-        return [(each[0], each[1]) for each in self._fence.stamps(request_id) or ()]
+        return plain_stamps(self._fence.stamps(request_id))
 
     def _save(self, tracked: Tracked) -> Save | None:
         request_id = tracked.request.request_id

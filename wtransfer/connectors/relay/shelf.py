@@ -7,12 +7,15 @@ holder lets go or the lease runs out: then a reader may find another block there
 
 from __future__ import annotations
 
+import itertools
+import struct
 import threading
 import time
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from wtransfer.blocks import HEADER_NBYTES
+from wtransfer.connectors.relay.layout import GENERATION
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.transport.memory import Segment
 
@@ -79,6 +82,7 @@ class Shelf:
         self._holders: Counter[int] = Counter()
         self._leases: dict[Hashable, _Lease] = {}
         self._counts: Counter[str] = Counter()
+        self._generations = itertools.count(1)
 
     def slot(self, number: int) -> ByteArray:
         """Return the memory of a slot."""
@@ -99,13 +103,19 @@ class Shelf:
             self._filling[name] = slot
             return slot
 
-    def keep(self, name: bytes) -> None:
-        """Hear that the pages of a block, and their checksums, are in its slot."""
+    def keep(self, name: bytes, checksum: bytes) -> None:
+        """Hear that the pages of a block are in its slot.
+
+        Args:
+            name: The block.
+            checksum: Of all its pages.
+        """
+        header = self.layout.header(name, checksum, self._rank)
         with self._lock:
             slot = self._filling.pop(name)
             memory = self._memory[slot]
-            table = memory[self.layout.table].tobytes()
-            memory[:HEADER_NBYTES].data[:] = self.layout.header(name, table, self._rank)
+            memory[GENERATION].data[:] = struct.pack("<Q", next(self._generations))
+            memory[:HEADER_NBYTES].data[:] = header
             self._names[slot] = name
             self._kept[name] = slot
             self._idle[slot] = None

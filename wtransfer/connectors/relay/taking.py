@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.connectors.relay.pages import copy_digest
+from wtransfer.connectors.relay.layout import HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -108,18 +108,17 @@ class Taker:
     def _take(self, wanted: Wanted, slot: ByteArray) -> str | None:
         """Copy a block into the cache; return why it must not be used, if that is so.
 
-        What is digested are the bytes in the cache, after they were written there: whatever
-        happened to the slot meanwhile, these are the block or they are not.
+        The slot may be another process's, which gives it to another block when it has to: then its
+        head is another one afterwards, and what was copied may be of both.
         """
-        layout = self.layout
-        found = layout.look(slot[: layout.table.stop].tobytes(), wanted.name, self.rank)
+        head = slot[HEAD].tobytes()
+        found = self.layout.look(head, wanted.name, self.rank)
         if isinstance(found, str):
             return found
-        targets = self._pages.of(wanted.block)
-        for target, where, digest in zip(targets, layout.pages, found, strict=True):
-            if copy_digest(target, slot[where]) != digest:
-                return "checksum"
-        return None
+        digest = self._pages.write(wanted.block, slot[self.layout.payload])
+        if slot[HEAD].tobytes() != head:
+            return "reused"
+        return None if digest == found.checksum else "checksum"
 
 
 def _joined(parts: list[Taken], size: int) -> Taken:

@@ -104,12 +104,16 @@ class Children:
                 )
             return None
 
+    def ask_all(self, question: Callable[[KVConnectorBase_V1], TAnswer]) -> list[TAnswer | None]:
+        """Ask every child, as `ask` does; return the answers in order."""
+        return [self.ask(number, question) for number in range(len(self._all))]
+
     def get_stats(self) -> dict[str, float]:
         """Return the numbers of all children, each under its name."""
         numbers: dict[str, float] = dict(self._counts)
-        for number, name in enumerate(self.names):
-            given = self.ask(number, lambda child: child.get_stats()) or {}
-            numbers |= {f"{name}_{each}": figure for each, figure in given.items()}
+        answers = self.ask_all(lambda child: child.get_stats())
+        for name, given in zip(self.names, answers, strict=True):
+            numbers |= {f"{name}_{each}": figure for each, figure in (given or {}).items()}
         return numbers
 
     def shutdown(self) -> None:

@@ -55,10 +55,7 @@ class SeveralScheduler(ConnectorScheduler):
         before it has something.
         """
         self._chosen.pop(request.request_id, None)
-        answers = [
-            self.children.ask(number, lambda child: _matched(child, request, num_computed_tokens))
-            for number in range(len(self.children))
-        ]
+        answers = self.children.ask_all(lambda child: _matched(child, request, num_computed_tokens))
         for number, answer in enumerate(answers):
             num_tokens, is_later = (0, False) if answer is None else answer
             if num_tokens is None:
@@ -177,17 +174,12 @@ class SeveralScheduler(ConnectorScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Return whether any child has."""
-        return any(
-            self.children.ask(number, lambda child: child.has_pending_push_work())
-            for number in range(len(self.children))
-        )
+        return any(self.children.ask_all(lambda child: child.has_pending_push_work()))
 
     def take_events(self) -> list[Any]:
         """Return the events of all children."""
-        events: list[Any] = []
-        for number in range(len(self.children)):
-            events += self.children.ask(number, lambda child: list(child.take_events())) or ()
-        return events
+        said = self.children.ask_all(lambda child: list(child.take_events()))
+        return [event for events in said for event in events or ()]
 
     def reset_cache(self) -> bool | None:
         """Let the children forget what they keep.

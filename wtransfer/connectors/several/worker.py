@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from wtransfer.connectors.interface import (
         KVConnectorBase_V1,
         KVConnectorHandshakeMetadata,
-        KVConnectorWorkerMetadata,
     )
 
 MAX_EARLY = 4096
@@ -191,10 +190,7 @@ class SeveralWorker(ConnectorWorker):
 
     def build_connector_worker_meta(self) -> SeveralSaid | None:
         """Return what each child says to its scheduler's side."""
-        said: list[KVConnectorWorkerMetadata | None] = [
-            self.children.ask(number, lambda child: child.build_connector_worker_meta())
-            for number in range(len(self.children))
-        ]
+        said = self.children.ask_all(lambda child: child.build_connector_worker_meta())
         return SeveralSaid(said) if any(each is not None for each in said) else None
 
     # -- before and after

@@ -47,20 +47,12 @@ def main(address: str) -> None:
         address: Of the user's socket.
     """
     torch.set_num_threads(1)
-    line = call(address, "the user")
-    try:
+    with call(address, "the user") as line:
         begin = line.receive(BEGINNINGS)
         with make_host(begin.settings, _workers(begin, line)) as loop:
             line.wait_for_ever()
             line.send(Serving())
             _Service(begin.settings, line, loop).run()
-    except Exception as error:
-        if line.is_lost:
-            return
-        line.fail(error)
-        raise
-    finally:
-        line.close()
 
 
 def _workers(begin: Begin, line: Line) -> LocalWorkers | RemoteWorkers:

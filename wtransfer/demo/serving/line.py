@@ -16,7 +16,7 @@ from wtransfer.errors import PeerLostError, StallError, from_wire, to_wire
 from wtransfer.transport.auth import check_same_user
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PATIENCE_S = 60.0
 """Longest wait for the other end, in seconds: to start, or to answer."""
@@ -151,8 +151,11 @@ def called_back(name: str, spawn: Callable[[str], object]) -> Line:
     return Line(connection, name)
 
 
-def call(address: str, name: str) -> Line:
-    """Return the line to the process that has started this one.
+@contextlib.contextmanager
+def call(address: str, name: str) -> Iterator[Line]:
+    """Yield the line to the process that has started this one.
+
+    What fails meanwhile is raised at the other end too; with the other end gone, all is over.
 
     Args:
         address: What this process was given.
@@ -161,4 +164,13 @@ def call(address: str, name: str) -> Line:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
     check_same_user(connection)
-    return Line(connection, name)
+    line = Line(connection, name)
+    try:
+        yield line
+    except Exception as error:
+        if line.is_lost:
+            return
+        line.fail(error)
+        raise
+    finally:
+        line.close()

@@ -29,16 +29,8 @@ def main(address: str) -> None:
         address: Of the scheduler's socket.
     """
     torch.set_num_threads(1)
-    line = call(address, "the scheduler")
-    try:
+    with call(address, "the scheduler") as line:
         _serve(line)
-    except Exception as error:
-        if line.is_lost:
-            return
-        line.fail(error)
-        raise
-    finally:
-        line.close()
 
 
 def _serve(line: Line) -> None:

@@ -1,9 +1,5 @@
 """A worker's KV cache as the copier sees it: for one group, the pages of a block in their order.
 
-Pages that lie at even distances are one array, so that one call into numpy moves all of them: in
-most caches a block's pages are a layer apart, and all layers have one size. numpy lets go of the
-interpreter lock while it copies, and uses one thread.
-
 `wtransfer.specs.copying.device_pages` does the same for a cache on a device.
 """
 
@@ -12,14 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from wtransfer.errors import OffloadingOptionError
+from wtransfer.transport.pages import byte_rows, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    import torch
 
     Numbers = npt.NDArray[np.int64]
     """Numbers of blocks, slots or places in a slot."""
@@ -105,30 +102,7 @@ def page_of(tensor: torch.Tensor, nbytes: int) -> Page:
             f"{tensor.dtype} cannot be copied by block: expected that the first dimension counts "
             f"blocks, and that {nbytes:,} bytes of each lie together"
         )
-    size = tensor.element_size()
-    rows = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
-        tensor.untyped_storage(),
-        tensor.storage_offset() * size,
-        (tensor.shape[0], nbytes),
-        (tensor.stride(0) * size, 1),
-    )
-    return Page(rows)
-
-
-class _Run:
-    """Pages at even distances, one behind the other in a block."""
-
-    def __init__(self, pages: npt.NDArray[np.uint8], start: int) -> None:
-        self.pages = pages
-        """Shape ``(num_blocks, number of pages, bytes of a page)``."""
-        self.shape = pages.shape[1:]
-        """Shape of a block's."""
-        self.nbytes = pages.shape[1] * pages.shape[2]
-        """Bytes of a block's."""
-        self.where = slice(start, start + self.nbytes)
-        """Where they are in a block."""
-        self.is_large = self.nbytes >= _LARGE_NBYTES
-        """Whether each block is worth a call."""
+    return Page(byte_rows(tensor, nbytes))
 
 
 class HostPages:
@@ -147,7 +121,7 @@ class HostPages:
         """Where the cache is."""
         # Views know nothing of torch's memory: it must not go before they do.
         self._owners = [page.rows for page in pages]
-        self._runs = list(_runs(pages, self.num_blocks))
+        self._runs = list(runs_of([page.rows.numpy() for page in pages], self.num_blocks))
 
     def mark(self) -> None:
         """Note nothing: what is done in host memory is done."""
@@ -163,7 +137,7 @@ class HostPages:
         """Copy blocks of the cache to where they rest."""
         rows = _rows(blocks, slots, at)
         for run in self._runs:
-            if run.is_large:
+            if run.nbytes >= _LARGE_NBYTES:
                 for block, slot, place in rows:
                     target = places[slot, place, run.where]
                     np.copyto(target.reshape(run.shape), run.pages[block])
@@ -183,7 +157,7 @@ class HostPages:
         """Copy blocks back into the cache."""
         rows = _rows(blocks, slots, at)
         for run in self._runs:
-            if run.is_large:
+            if run.nbytes >= _LARGE_NBYTES:
                 for block, slot, place in rows:
                     np.copyto(run.pages[block], places[slot, place, run.where].reshape(run.shape))
             else:
@@ -192,41 +166,3 @@ class HostPages:
 
 def _rows(*columns: Numbers) -> list[tuple[int, ...]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def _runs(pages: Sequence[Page], num_blocks: int) -> list[_Run]:
-    runs, first, start = [], 0, 0
-    while first < len(pages):
-        length = _run_length(pages[first:])
-        runs.append(_Run(_view(pages[first : first + length], num_blocks), start))
-        first, start = first + length, start + runs[-1].nbytes
-    return runs
-
-
-def _run_length(pages: Sequence[Page]) -> int:
-    """Return how many pages from the first one on are alike and evenly spaced."""
-    first = pages[0].rows
-    alike = [
-        page.rows.shape[1] == first.shape[1] and page.rows.stride(0) == first.stride(0)
-        for page in pages
-    ]
-    addresses = [page.rows.data_ptr() for page in pages]
-    length = 1
-    while (
-        length < len(pages)
-        and alike[length]
-        and addresses[length] - addresses[length - 1] == addresses[1] - addresses[0]
-    ):
-        length += 1
-    return length
-
-
-def _view(pages: Sequence[Page], num_blocks: int) -> npt.NDArray[np.uint8]:
-    """Return the pages of a run as one array."""
-    first = pages[0].rows
-    distance = pages[1].rows.data_ptr() - first.data_ptr() if len(pages) > 1 else 0
-    return np.lib.stride_tricks.as_strided(
-        first[:num_blocks].numpy(),
-        (num_blocks, len(pages), first.shape[1]),
-        (first.stride(0), distance, 1),
-    )

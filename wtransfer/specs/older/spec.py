@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import BlockNotKeptError
+from wtransfer.specs.configs import tokens_per_block
 from wtransfer.specs.interface import (
     LookupResult,
     Medium,
@@ -73,6 +74,13 @@ class OlderSpec(OffloadingSpec):
         """What is wrapped."""
         self.config = spec.config if hasattr(spec, "config") else None
         self.extra_config = getattr(spec, "extra_config", {})
+        block_size = getattr(spec, "gpu_block_size", None)
+        block_size = block_size or tokens_per_block(
+            self.config, getattr(spec, "kv_cache_config", None)
+        )
+        self.tokens_per_block = (block_size,)
+        self.tokens_per_hash = block_size
+        self.blocks_per_chunk = getattr(spec, "offloaded_block_size", block_size) // block_size
         self._manager: OffloadingManager | None = None
         self._worker: HandlersWorker | None = None
 
