@@ -36,7 +36,11 @@ def run(code, file="somewhere.py"):
     subprocess.run([sys.executable, "-c", source], check=True, env=os.environ, timeout=60)
 
 
-@pytest.mark.parametrize("code", [PLAIN, FILE, GLOBAL, TORCH], ids=["plain", "file", "C", "torch"])
+@pytest.mark.parametrize(
+    "code",
+    [PLAIN, FILE, GLOBAL, pytest.param(TORCH, marks=pytest.mark.slow)],
+    ids=["plain", "file", "C", "torch"],
+)
 def test_every_way_to_unpickle_is_seen_in_other_processes(record, code):
     run(code)
     assert record.found() != []

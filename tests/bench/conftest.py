@@ -5,7 +5,15 @@ import pytest
 from wtransfer.bench.scene import Scene, Stage
 from wtransfer.transport.zygote import Zygote
 
-PRELOAD = ("torch", "wtransfer.bench.jobs.broadcasting", "wtransfer.bench.jobs.publishing")
+PRELOAD = (
+    "torch",
+    "wtransfer.bench.jobs.broadcasting",
+    "wtransfer.bench.jobs.publishing",
+    "wtransfer.bench.jobs.connecting",
+    "wtransfer.connectors.shm",
+    "wtransfer.connectors.storage.scheduler",
+    "wtransfer.connectors.storage.worker",
+)
 
 
 @pytest.fixture(scope="package")

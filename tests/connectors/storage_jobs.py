@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -9,8 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from wtransfer.blocks import BlockGeometry
-from wtransfer.connectors.storage.files import BlockFiles, _lock
+from wtransfer.connectors.storage.files import BlockFiles
+from wtransfer.connectors.storage.incoming import lock
 from wtransfer.connectors.storage.store import Store, shelf_name
 from wtransfer.weights import process_weights
 
@@ -29,16 +33,20 @@ def driver():
     return sys.modules["driver"]
 
 
+@functools.cache
 def payload(number):
     """Return what belongs to a name."""
-    return random.Random(number).randbytes(GEOMETRY.nbytes)
+    # A quarter of what the standard library takes, and it is for each process that is killed.
+    generator = torch.Generator().manual_seed(number)
+    words = torch.randint(-(2**63), 2**63 - 1, (GEOMETRY.nbytes // 8,), generator=generator)
+    return words.numpy().tobytes()
 
 
 def hold_incoming(path, name):
     """Write, and never come to the end."""
     store = Store(path)
-    fd = store.incoming.create_file(name)
-    _lock(fd)
+    fd = store.incoming.folder.create_file(name)
+    assert lock(fd)
     os.write(fd, b"half a bl")
     Path(path, f"{name}.held").touch()
     time.sleep(60)

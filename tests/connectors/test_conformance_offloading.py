@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from wtransfer.testing.connector import ConnectorConformance
+
+pytestmark = pytest.mark.slow  # the connector through shared memory passes the same kit each time
 
 
 class TestOffloadingConnector(ConnectorConformance):

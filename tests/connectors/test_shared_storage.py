@@ -14,6 +14,7 @@ from driver import BLOCK_SIZE, Blocks, Instance, Request, answer, transfer_confi
 
 from wtransfer.connectors.storage.store import FORMAT
 from wtransfer.errors import ConnectorOptionError, StorageError
+from wtransfer.testing.leftovers import Leftovers
 from wtransfer.weights import process_weights
 
 pytestmark = pytest.mark.usefixtures("weights", "leaves_nothing")
@@ -21,6 +22,15 @@ pytestmark = pytest.mark.usefixtures("weights", "leaves_nothing")
 PROMPT = list(range(30))
 """Seven whole blocks, and two tokens."""
 NUM_BLOCKS = 7
+
+
+@pytest.fixture
+def leaves_nothing():
+    """As for all tests, but for the names in /dev/shm: those are other processes'."""
+    leftovers = Leftovers()
+    yield
+    found = leftovers.found(within_s=5.0)
+    assert [each for each in found if "file /dev/shm/" not in each] == []
 
 
 @pytest.fixture
@@ -143,6 +153,64 @@ def test_a_request_that_comes_back_under_other_weights_is_stored_under_these(ins
     made.run()
     fresh = instance(weights="w2").serve("b", PROMPT, 3)
     assert (fresh.num_loaded, fresh.output_token_ids) == (28, answer(PROMPT, 3, weights="w2"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("keeps_saving", [True, False])
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_what_a_step_has_computed_as_a_whole_is_stored_though_weights_changed_before_it(
+    instance, weights, has_begun, keeps_saving, num_ranks
+):
+    """The scheduler's side hears of them only after the step, and has planned for other ones."""
+    made = instance(num_ranks=num_ranks, keeps_saving=keeps_saving)
+    request = made.submit("a", PROMPT, 5)
+    if has_begun:
+        # What it finds then is of the old weights, and refused.
+        made.step()
+        made.preempt("a")
+    weights.settle("fingerprint-2")
+    made.weights = "w2"
+    made.run()
+    assert request.num_failures == has_begun
+    fresh = instance(weights="w2", num_ranks=num_ranks)
+    request = fresh.serve("b", PROMPT, 3)
+    expected = answer(PROMPT, 3, weights="w2", num_ranks=num_ranks)
+    assert (request.num_loaded, request.output_token_ids) == (28, expected)
+
+
+@pytest.mark.parametrize("budget", [1024, 10])
+def test_what_a_step_has_computed_while_weights_changed_is_not_stored(
+    instance, tmp_path, weights, budget
+):
+    """Nor what others have computed before it: a part of a prompt is not the whole."""
+    made = instance(budget=budget)
+    made.submit("a", PROMPT, 5)
+    if budget < len(PROMPT):
+        made.step()
+    before, compute = files(tmp_path), made.compute
+
+    def change_and_compute(output):
+        weights.settle("fingerprint-2")
+        made.compute = compute
+        compute(output)
+
+    made.compute = change_and_compute
+    made.run()
+    assert files(tmp_path) == before
+
+
+def test_a_request_of_the_same_name_does_not_inherit_what_a_whole_step_tells(instance, weights):
+    made = instance()
+    request, hear = made.submit("x", PROMPT, 5), made.scheduler.update_connector_output
+
+    def end_and_hear(said):
+        made.scheduler.request_finished(request, [])
+        hear(said)
+
+    made.scheduler.update_connector_output = end_and_hear
+    weights.settle("fingerprint-2")
+    made.step()
+    assert made.scheduler.side._fence._began == {}
 
 
 def test_what_becomes_of_a_step_says_nothing_of_a_request_that_has_other_blocks_since(
@@ -541,6 +609,41 @@ def test_after_a_failed_load_a_request_does_not_look_again(instance, tmp_path):
     second.run()
 
 
+# -- what a look costs
+
+
+def test_a_request_that_is_asked_about_again_costs_a_look_at_its_last_block(instance, monkeypatch):
+    """As by a host that asks in each step until there is room for it."""
+    prompt = list(range(401))
+    first, second = (instance(num_ranks=2, num_blocks=128) for _ in range(2))
+    first.serve("a", prompt)
+    request = second.submit("b", prompt)
+    looks, stat = [], os.stat
+    monkeypatch.setattr(
+        os, "stat", lambda *args, **more: (looks.append(args), stat(*args, **more))[1]
+    )
+    costs = []
+    for _ in range(5):
+        looks.clear()
+        assert second.scheduler.get_num_new_matched_tokens(request, 0) == (400, False)
+        costs.append(len(looks))
+    assert costs == [200, 2, 2, 2, 2]
+
+
+def test_after_a_failed_load_nobody_is_promised_what_was_seen_before(instance, tmp_path):
+    """Else each request with that beginning would fail once, until the moment is over."""
+    instance().serve("a", PROMPT)
+    by_age = sorted(files(tmp_path), key=lambda each: -each.stat().st_mtime_ns)
+    second = instance()
+    ask = second.scheduler.get_num_new_matched_tokens
+    assert ask(second.submit("b", PROMPT), 0) == (28, False)
+    by_age[3].write_bytes(b"")
+    second.step()
+    assert second.invalid
+    assert ask(Request("c", PROMPT), 0) == (12, False)
+    second.run()
+
+
 # -- the bound
 
 
@@ -562,6 +665,37 @@ def test_what_was_not_used_for_longest_goes_first(instance, tmp_path):
     # What goes of a prefix is its end.
     assert all(found[name] for name in "f")
     assert not any(found[name] for name in "bcd")
+
+
+def test_instances_that_store_at_once_stay_near_the_bound(instance, tmp_path):
+    """Each has made room before any of the others has written."""
+    prompts = [[n, *range(100)] for n in range(7)]
+    instance().serve("a", prompts[0])
+    nbytes = files(tmp_path)[0].stat().st_size
+    bound = 60 * nbytes
+    made = [instance(extra={"max_bytes": bound}) for _ in range(3)]
+    for prompt in prompts[1:4]:
+        made[0].serve(f"before-{prompt[0]}", prompt)
+
+    def chain(number):
+        """Let the next one store all that it has, as soon as this one has made room."""
+        room, begun = made[number].workers[0].side._room, []
+        make = room.make
+
+        def make_and_wait(wanted):
+            there_is = make(wanted)
+            if number + 1 < len(made) and not begun:
+                begun.append(True)
+                made[number + 1].serve(f"r{number + 1}", prompts[5 + number])
+            return there_is
+
+        room.make = make_and_wait
+
+    for number in range(len(made)):
+        chain(number)
+    made[0].serve("r0", prompts[4])
+    total = sum(each.stat().st_size for each in files(tmp_path))
+    assert bound / 2 < total <= bound + len(made) * nbytes
 
 
 def test_a_bound_that_is_less_than_a_block_keeps_nothing(instance, tmp_path):

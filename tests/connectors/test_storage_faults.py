@@ -26,7 +26,7 @@ CALLS = [
     (fcntl, "flock"),
 ]
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENOMEM]
-QUICK = {(errno.ENOSPC, True), (errno.EIO, False), (errno.EMFILE, False)}
+QUICK = {(errno.EIO, False)}
 CASES = [
     pytest.param(
         *(case := (number, for_ever)),
@@ -215,6 +215,7 @@ def test_a_read_only_disk_with_nothing_on_it_says_so_at_once(small_disk):
         make(small_disk)
 
 
+@pytest.mark.slow
 def test_too_many_open_files(tmp_path):
     """In a process of its own, as it has no descriptor left; DescriptorLimitError is soft, too."""
     code = f"""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from driver import Instance, answer, names_in, transfer_config
 from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
 from wtransfer.connectors.storage.counts import Counts
 from wtransfer.connectors.storage.files import BlockFiles, file_name
+from wtransfer.connectors.storage.incoming import lock
 from wtransfer.connectors.storage.room import Room
 from wtransfer.connectors.storage.store import FORMAT, MAX_ASIDE, Store, shelf_name
 from wtransfer.errors import StorageError
@@ -407,6 +410,116 @@ def test_nobody_sweeps_what_is_just_being_written(tmp_path, files, shelf, monkey
         return pwritev(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", sweeping)
+    files.write(shelf, NAME, memoryview(PAYLOAD))
+    assert read(files, shelf) == PAYLOAD
+
+
+def test_nobody_sweeps_what_has_no_lock_yet(tmp_path, files, shelf, store, monkeypatch):
+    """A sweep comes between a file's creation and its lock; the writer takes another file."""
+    flock, swept = fcntl.flock, []
+
+    def sweeping(fd, how):
+        if not swept:
+            swept.extend(names_in(f"{store.path}/incoming"))
+            Store(str(tmp_path)).close()
+            assert names_in(f"{store.path}/incoming") == []
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweeping)
+    files.write(shelf, NAME, memoryview(PAYLOAD))
+    assert len(swept) == 1
+    assert read(files, shelf) == PAYLOAD
+    assert names_in(f"{store.path}/incoming") == []
+
+
+def test_a_writer_that_meets_a_sweep_takes_another_file(files, shelf, store, monkeypatch):
+    """The sweep has the lock already, and is about to remove the file."""
+    flock, held = fcntl.flock, []
+
+    def locking_first(fd, how):
+        if not held:
+            held.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
+            flock(held[0], how)
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", locking_first)
+    files.write(shelf, NAME, memoryview(PAYLOAD))
+    os.close(held[0])
+    assert read(files, shelf) == PAYLOAD
+    assert names_in(f"{store.path}/incoming") == []
+
+
+def test_a_sweep_keeps_the_lock_until_the_file_is_gone(tmp_path, store, monkeypatch):
+    """Else a writer could take the lock in between, and lose a file that it rightly has."""
+    abandoned = Path(store.path) / "incoming" / "dead.tmp"
+    abandoned.write_bytes(b"half")
+    unlink, met = os.unlink, []
+
+    def meeting(name, **where):
+        if name == abandoned.name:
+            fd = os.open(abandoned, os.O_RDONLY)
+            met.append(lock(fd))
+            os.close(fd)
+        unlink(name, **where)
+
+    monkeypatch.setattr(os, "unlink", meeting)
+    Store(str(tmp_path)).close()
+    assert (met, abandoned.exists()) == ([False], False)
+
+
+def test_whatever_is_swept_meanwhile_every_block_is_written(tmp_path, files, shelf):
+    ended = threading.Event()
+
+    def sweep():
+        sweeping = Store(str(tmp_path))
+        while not ended.is_set():
+            sweeping.sweep()
+        sweeping.close()
+
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
+    try:
+        for n in range(500):
+            files.write(shelf, n.to_bytes(36, "big"), memoryview(PAYLOAD))
+    finally:
+        ended.set()
+        sweeper.join()
+    assert len(shelf.names()) == 500
+
+
+def test_where_every_new_file_is_taken_away_a_writer_gives_up(files, shelf, store, monkeypatch):
+    def taking(fd, how):
+        for name in names_in(f"{store.path}/incoming"):
+            Path(store.path, "incoming", name).unlink()
+
+    monkeypatch.setattr(fcntl, "flock", taking)
+    with pytest.raises(StorageError, match="taken away before it could be written"):
+        files.write(shelf, NAME, memoryview(PAYLOAD))
+    assert read(files, shelf) == "absent"
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system that has none."""
+
+    def none(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+
+
+@pytest.mark.parametrize(("age_s", "stays"), [(60.0, True), (7200.0, False)])
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_what_is_old_is_abandoned(tmp_path, store, age_s, stays):
+    left = Path(store.path) / "incoming" / "left.tmp"
+    left.touch()
+    os.utime(left, (time.time() - age_s,) * 2)
+    Store(str(tmp_path)).close()
+    assert left.exists() == stays
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_blocks_are_written_without_locks_as_well(files, shelf):
     files.write(shelf, NAME, memoryview(PAYLOAD))
     assert read(files, shelf) == PAYLOAD
 

@@ -41,6 +41,7 @@ def wait_until_gone(pids, seconds=20):
     pytest.fail(f"still there after {seconds} s: {pids}")
 
 
+@pytest.mark.slow  # the main job of the README
 def test_the_demo_keeps_its_promises(run):
     result = run("--json")
     assert result.exit_code == 0, result.output

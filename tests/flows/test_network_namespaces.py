@@ -99,6 +99,7 @@ def test_the_hosts_are_separate_and_reach_each_other(namespaces):
     assert cut_off.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 def test_a_group_of_three_hosts_broadcasts_and_listens_at_its_own_addresses(ranks, hosts):
     form_across(ranks, hosts, "group")
     assert len(broadcast(ranks, "group")) == 1

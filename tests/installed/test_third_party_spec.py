@@ -46,6 +46,7 @@ def test_it_knows_nothing_of_weights():
 
 
 # Promise 3, without a line of its own.
+@pytest.mark.slow
 def test_blocks_of_other_weights_are_never_loaded(python, tmp_path):
     done = python(HERE / "third_party_spec_peer.py", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,11 +14,14 @@ from wtransfer.bench.settings import COMMITS, Settings
 from wtransfer.errors import WTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from wtransfer.bench.connectors import ConnectorSettings
     from wtransfer.bench.machine import Machine
     from wtransfer.bench.offload import OffloadSettings
-    from wtransfer.bench.row import Failed, Row
+    from wtransfer.bench.row import Failed, Measure, Row
+
+TKVSettings = TypeVar("TKVSettings", "OffloadSettings", "ConnectorSettings")
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -161,17 +164,67 @@ def offload(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> 
 
     The exit status is 1 if a row could not be measured; a goal that is not reached is told.
     """
-    from wtransfer.bench.machine import Machine
     from wtransfer.bench.offload import OffloadSettings, offload_measures
-    from wtransfer.bench.run import chosen_of, measure_rows
-    from wtransfer.transport.memory import require_memory
 
     given = {name: value for name, value in asked.items() if value is not None}
     settings = replace(OffloadSettings.quick() if quick else OffloadSettings(), **given)
+    _measure(settings, offload_measures, only, as_json)
+
+
+@bench.command()
+@click.option(
+    "--nbytes",
+    callback=_parsed(parse_nbytes),
+    metavar="SIZE",
+    help="That one round saves and loads [256MiB].",
+)
+@click.option(
+    "--blocks",
+    "block_nbytes",
+    callback=_parsed(_sizes),
+    metavar="SIZE,SIZE",
+    help="Sizes of a block, over its 32 layers [2MiB,128KiB].",
+)
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, writable=True),
+    help="Where files are kept meanwhile, in a folder of their own [/dev/shm].",
+)
+@_rounds
+@_only
+@_quick
+@_json
+def connectors(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+    """Measure KV cache on its way from prefill to decode, and what it costs the scheduler.
+
+    Two processes, as two serving instances: one saves, the other one loads. Every number is a
+    median of rounds, with its least and greatest; each round has other bytes, stands beside plain
+    copies of as many, and every byte that has come is compared with what was sent. Only ratios can
+    be compared between machines; a machine that others use at the same time measures them as well.
+
+    The exit status is 1 if a row could not be measured; a goal that is not reached is told.
+    """
+    from wtransfer.bench.connectors import ConnectorSettings, connector_measures
+
+    given = {name: value for name, value in asked.items() if value is not None}
+    settings = replace(ConnectorSettings.quick() if quick else ConnectorSettings(), **given)
+    _measure(settings, connector_measures, only, as_json)
+
+
+def _measure(
+    settings: TKVSettings,
+    measures: Callable[[TKVSettings], Iterable[Measure]],
+    only: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    from wtransfer.bench.machine import Machine
+    from wtransfer.bench.run import chosen_of, measure_rows
+    from wtransfer.transport.memory import require_memory
+
     machine = Machine.here()
     try:
         settings.check()
-        chosen = chosen_of(offload_measures(settings), only)
+        chosen = chosen_of(measures(settings), only)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
@@ -184,7 +237,7 @@ def offload(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> 
 
 def _tell(
     found: Sequence[Row | Failed],
-    settings: Settings | OffloadSettings,
+    settings: Settings | OffloadSettings | ConnectorSettings,
     machine: Machine,
     as_json: bool,
 ) -> None:

@@ -10,6 +10,7 @@ from wtransfer.bench.row import Failed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from wtransfer.bench.connectors import ConnectorSettings
     from wtransfer.bench.machine import Machine
     from wtransfer.bench.offload import OffloadSettings
     from wtransfer.bench.row import Row
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def document(
-    found: Sequence[Row | Failed], settings: Settings | OffloadSettings, machine: Machine
+    found: Sequence[Row | Failed],
+    settings: Settings | OffloadSettings | ConnectorSettings,
+    machine: Machine,
 ) -> dict[str, Any]:
     """Return everything that a run found."""
     return {

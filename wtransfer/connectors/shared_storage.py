@@ -4,8 +4,9 @@ Whatever has been computed is stored, one file for each block and rank, and whic
 a request with the same beginning loads it. The folder may be on any file system that the instances
 share; on one host they may be started and killed at any time.
 
-1. S looks for names: a file of that name is there for every rank, or it is a miss. Those who lay
-   blocks out in other ways look elsewhere.
+1. S looks for names: a file of that name is there for every rank, or it is a miss. What it has
+   seen it looks for again after half a second, but for the end of a prefix, which goes first. Those
+   who lay blocks out in other ways look elsewhere.
 2. W reads each file into memory of its own, and compares header, key, geometry, length and checksum
    before a byte of it reaches the cache. A file that is not what it should be is set aside.
 3. W writes what was computed, to a temporary file that is then renamed: before ``wait_for_save``

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import secrets
 import stat
 import time
 from typing import TYPE_CHECKING, Literal
@@ -135,26 +133,17 @@ class BlockFiles:
         """
         header = BlockHeader(name, self._geometry, self.nbytes, checksum(payload), self._rank)
         final = file_name(name, self._rank)
-        temporary = f"{secrets.token_hex(8)}.tmp"
-        incoming = self._store.incoming
-        fd = incoming.create_file(temporary)
-        try:
-            with storage_errors(f"writing '{shelf.path}/{final}'"):
-                # The lock says that the file has a writer; it goes when we die.
-                _lock(fd)
-                os.fchmod(fd, 0o600)
-                write_at(fd, [memoryview(header.pack()), payload], 0)
-                _note_use(fd, used_ns)
-                self._give_name(temporary, shelf, final)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=incoming.fd)
-            raise
-        finally:
-            os.close(fd)
+        with (
+            self._store.incoming.file() as (temporary, fd),
+            storage_errors(f"writing '{shelf.path}/{final}'"),
+        ):
+            os.fchmod(fd, 0o600)
+            write_at(fd, [memoryview(header.pack()), payload], 0)
+            _note_use(fd, used_ns)
+            self._give_name(temporary, shelf, final)
 
     def _give_name(self, temporary: str, shelf: Folder, final: str) -> None:
-        source = self._store.incoming.fd
+        source = self._store.incoming.folder.fd
         try:
             os.replace(temporary, final, src_dir_fd=source, dst_dir_fd=shelf.fd)
         except IsADirectoryError:
@@ -184,15 +173,6 @@ def look(shelf: Folder, name: str) -> os.stat_result | None:
 def _note_use(fd: int, used_ns: int | None) -> None:
     when = time.time_ns() if used_ns is None else used_ns
     os.utime(fd, ns=(when, when))
-
-
-def _lock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # A file system without locks; leftovers are then told by their age.
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
 
 
 def _why_not_opened(error: WTransferError) -> Reason:

@@ -62,10 +62,13 @@ class StorageSaid(WorkerStamps):
     """By rank: the last step that is done."""
     saved: dict[int, int] = field(default_factory=dict)
     """By rank: the last step that counted, so that its blocks were stored."""
+    began: dict[int, Stamp | None] = field(default_factory=dict)
+    """By rank: what it computed with when the last step began."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
         """Add what another worker has said; return this object."""
         assert isinstance(other, StorageSaid)
         self.steps |= other.steps
         self.saved |= other.saved
+        self.began |= other.began
         return super().aggregate(other)

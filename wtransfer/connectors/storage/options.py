@@ -23,7 +23,10 @@ class StorageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The folder; made where there is none. It may hold other things as well."""
     max_bytes: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_MAX_BYTES
     """Bytes of blocks that are kept there, of all models, weights and instances together. Beyond
-    that the oldest use goes first. Each process that writes may be a sixty-fourth above it."""
+    that the oldest use goes first. Each process that writes, so each rank of each instance, may be
+    a sixty-fourth above it, or a block where that is more. Not counted are what is being written, a
+    block for each process, and what was found damaged, 16 files. Where instances that share the
+    folder say different bounds, the smallest one holds."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> StorageOptions:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wtransfer.connectors.caches import page_form
 from wtransfer.errors import ConnectorOptionError
-from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class CachePages:
         self.num_blocks: int = numbers.pop()
         """Number of blocks."""
         sizes = [cache[:1].numel() for cache in self._caches]
-        forms = [_form(name, cache) for name, cache in kv_caches.items()]
+        forms = [page_form(name, cache) for name, cache in kv_caches.items()]
         self.pages = tuple(zip(forms, sizes, strict=True))
         """What each layer's part of a block is, and its bytes."""
         ends = itertools.accumulate(sizes)
@@ -103,14 +103,3 @@ def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
             "of the last one lie together"
         )
     return cache.detach().view(torch.uint8)
-
-
-def _form(name: str, cache: torch.Tensor) -> str:
-    """Return what a page is: bytes mean the same only where all of it is the same.
-
-    Of the strides only their order, as rows are without gaps whatever the cache has.
-    """
-    shape = ",".join(map(str, cache.shape[1:]))
-    # Stable, so that dimensions of one stride keep theirs.
-    order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
-    return f"{name!r}={dtype_name(cache.dtype)}[{shape}]/{','.join(map(str, order))}"

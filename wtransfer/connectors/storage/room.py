@@ -35,7 +35,8 @@ class Room:
     """Room for blocks. Several processes may keep the same folder within the same bound.
 
     None of them knows what the others write until it looks again. It does so before it has written
-    a sixty-fourth of the bound, so that together they are above it by no more than that each.
+    a `portion`. Whoever makes room for no more than that at once, or for one block where that is
+    more, is above the bound by no more than that, and they all together by that much each.
 
     Args:
         store: The folder.
@@ -50,6 +51,11 @@ class Room:
         self._seen: int | None = None
         self._written = 0
 
+    @property
+    def portion(self) -> int:
+        """Bytes that are written at most between two looks: a sixty-fourth of the bound."""
+        return self._max // _SLACK
+
     def make(self, nbytes: int) -> bool:
         """Make room for so many bytes, which are then written.
 
@@ -62,7 +68,7 @@ class Room:
         if nbytes > self._max:
             return False
         seen, written = self._seen, self._written + nbytes
-        if seen is None or written > self._max // _SLACK or seen + written > self._max:
+        if seen is None or written > self.portion or seen + written > self._max:
             # Some more, so that it need not be done again for the next block.
             most = self._max - nbytes
             self._seen = self._shrink(most, most - self._max // _FREED)

@@ -6,13 +6,13 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wtransfer.connectors.fence import SchedulerFence
+from wtransfer.connectors.fence import SchedulerFence, handshake_stamps, plain_stamps
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.connectors.settings import Instance
 from wtransfer.connectors.storage.counts import Counts
-from wtransfer.connectors.storage.files import look
+from wtransfer.connectors.storage.finder import Finder
 from wtransfer.connectors.storage.messages import (
     StorageHandshake,
     StorageMetadata,
@@ -20,19 +20,17 @@ from wtransfer.connectors.storage.messages import (
     Transfer,
 )
 from wtransfer.connectors.storage.options import StorageOptions
-from wtransfer.connectors.storage.store import Store, file_name, shelf_name
+from wtransfer.connectors.storage.store import Store, shelf_name
 from wtransfer.errors import WTransferError
-from wtransfer.weights import instance_fingerprint
+from wtransfer.weights import instance_fingerprint, known_stamps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from wtransfer.blocks import OffloadKey
-    from wtransfer.connectors.fence import Stamp
     from wtransfer.connectors.interface import KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.progress import Tracked
-    from wtransfer.transport.files import Folder
     from wtransfer.weights import Stamps
 
 
@@ -70,6 +68,8 @@ class _Computed(NamedTuple):
     """`_Known.num_saved` before it."""
     num_computed: int
     """Tokens that are computed after it."""
+    is_whole: bool
+    """Whether it computed all that the request has, from the first token on."""
 
 
 class _Parting(NamedTuple):
@@ -104,6 +104,7 @@ class StorageScheduler(ConnectorScheduler):
         self._progress = Progress()
         self._counts = Counts()
         self._store = Store(options.shared_storage_path)
+        self._finder = Finder(self._store, self._instance.num_ranks)
         self._known: dict[str, _Known] = {}
         self._loads: dict[str, Transfer] = {}
         self._step, self._heard = 0, -1
@@ -157,7 +158,7 @@ class StorageScheduler(ConnectorScheduler):
         self._step += 1
         told = StorageMetadata(self._step)
         for request_id, load in self._loads.items():
-            load.stamps = _plain(self._fence.stamps(request_id))
+            load.stamps = plain_stamps(self._fence.stamps(request_id))
             told.loads.append(load)
         self._loads = {}
         begun = {new.req_id for new in scheduler_output.scheduled_new_reqs}
@@ -180,7 +181,8 @@ class StorageScheduler(ConnectorScheduler):
             # What somebody else has put there may be of other weights than these.
             others = self._num_blocks(tracked.num_before)
             known.num_saved = known.first if known.loads else others
-        computed = _Computed(known, tracked, known.num_saved, tracked.num_computed)
+        is_whole = tracked.num_before == 0
+        computed = _Computed(known, tracked, known.num_saved, tracked.num_computed, is_whole)
         self._computing.setdefault(self._step, []).append(computed)
         if has_begun and tracked.num_before:
             # From here or from another connector: whether it could be loaded turns out on the
@@ -213,6 +215,7 @@ class StorageScheduler(ConnectorScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear which weights there are, and what became of loads and saves."""
         if connector_output.invalid_block_ids:
+            self._finder.forget()
             self._spoil(connector_output.invalid_block_ids)
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, StorageSaid):
@@ -232,15 +235,33 @@ class StorageScheduler(ConnectorScheduler):
         ranks = range(self._instance.num_ranks)
         self._heard = max(self._heard, min(said.steps.get(rank, -1) for rank in ranks))
         counted = {said.saved.get(rank, -1) for rank in ranks} == {self._heard}
+        began = known_stamps(said.began.get(rank) for rank in ranks)
+        # Nothing has changed within the step.
+        steady = began is not None and began == self._fence.now
         for step in [each for each in self._computing if each <= self._heard]:
-            for known, tracked, num_saved, num_computed in self._computing.pop(step):
-                if known.tracked is not tracked:
+            for computed in self._computing.pop(step):
+                known = computed.known
+                if known.tracked is not computed.tracked:
                     continue
                 if counted and step == self._heard:
-                    known.num_sure = num_computed
+                    known.num_sure = computed.num_computed
+                    if computed.is_whole and steady:
+                        self._begin_anew(computed)
                 else:
                     # The host has passed over the step, or over what was said of it.
-                    known.num_saved = min(known.num_saved, num_saved)
+                    known.num_saved = min(known.num_saved, computed.num_saved)
+
+    def _begin_anew(self, computed: _Computed) -> None:
+        """Take a request for one of these weights, which have computed all of it in one step.
+
+        What was known of the weights when it was planned were others; so the workers have refused
+        what it was to load and to store.
+        """
+        request_id = computed.tracked.request.request_id
+        is_it = self._known.get(request_id) is computed.known
+        if is_it and self._fence.stamps(request_id) is None:
+            self._fence.begin(request_id)
+            computed.known.num_saved = 0
 
     # -- afterwards
 
@@ -287,7 +308,7 @@ class StorageScheduler(ConnectorScheduler):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Hear which weights there are before the first step, and how blocks are laid out."""
-        self._fence.hear({rank: each.stamp for rank, each in metadata.items()})
+        self._fence.hear(handshake_stamps(metadata))
         self._layouts |= {
             rank: each.geometry
             for rank, each in metadata.items()
@@ -322,19 +343,10 @@ class StorageScheduler(ConnectorScheduler):
     def _num_found(self, fingerprint: str, names: Sequence[OffloadKey]) -> int:
         """Return how many blocks from the first one on are there for all ranks."""
         try:
-            shelf = self._store.shelf(self._shelf(fingerprint))
-            if shelf is None:
-                return 0
-            with shelf:
-                found = (self._is_there(shelf, name) for name in names)
-                return sum(1 for _ in itertools.takewhile(bool, found))
+            return self._finder.num_found(self._shelf(fingerprint), names)
         except WTransferError as error:
             self._counts.fail("lookup_failures", "error", error)
             return 0
-
-    def _is_there(self, shelf: Folder, name: bytes) -> bool:
-        ranks = range(self._instance.num_ranks)
-        return all(look(shelf, file_name(name, rank)) is not None for rank in ranks)
 
     def _shelf(self, fingerprint: str) -> str:
         ranks = range(self._instance.num_ranks)
@@ -350,7 +362,7 @@ class StorageScheduler(ConnectorScheduler):
         first: int,
     ) -> Transfer:
         shelf = self._shelf("" if stamps is None else instance_fingerprint(stamps))
-        return Transfer(request_id, shelf, list(names), block_ids, _plain(stamps), first)
+        return Transfer(request_id, shelf, list(names), block_ids, plain_stamps(stamps), first)
 
     def _of(self, request: Any) -> _Known:
         known = self._known.get(request.request_id)
@@ -358,7 +370,3 @@ class StorageScheduler(ConnectorScheduler):
             known = self._known[request.request_id] = _Known(self._naming.of(request))
             self._progress.know(request)
         return known
-
-
-def _plain(stamps: Stamps | None) -> list[Stamp]:
-    return [(each.fingerprint, each.epoch) for each in stamps or ()]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -24,6 +23,7 @@ import time
 
 import xxhash
 
+from wtransfer.connectors.storage.incoming import Incoming
 from wtransfer.errors import StorageError, WTransferError
 from wtransfer.transport.files import Folder, storage_errors
 
@@ -40,7 +40,6 @@ REMOVED = "removed-"
 
 MAX_ASIDE = 16
 """Damaged files that are kept, for whoever wants to know how they came about."""
-_ABANDONED_S = 3600.0
 _PRIVATE = 0o077
 
 
@@ -79,9 +78,10 @@ class Store:
                 os.makedirs(path, exist_ok=True)  # noqa: PTH103  # as all else here, by os
             self._shared = on_error.enter_context(Folder(path))
             self._base = on_error.enter_context(_private(self._shared, FORMAT))
-            self._incoming = on_error.enter_context(_private(self._base, INCOMING))
+            incoming = on_error.enter_context(_private(self._base, INCOMING))
             self._aside = on_error.enter_context(_private(self._base, ASIDE))
             on_error.pop_all()
+        self._incoming = Incoming(incoming)
         self.sweep()
 
     @property
@@ -90,7 +90,7 @@ class Store:
         return self._base.path
 
     @property
-    def incoming(self) -> Folder:
+    def incoming(self) -> Incoming:
         """Where files are written before they have their name."""
         return self._incoming
 
@@ -189,24 +189,7 @@ class Store:
         """Remove what writers that have died have left, and shelves that are to go."""
         with contextlib.suppress(WTransferError, OSError):
             self._base.sweep(_is_removed)
-            self._incoming.sweep(self._is_abandoned)
-
-    def _is_abandoned(self, name: str) -> bool:
-        """Return whether nobody writes to an incoming file: its writer would hold a lock."""
-        try:
-            fd = self._incoming.open_file(name)
-        except StorageError as error:
-            return not isinstance(error.__cause__, FileNotFoundError)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            # No locks on this file system; nobody takes that long for a block.
-            return time.time() - os.fstat(fd).st_mtime > _ABANDONED_S
-        finally:
-            os.close(fd)
-        return True
+        self._incoming.sweep()
 
 
 def _is_removed(name: str) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from wtransfer.connectors.fence import Stamp
     from wtransfer.connectors.storage.messages import Transfer
     from wtransfer.transport.files import Folder
 
@@ -57,13 +58,13 @@ class StorageWorker(ConnectorWorker):
         self._fence = WorkerFence(self._instance.rank)
         self._counts = Counts()
         self._store = Store(options.shared_storage_path)
-        self._max_bytes = options.max_bytes
         self._room = Room(self._store, options.max_bytes, self._counts)
         self._pages: CachePages | None = None
         self._files: BlockFiles | None = None
         self._geometry = b""
         self._errors: set[int] = set()
         self._done, self._saved = -1, -1
+        self._began: Stamp | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches.
@@ -140,8 +141,9 @@ class StorageWorker(ConnectorWorker):
 
     def _batches(self, transfer: Transfer) -> Iterator[list[_Block]]:
         """Yield portions of blocks that do not take much memory."""
-        pages, _ = self._registered()
-        size = max(1, min(_BATCH_NBYTES, self._max_bytes // 2) // pages.block_nbytes)
+        _, files = self._registered()
+        # Nor more than others may overlook.
+        size = max(1, min(_BATCH_NBYTES, self._room.portion) // files.file_nbytes)
         # The beginning of a prefix counts as used last: without it the rest is of no use.
         used_ns = time.time_ns() - transfer.first * _APART_NS
         times = range(used_ns, used_ns - len(transfer.names) * _APART_NS, -_APART_NS)
@@ -229,11 +231,13 @@ class StorageWorker(ConnectorWorker):
         """Take what the scheduler's side told for the step that begins."""
         super().bind_connector_metadata(connector_metadata)
         self._done = connector_metadata.step
+        self._began = self._fence.say()[self._instance.rank]
 
     def build_connector_worker_meta(self) -> StorageSaid:
         """Return which weights there are, and how far this worker has come."""
         rank = self._instance.rank
-        return StorageSaid(self._fence.say(), {rank: self._done}, {rank: self._saved})
+        began = {rank: self._began}
+        return StorageSaid(self._fence.say(), {rank: self._done}, {rank: self._saved}, began)
 
     def get_handshake_metadata(self) -> StorageHandshake:
         """Return which weights there are, and how blocks are laid out."""

@@ -1,0 +1,85 @@
+"""Hosts with any of the built-in connectors, or with several of them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from wtransfer.demo.serving.build import HostSettings, make_local_host
+from wtransfer.demo.serving.shape import CacheShape, Limits
+
+HERE = Path(__file__).parent
+TESTS = HERE.parents[1]
+
+
+def _load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# Before the tests are imported, which import them by their names.
+KIT = _load("matrix_serving_kit", TESTS / "demo" / "serving" / "serving_kit.py")
+STACKS = _load("matrix_stacks", HERE / "matrix_stacks.py")
+_load("matrix_watch", HERE / "matrix_watch.py")
+SERVICE = _load("matrix_service", HERE / "matrix_service.py")
+
+
+@pytest.fixture(scope="session")
+def kit():
+    """What the tests of the reference host share."""
+    return KIT
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """What is computed by any host, and by a fresh model, has the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def host():
+    """Maker of hosts, which end with the test."""
+    numbers = itertools.count()
+    with contextlib.ExitStack() as closing:
+
+        def made(connectors, block_size=16, num_blocks=32, **limits):
+            settings = HostSettings(
+                cache=CacheShape(block_size, num_blocks),
+                limits=Limits(**limits),
+                engine_id=f"host-{next(numbers)}",
+                **STACKS.settings_of(connectors),
+            )
+            return closing.enter_context(make_local_host(settings))
+
+        yield made
+
+
+@pytest.fixture
+def service(host, tmp_path):
+    """Maker of services."""
+    numbers = itertools.count()
+
+    def made(stack, block_size, num_blocks, **limits):
+        tier = KIT.cpu_tier(block_size, STACKS.tier_blocks(block_size))
+
+        def make(sender):
+            # What one host keeps is none of another's: only a relay leads from one to another.
+            folder = tmp_path / str(next(numbers))
+            connectors = STACKS.described(stack, folder, tier, sender)
+            return host(connectors, block_size, num_blocks, **limits)
+
+        return SERVICE.Service(KIT, stack, make)
+
+    return made

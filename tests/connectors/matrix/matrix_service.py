@@ -1,0 +1,194 @@
+"""A host with some connectors, and those that hand requests over to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from matrix_stacks import RELAYS
+from matrix_watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from matrix_stacks import Stack
+
+    from wtransfer.demo.serving.loop import ServingLoop
+    from wtransfer.demo.serving.messages import StepPlan
+    from wtransfer.demo.serving.request import Request
+
+# What each kind calls the blocks, or the bytes, that it has put into the cache.
+_NUMBERS = {"loaded_bytes_total", "blocks_loaded_total", "blocks_loaded"}
+
+
+@dataclass
+class Found:
+    """What came of some requests."""
+
+    requests: list[Request]
+    """They themselves."""
+    counts: dict[str, int]
+    """Of the host, since they came."""
+    loaded: list[int]
+    """Tokens that each connector has loaded for them."""
+    plans: list[StepPlan]
+    """The steps that it took."""
+
+    def pieces(self) -> list[int]:
+        """Return in how many steps each prompt was computed."""
+        spans = [span for plan in self.plans for span in plan.spans]
+        return [
+            sum(
+                span.request_id == each.request_id and span.start < each.num_prompt_tokens
+                for span in spans
+            )
+            for each in self.requests
+        ]
+
+
+class Service:
+    """A host, and for each relay of its stack one from which requests come.
+
+    Args:
+        kit: What the tests of the reference host share.
+        stack: The connectors.
+        make: Makes a host; takes the relay by which it hands requests over, or None.
+    """
+
+    def __init__(self, kit: Any, stack: Stack, make: Callable[[int | None], ServingLoop]) -> None:
+        self.kit = kit
+        self.stack = stack
+        self.host = make(None)
+        """The one that is asked."""
+        self._make = make
+        self._prefills: dict[int, ServingLoop] = {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.host.scheduler._block_size
+
+    def prefill(self, number: int) -> ServingLoop:
+        """Return the host that hands requests over by one of the relays."""
+        if number not in self._prefills:
+            self._prefills[number] = self._make(number)
+        return self._prefills[number]
+
+    # -- what there is to be loaded
+
+    def hold_at(self, number: int, texts: list[list[int]], new_tokens: int) -> Found:
+        """Have prompts computed so that only one of the connectors has them."""
+        if self.stack.kinds[number] in RELAYS:
+            return self.hand_over(number, texts, new_tokens)
+        found = self.ask(texts, new_tokens)
+        for other in self.stack.tiers:
+            if other != number:
+                assert self.child(other).reset_cache() is True
+        self.host.scheduler.pool.forget_all()
+        return found
+
+    def hold_at_all(self, texts: list[list[int]], new_tokens: int) -> Found:
+        """Have prompts computed so that all of the connectors have them, as far as that can be.
+
+        A request comes from one host: with two relays it is the first one's.
+        """
+        found = None
+        if self.stack.tiers:
+            found = self.ask(texts, new_tokens)
+            self.host.scheduler.pool.forget_all()
+        if self.stack.relays:
+            return self.hand_over(self.stack.relays[0], texts, new_tokens)
+        assert found is not None
+        return found
+
+    def hold_for(self, loader: int, texts: list[list[int]], new_tokens: int) -> Found:
+        """Have prompts computed so that one of `Stack.loaders` is the one that loads them."""
+        is_last = loader == len(self.stack.kinds) - 1
+        return (
+            self.hold_at(loader, texts, new_tokens)
+            if is_last
+            else self.hold_at_all(texts, new_tokens)
+        )
+
+    def hand_over(self, number: int, texts: list[list[int]], new_tokens: int) -> Found:
+        """Have another host compute prompts, which then hands them over."""
+        told = [{"do_remote_decode": True}] * len(texts)
+        found = self._serve(self.prefill(number), texts, new_tokens, told)
+        assert all(each.kv_transfer_params for each in found.requests)
+        return found
+
+    # -- the host
+
+    def ask(
+        self,
+        texts: list[list[int]],
+        new_tokens: int,
+        held: Found | None = None,
+    ) -> Found:
+        """Ask the host.
+
+        Args:
+            texts: Prompts.
+            new_tokens: How many are generated.
+            held: What `hold_at` returned: where prompts with these beginnings are.
+        """
+        told = [each.kv_transfer_params for each in held.requests] if held else [None] * len(texts)
+        return self._serve(self.host, texts, new_tokens, told)
+
+    def _serve(
+        self,
+        host: ServingLoop,
+        texts: list[list[int]],
+        new_tokens: int,
+        told: Iterable[dict[str, Any] | None],
+    ) -> Found:
+        before, loaded = host.scheduler.counts.copy(), self._loaded(host)
+        with Watch(host, new_tokens) as watch:
+            requests = [
+                watch.add(host.submit(text, new_tokens, params))
+                for text, params in zip(texts, told, strict=True)
+            ]
+            host.run()
+        now = self._loaded(host)
+        by = [each - other for each, other in zip(now, loaded, strict=True)]
+        found = Found(requests, dict(host.scheduler.counts - before), by, watch.plans)
+        self._check(host, found, new_tokens)
+        for request in requests:
+            watch.check(request)
+        return found
+
+    def _check(self, host: ServingLoop, found: Found, new_tokens: int) -> None:
+        """Check what holds for every request: these are the tokens, and nothing failed."""
+        texts = [each.prompt_token_ids for each in found.requests]
+        expected = self.kit.truths(texts, count=new_tokens)
+        assert expected == [each.output for each in found.requests]
+        counts = host.scheduler.counts
+        assert counts["loads_failed"] == counts["late_errors"] == counts["unknown_notices"] == 0
+        assert found.counts.get("tokens_loaded", 0) == sum(found.loaded)
+        assert host.scheduler.pool.num_free == host.scheduler.pool.num_blocks
+        self.kit.check_pool(host.scheduler.pool)
+
+    # -- its connectors
+
+    def child(self, number: int) -> Any:
+        """Return the scheduler's side of one of the host's connectors."""
+        connector = self.host.scheduler.link.connector
+        return list(connector.side.children)[number] if len(self.stack.kinds) > 1 else connector
+
+    def _loaded(self, host: ServingLoop) -> list[int]:
+        """Return how many tokens each connector of a host has loaded."""
+        sides = host.scheduler.link.connector, host.workers.worker.link.connector
+        told = [side.get_stats() for side in sides]
+        places = range(len(self.stack.kinds))
+        return [sum(self._tokens(numbers, place) for numbers in told) for place in places]
+
+    def _tokens(self, told: dict[str, float], place: int) -> int:
+        prefix, block_nbytes = self.stack.prefix(place), self.kit.nbytes_per_block(self.block_size)
+        tokens = 0
+        for name, number in told.items():
+            what = next((each for each in _NUMBERS if name.endswith(each)), None)
+            if what is not None and name.startswith(prefix):
+                blocks = number / block_nbytes if "bytes" in what else number
+                assert blocks == int(blocks)
+                tokens += int(blocks) * self.block_size
+        return tokens

@@ -1,0 +1,123 @@
+"""Which connectors a host has, in order, and how each of them is described to it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = {
+    "tier": "OffloadingConnector",
+    "files": "SharedStorageConnector",
+    "shm": "SharedMemoryConnector",
+    "group": "ProcessGroupConnector",
+    "several": "MultiConnector",
+}
+"""All built-ins, by a short name."""
+RELAYS = frozenset({"shm", "group"})
+"""Those that hand a request over from one instance to another."""
+# Nobody's speed decides whether a block is still there, or who is given up.
+_PATIENT = {"shelf_bytes": 4 << 20, "lease_s": 600.0, "deadline_s": 60.0}
+_TIER_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Connectors under one host: one by itself, or more under a ``MultiConnector``."""
+
+    kinds: tuple[str, ...]
+    """Short names, in order."""
+
+    def __str__(self) -> str:
+        """Return what a test is called by."""
+        return "+".join(self.kinds)
+
+    @property
+    def loaders(self) -> list[int]:
+        """Places of those that take their turn: the last one, then the first one of all."""
+        last = len(self.kinds) - 1
+        return [last] if last == 0 else [last, 0]
+
+    @property
+    def tiers(self) -> list[int]:
+        """Places of those that keep what this host has computed."""
+        return [n for n, kind in enumerate(self.kinds) if kind not in RELAYS]
+
+    @property
+    def relays(self) -> list[int]:
+        """Places of those that load what another host has computed."""
+        return [n for n, kind in enumerate(self.kinds) if kind in RELAYS]
+
+    def prefix(self, number: int) -> str:
+        """Return what the numbers of one of them begin with."""
+        return f"{number}_{KINDS[self.kinds[number]]}_" if len(self.kinds) > 1 else ""
+
+
+ALONE = [Stack((kind,)) for kind in KINDS]
+"""Each built-in by itself; a ``MultiConnector`` with one child."""
+PAIRS = [Stack(pair) for pair in itertools.permutations(KINDS, 2)]
+"""Every pair, in both orders, as the order says who loads."""
+TWINS = [Stack((kind, kind)) for kind in KINDS if kind not in RELAYS]
+"""Two of one kind. Two relays of one kind answer to the same addresses: the first has them all."""
+
+
+def described(
+    stack: Stack, folder: Path, tier: dict[str, Any], sender: int | None
+) -> list[dict[str, Any]]:
+    """Return the connectors of a host, each as ``MultiConnector`` has it described.
+
+    Args:
+        stack: Which they are.
+        folder: Where they may keep files.
+        tier: Options of the tier in memory.
+        sender: The relay by which this host hands requests over; None: it goes on with those of
+            others. Only one may: a request carries the addresses of one.
+    """
+    return [
+        describe(kind, _role(kind, is_sender=number == sender), folder / str(number), tier)
+        for number, kind in enumerate(stack.kinds)
+    ]
+
+
+def _role(kind: str, *, is_sender: bool) -> str:
+    if kind not in RELAYS:
+        return "kv_both"
+    return "kv_producer" if is_sender else "kv_consumer"
+
+
+def describe(
+    kind: str, role: str, folder: Path | None = None, tier: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return one connector, as ``MultiConnector`` has it described."""
+    if kind == "several":
+        options: Any = {"connectors": [describe("files", role, folder)]}
+    else:
+        options = {
+            "tier": tier,
+            "files": {"shared_storage_path": str(folder)},
+            "shm": _PATIENT,
+            "group": {**_PATIENT, "token": "a token of these tests"},
+        }[kind]
+    return {"kv_connector": KINDS[kind], "kv_role": role, "kv_connector_extra_config": options}
+
+
+def settings_of(connectors: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `HostSettings` says of connectors: of one as it is, of more under another one."""
+    if not connectors:
+        return {}
+    if len(connectors) > 1:
+        return {"connector": "MultiConnector", "options": {"connectors": connectors}}
+    (only,) = connectors
+    return {
+        "connector": only["kv_connector"],
+        "options": only["kv_connector_extra_config"],
+        "role": only["kv_role"],
+    }
+
+
+def tier_blocks(block_size: int) -> int:
+    """Return how many blocks a tier in memory holds: more than any test has."""
+    return _TIER_TOKENS // block_size

@@ -1,0 +1,86 @@
+"""Look on while a host takes its steps: what it computes, and what is in its cache then."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from matrix_serving_kit import MODEL, fresh_model
+
+from wtransfer.demo.serving.cache import PagedCache
+from wtransfer.demo.serving.shape import CacheShape
+from wtransfer.demo.serving.shards import Shards
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from wtransfer.demo.serving.loop import ServingLoop
+    from wtransfer.demo.serving.messages import StepPlan, StepResult
+    from wtransfer.demo.serving.request import Request
+
+_BLOCK_SIZE = 16
+
+
+@functools.cache
+def _fresh(tokens: tuple[int, ...]) -> torch.Tensor:
+    """Return the keys and values of tokens, by a model that has nothing but them."""
+    num_blocks = -(-len(tokens) // _BLOCK_SIZE)
+    cache = PagedCache(MODEL, CacheShape(_BLOCK_SIZE, num_blocks), MODEL.num_kv_heads)
+    table = torch.arange(num_blocks)
+    fresh_model(0).next_token(list(tokens), 0, cache, table, Shards(MODEL))
+    return _read(cache, table, len(tokens))
+
+
+def _read(cache: PagedCache, table: torch.Tensor, length: int) -> torch.Tensor:
+    layers = range(MODEL.num_layers)
+    return torch.stack([cache.read(layer, table, length, length) for layer in layers])
+
+
+class Watch:
+    """Takes note of the steps of a host while it is entered.
+
+    Few tokens may well be right though a block is wrong. So what a request has in the cache is
+    compared as well, when all of it has been loaded or computed: with the same bits from a fresh
+    model.
+
+    Args:
+        host: The host.
+        new_tokens: How many every request generates.
+    """
+
+    def __init__(self, host: ServingLoop, new_tokens: int) -> None:
+        self.plans: list[StepPlan] = []
+        """Of all steps."""
+        self._host, self._step = host, host.workers.step
+        self._new_tokens = new_tokens
+        self._held: dict[str, torch.Tensor] = {}
+        self._lengths: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self._host.workers.step = self._look
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._host.workers.step = self._step
+
+    def add(self, request: Request) -> Request:
+        """Take note of a request; return it."""
+        self._lengths[request.request_id] = request.num_prompt_tokens + self._new_tokens - 1
+        return request
+
+    def check(self, request: Request) -> None:
+        """Compare what a request had in the cache at its end with what belongs there."""
+        length = self._lengths[request.request_id]
+        fresh = _fresh(tuple(request.all_token_ids[:length]))
+        assert torch.equal(fresh, self._held[request.request_id]), request.request_id
+
+    def _look(self, plan: StepPlan) -> list[StepResult]:
+        results = self._step(plan)
+        self.plans.append(plan)
+        for span in plan.spans:
+            length = span.start + len(span.tokens)
+            if length == self._lengths[span.request_id]:
+                cache, table = self._host.workers.worker._cache, torch.tensor(span.block_ids)
+                self._held[span.request_id] = _read(cache, table, length)
+        return results

@@ -1,0 +1,31 @@
+"""The yardstick of blocks: plain copies, block by block, on one thread."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+
+class BlockCopies:
+    """Copies between two places in memory, in another order each time.
+
+    Args:
+        num_blocks: Blocks of one copy.
+        block_nbytes: Bytes of each.
+    """
+
+    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
+        # Written to here, so that no page is touched for the first time while it is measured.
+        self._source = np.full((num_blocks, block_nbytes), 1, np.uint8)
+        self._target = np.full((num_blocks, block_nbytes), 2, np.uint8)
+        self._random = np.random.default_rng(0)
+
+    def seconds(self) -> float:
+        """Return the seconds of one copy of all blocks."""
+        num_blocks = len(self._source)
+        to, of = (self._random.permutation(num_blocks).tolist() for _ in range(2))
+        began = time.perf_counter()
+        for one, other in zip(to, of, strict=True):
+            np.copyto(self._target[one], self._source[other])
+        return time.perf_counter() - began

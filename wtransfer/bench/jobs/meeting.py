@@ -1,0 +1,90 @@
+"""How two processes of a scene find each other: a line at the scene's address."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from wtransfer.deadline import Deadline
+from wtransfer.demo.serving.line import PATIENCE_S, Line
+from wtransfer.errors import StallError
+from wtransfer.transport.addresses import parse_address
+from wtransfer.transport.auth import check_same_user
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_RETRY_S = 0.01
+
+
+@contextlib.contextmanager
+def answer(address: str, name: str) -> Iterator[Line]:
+    """Yield the line to the first one that calls.
+
+    Args:
+        address: Where; an abstract Unix socket.
+        name: Of the other end, for errors.
+
+    Raises:
+        StallError: Nobody calls.
+    """
+    with _unix_socket() as listener:
+        listener.bind(parse_address(address).target)
+        listener.listen(1)
+        listener.settimeout(PATIENCE_S)
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError as error:
+            raise StallError(
+                f"{name} did not call within {PATIENCE_S:g} s", seconds=PATIENCE_S
+            ) from error
+    with _line(connection, name) as line:
+        yield line
+
+
+@contextlib.contextmanager
+def call(address: str, name: str) -> Iterator[Line]:
+    """Yield the line to the one that answers, perhaps not at once.
+
+    What fails meanwhile is raised at the other end, too.
+
+    Args:
+        address: Where; an abstract Unix socket.
+        name: Of the other end, for errors.
+
+    Raises:
+        StallError: Nobody answers.
+    """
+    deadline, target = Deadline(PATIENCE_S), parse_address(address).target
+    with _unix_socket() as connection:
+        while True:
+            try:
+                connection.connect(target)
+                break
+            except ConnectionRefusedError:
+                deadline.check(f"an answer of {name}")
+                time.sleep(_RETRY_S)
+        with _line(connection, name) as line:
+            yield line
+
+
+@contextlib.contextmanager
+def _line(connection: socket.socket, name: str) -> Iterator[Line]:
+    check_same_user(connection)
+    line = Line(connection, name)
+    # A round takes as long as it takes; the scene has a deadline, and an end that dies is noticed.
+    line.wait_for_ever()
+    try:
+        yield line
+    except Exception as error:
+        if not line.is_lost:
+            line.fail(error)
+        raise
+    finally:
+        line.close()
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
