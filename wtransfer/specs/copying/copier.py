@@ -39,10 +39,10 @@ log has it."""
 STEP_NBYTES = 512 * 1024
 """Bytes that are copied and then digested, or the other way round: a processor's cache holds them.
 At least one chunk."""
-TASK_NBYTES = 64 * 1024 * 1024
+TASK_NBYTES = 128 * 1024 * 1024
 """Bytes that one thread copies before it looks for something else to do, and for which headers are
-read or written at once. At least one chunk. What is done once for a task, after so many other bytes
-have gone through the processor's cache, takes half a millisecond."""
+read or written at once. At least one chunk. What is done once for a task takes half a millisecond,
+and lets the other threads wait for the interpreter lock meanwhile."""
 SHARE_NBYTES = 8 * 1024 * 1024
 """Bytes that are worth a thread of their own: no job is divided into smaller tasks."""
 TASK_CHUNKS = 1024
