@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from wtransfer.blocks import (
     HEADER_NBYTES,
     MAX_KEY_NBYTES,
     BlockGeometry,
+    BlockHashes,
     BlockHeader,
     checksum,
     fence_key,
@@ -120,3 +123,26 @@ def test_geometries_are_equal_only_in_every_part():
 
 def test_a_checksum_is_of_the_bytes():
     assert checksum(b"abc") == checksum(bytearray(b"abc")) != checksum(b"abd")
+
+
+def test_hashes_that_fail_half_way_leave_no_block_without_what_it_follows():
+    fails = []
+
+    def hash_function(data):
+        if fails and fails.pop():
+            raise ZeroDivisionError
+        return b"%d" % (sum(data) % 9973)
+
+    known = BlockHashes(4, hash_function=hash_function)
+    known.extend(TOKENS[:8])
+    fails += [True, False, False]
+    with pytest.raises(ZeroDivisionError):
+        known.extend(TOKENS)
+    assert len(known.pairs) == 2
+    known.extend(TOKENS)
+    again = BlockHashes(4, hash_function=hash_function)
+    again.extend(TOKENS)
+    assert known.pairs == again.pairs
+    with pytest.raises(struct.error):
+        again.extend([*TOKENS, 1, 2, 3, -1])
+    assert len(again.pairs) == 25

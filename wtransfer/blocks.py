@@ -95,8 +95,11 @@ class BlockHashes:
         parent, witness = self._last
         hashes = _chain(parent, fresh, self._block_size, self._hash)
         witnesses = _chain(witness, fresh, self._block_size, _witness)
-        self.pairs += zip(hashes, witnesses, strict=True)
-        self._last = self.pairs[-1] if self.pairs else self._last
+        # All or nothing: what fails half-way must not leave blocks without what they follow.
+        added = list(zip(hashes, witnesses, strict=True))
+        if added:
+            self.pairs += added
+            self._last = added[-1]
 
 
 _WITNESS_SEED = 0x57495430

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from wtransfer.errors import OffloadingOptionError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -179,3 +181,41 @@ class OffloadingConfig:
     """This process's place."""
     enable_kv_cache_events: bool = False
     """Whether the host takes events from the manager."""
+
+
+# -- read in more than one room ----------------------------------------------------------------
+
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens per block where a host does not say."""
+
+
+def tokens_per_block(config: Any, kv_cache_config: Any = None) -> int:
+    """Return tokens per block of the model's own cache, from where the host says it.
+
+    Args:
+        config: The serving engine's configuration, whose ``cache_config`` has the first word.
+        kv_cache_config: Shape of the KV cache.
+    """
+    holders = (getattr(config, "cache_config", None), kv_cache_config)
+    sizes = (getattr(holder, "block_size", None) for holder in holders)
+    return int(next(filter(None, sizes), DEFAULT_BLOCK_SIZE))
+
+
+def blocks_per_chunk(extra: Mapping[str, Any], block_size: int) -> int:
+    """Return how many blocks of the cache are kept as one.
+
+    Args:
+        extra: Options; ``block_size`` is tokens per block that is kept.
+        block_size: Tokens per block of the cache.
+
+    Raises:
+        OffloadingOptionError: What is kept would not consist of whole blocks.
+    """
+    tokens_per_chunk = int(extra.get("block_size", block_size))
+    blocks, rest = divmod(tokens_per_chunk, block_size)
+    if rest or blocks < 1:
+        raise OffloadingOptionError(
+            f"block_size={tokens_per_chunk}: blocks that are kept must consist of whole blocks of "
+            f"the cache, which have {block_size} tokens each"
+        )
+    return blocks

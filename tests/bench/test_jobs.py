@@ -30,7 +30,9 @@ def test_every_value_differs_from_the_round_before():
     assert not are_those_of(weights, 2)
 
 
-@pytest.mark.parametrize("way", ["tensor_by_tensor", "in_buckets"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("tensor_by_tensor", marks=pytest.mark.slow), "in_buckets"]
+)
 def test_a_broadcast_brings_every_tensor_to_every_worker(play, way):
     job = f"{BROADCAST}:{way}"
     told = play(job, job, num_workers=2, arguments=arguments())

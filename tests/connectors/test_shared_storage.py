@@ -806,3 +806,34 @@ def test_without_a_session_blocks_are_this_processes_own(instance, weights, tmp_
     assert instance().serve("b", PROMPT).num_loaded == 28
     process_weights.begin_anew()
     assert instance().serve("c", PROMPT).num_loaded == 0
+
+
+@pytest.mark.parametrize("kind", ["committed unheard", "begins with a load"])
+def test_blocks_that_the_host_has_taken_back_are_not_stored(instance, weights, kind):
+    """Between two steps: preempted, as vLLM does for a reset, and then given up by its user."""
+    prompt = [*range(30)] if kind == "committed unheard" else [*range(40)]
+    made = instance(num_blocks=12)
+    made.step()
+    if kind == "committed unheard":
+        weights.settle("fingerprint-2")
+    else:
+        instance().serve("p", prompt[:30])
+    made.submit("r", prompt, max_tokens=4)
+    made.step()
+    made.preempt("r")
+    made.abort("r")
+    # It gets the very blocks.
+    made.serve("other", range(500, 540))
+    shorter = prompt[:-6]
+    assert instance().serve("again", shorter).output_token_ids == answer(shorter)
+
+
+def test_a_reset_forgets_what_was_seen_a_moment_ago(instance):
+    """The last of a prefix may be there again at once, and what comes before it is not."""
+    made = instance()
+    made.serve("a", PROMPT)
+    assert made.serve("b", PROMPT).num_loaded
+    finder = made.scheduler.side._finder
+    assert finder._seen
+    assert made.scheduler.reset_cache() is True
+    assert not finder._seen

@@ -198,7 +198,11 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize("damaged", DAMAGE, ids=lambda each: each[0].__name__)
+@pytest.mark.parametrize(
+    "damaged",
+    [DAMAGE[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DAMAGE[1:])],
+    ids=lambda each: each[0].__name__,
+)
 def test_a_damaged_version_is_refused_and_named_and_the_next_good_one_is_taken(
     store, publish, follow, caplog, damaged
 ):

@@ -82,7 +82,16 @@ def view(tensors):
 
 
 @pytest.mark.parametrize(
-    "change", [replace, repoint, set_elsewhere, onto_a_flat_buffer, turn, write, view]
+    "change",
+    [
+        replace,
+        repoint,
+        onto_a_flat_buffer,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (set_elsewhere, turn, write, view)
+        ),
+    ],
 )
 def test_what_a_worker_did_to_its_tensors_between_rounds_is_seen(fleet, commit, many, change):
     made = fleet(many(), engine="shm")

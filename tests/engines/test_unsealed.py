@@ -398,6 +398,7 @@ def test_a_second_update_is_refused_with_holder_and_age(worker):
     assert worker.lists == NEW
 
 
+@pytest.mark.slow
 def test_a_client_that_is_silent_for_the_deadline_has_lost_its_update(start):
     worker = start(deadline_s=1.0)
     worker.begin()

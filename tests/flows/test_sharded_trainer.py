@@ -184,7 +184,7 @@ def test_ranks_that_have_other_tensors_are_refused(flow, failing, ranks, num_ten
 @pytest.mark.parametrize(
     ("which", "how"),
     [
-        (1, "name"),
+        pytest.param(1, "name", marks=pytest.mark.slow),
         *(pytest.param(1, how, marks=pytest.mark.slow) for how in ("shape", "raises")),
         *(pytest.param(0, how, marks=pytest.mark.slow) for how in ("name", "shape", "raises")),
     ],
@@ -224,6 +224,7 @@ def test_a_rank_that_is_killed_in_mid_pass_is_named_within_a_second(flow, failin
     flow.holds(worker, 0)
 
 
+@pytest.mark.slow
 def test_a_publishing_rank_that_is_killed_lets_the_others_go(flow, failing, ranks):
     first, other = ranks(engine="gloo")
     worker = flow.worker()

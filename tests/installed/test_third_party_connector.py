@@ -34,7 +34,7 @@ def test_it_is_listed_with_its_distribution(python):
     assert (row["kind"], row["name"], row["status"]) == ("connectors", "acme-folder", "available")
 
 
-@pytest.mark.parametrize("how", ["name", "path"])
+@pytest.mark.parametrize("how", ["name", pytest.param("path", marks=pytest.mark.slow)])
 def test_it_serves_loads_what_it_kept_and_forgets_when_the_weights_change(python, tmp_path, how):
     folder = tmp_path / "kept"
     folder.mkdir()

@@ -16,6 +16,7 @@ from wtransfer.config import (
     OffloadingConfig,
     OffloadingGroupConfig,
     OffloadingParallelConfig,
+    tokens_per_block,
 )
 from wtransfer.errors import OffloadingOptionError, PluginTypeError
 from wtransfer.host import hooks
@@ -414,3 +415,15 @@ def test_a_spec_that_takes_no_attributes_is_served_all_the_same():
             super().__setattr__(name, value)
 
     assert create(Slotted, TODAY).got == (TODAY,)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "beside", "meant"),
+    [(32, 16, 32), (None, 48, 48), (32, None, 32), (None, None, 16)],
+)
+def test_the_hosts_own_word_on_tokens_per_block_goes_first(in_config, beside, meant):
+    """Ours beside it has a default, and connectors name blocks by the host's."""
+    holders = [None if size is None else KVCacheConfig(8, size) for size in (in_config, beside)]
+    config = ServingConfig(kv_transfer_config=KVTransferConfig("c", "e"), cache_config=holders[0])
+    assert tokens_per_block(config, holders[1]) == meant
+    assert to_offloading_config(config, holders[1]).groups[0].tokens_per_block == meant

@@ -353,6 +353,25 @@ def test_only_specs_that_need_it_are_wrapped():
     assert todays(both) is both
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({}, ((4,), 4, 1)),
+        (
+            {"tokens_per_block": (32, 16), "tokens_per_hash": 8, "blocks_per_chunk": 3},
+            ((32, 16), 8, 3),
+        ),
+        ({"gpu_block_size": (8,), "offloaded_block_size": None}, ((8,), 8, 1)),
+        ({"gpu_block_size": 8, "offloaded_block_size": (24,)}, ((8,), 8, 3)),
+        ({"config": None}, ((16,), 16, 1)),
+    ],
+)
+def test_a_wrapped_spec_is_believed_in_whatever_form_it_says_how_blocks_are_kept(said, meant):
+    given = {"config": config(), "get_handlers": None, **said}
+    wrapped = OlderSpec(SimpleNamespace(**given))
+    assert (wrapped.tokens_per_block, wrapped.tokens_per_hash, wrapped.blocks_per_chunk) == meant
+
+
 @pytest.mark.parametrize("options", [{}, {"block_size": 12}])
 def test_a_wrapped_spec_says_how_blocks_are_kept(options):
     given = config()

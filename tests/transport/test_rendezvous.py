@@ -226,3 +226,25 @@ def test_one_s_own_address_is_the_one_that_the_route_has():
     assert own_address("::1", 1) == "::1"
     with pytest.raises(PeerLostError, match="no way to 'no such host'"):
         own_address("no such host", 1)
+
+
+def test_a_host_that_ends_between_two_connections_holds_nobody(monkeypatch):
+    """The first shows that it is there; the store's own client goes on trying after that."""
+    monkeypatch.setattr(rendezvous_module, "REACHED_S", 0.5)
+    listener = socket.create_server((HOST, 0))
+
+    def take_one():
+        listener.accept()[0].close()
+        listener.close()
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(take_one)
+        with pytest.raises(PeerLostError, match="no rendezvous at"):
+            join_rendezvous(HOST, listener.getsockname()[1], "anywhere")
+    assert time.monotonic() - begun < 5.0
+
+
+def test_who_has_joined_waits_for_the_others_as_long_as_it_was_told(meeting):
+    _, join = meeting
+    assert join().store.underlying_store.timeout.total_seconds() == 20

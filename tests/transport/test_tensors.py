@@ -225,3 +225,8 @@ def test_own_memory_begins_where_tensors_do_and_can_be_written(nbytes):
     memory = own_memory(nbytes)
     assert memory.ctypes.data % 64 == 0
     assert (memory.shape, memory.dtype, memory.flags.writeable) == ((nbytes,), np.uint8, True)
+
+
+def test_own_memory_is_the_hosts_wherever_tensors_are_made():
+    with torch.device("meta"):
+        assert own_memory(64).nbytes == 64

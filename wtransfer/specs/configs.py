@@ -19,14 +19,13 @@ from wtransfer.config import (
     OffloadingParallelConfig,
     ParallelConfig,
     ServingConfig,
+    blocks_per_chunk,
+    tokens_per_block,
 )
-from wtransfer.errors import KVTransferConfigError, OffloadingOptionError
+from wtransfer.errors import KVTransferConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-DEFAULT_BLOCK_SIZE = 16
-"""Tokens per block where a host does not say."""
 
 
 def is_serving_config(config: Any) -> bool:
@@ -100,7 +99,7 @@ def to_serving_config(config: Any) -> tuple[ServingConfig, KVCacheConfig]:
 
     The number of blocks of the model's own cache is not known today, and is 0.
     """
-    block_size = config.groups[0].tokens_per_block if config.groups else DEFAULT_BLOCK_SIZE
+    block_size = config.groups[0].tokens_per_block if config.groups else tokens_per_block(None)
     extra = {"block_size": block_size * config.cache.blocks_per_chunk, **config.extra_config}
     parallel = config.parallel
     kv_cache_config = KVCacheConfig(
@@ -141,35 +140,3 @@ def _bytes_per_block(kv_cache_config: Any) -> int:
     if tensors and kv_cache_config.num_blocks:
         return int(sum(tensor.size for tensor in tensors) // kv_cache_config.num_blocks)
     return int(getattr(kv_cache_config, "bytes_per_block", 0))
-
-
-def tokens_per_block(config: Any, kv_cache_config: Any = None) -> int:
-    """Return tokens per block of the model's own cache, from where the host says it.
-
-    Args:
-        config: The serving engine's configuration.
-        kv_cache_config: Shape of the KV cache, which has the first word.
-    """
-    holders = (kv_cache_config, getattr(config, "cache_config", None))
-    sizes = (getattr(holder, "block_size", None) for holder in holders)
-    return int(next(filter(None, sizes), DEFAULT_BLOCK_SIZE))
-
-
-def blocks_per_chunk(extra: Mapping[str, Any], block_size: int) -> int:
-    """Return how many blocks of the cache are kept as one.
-
-    Args:
-        extra: Options; ``block_size`` is tokens per block that is kept.
-        block_size: Tokens per block of the cache.
-
-    Raises:
-        OffloadingOptionError: What is kept would not consist of whole blocks.
-    """
-    tokens_per_chunk = int(extra.get("block_size", block_size))
-    blocks, rest = divmod(tokens_per_chunk, block_size)
-    if rest or blocks < 1:
-        raise OffloadingOptionError(
-            f"block_size={tokens_per_chunk}: blocks that are kept must consist of whole blocks of "
-            f"the cache, which have {block_size} tokens each"
-        )
-    return blocks

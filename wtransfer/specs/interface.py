@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wtransfer.specs.configs import tokens_per_block
+from wtransfer.config import tokens_per_block
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -43,13 +43,17 @@ class Run:
     """Pages at even distances, one behind the other in a block.
 
     Args:
-        pages: Shape ``(num_blocks, number of pages, bytes of a page)``.
-        start: Where the first of them begins in a block's bytes.
+        layers: Rows of each layer, alike and evenly spaced.
+        num_blocks: How many blocks they all have.
+        start: Where the first of the pages begins in a block's bytes.
     """
 
-    def __init__(self, pages: npt.NDArray[np.uint8], start: int) -> None:
+    def __init__(self, layers: Sequence[Rows], num_blocks: int, start: int) -> None:
+        # The view below knows nothing of who owns the memory: it must not go before this does.
+        self._owners = list(layers)
+        pages = _view(layers, num_blocks)
         self.pages = pages
-        """What was given."""
+        """Shape ``(num_blocks, number of pages, bytes of a page)``."""
         self.shape = pages.shape[1:]
         """Shape of a block's."""
         self.nbytes = pages.shape[1] * pages.shape[2]
@@ -61,8 +65,6 @@ class Run:
 def runs_of(layers: Sequence[Rows], num_blocks: int) -> Iterator[Run]:
     """Yield the pages of a block, in order, as few runs.
 
-    The runs know nothing of who owns the memory: it must not go before they do.
-
     Args:
         layers: Rows of each layer.
         num_blocks: How many blocks they all have.
@@ -70,7 +72,7 @@ def runs_of(layers: Sequence[Rows], num_blocks: int) -> Iterator[Run]:
     first, start = 0, 0
     while first < len(layers):
         length = _length(layers[first:])
-        run = Run(_view(layers[first : first + length], num_blocks), start)
+        run = Run(layers[first : first + length], num_blocks, start)
         yield run
         first, start = first + length, start + run.nbytes
 

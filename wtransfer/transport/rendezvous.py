@@ -33,6 +33,9 @@ POLL_S = 0.005
 """Time between two looks at who has arrived."""
 CONNECT_TIMEOUT_S = 20.0
 """Longest wait for the host."""
+REACHED_S = 3.0
+"""Longest wait for a second connection to the host, which has just taken the first one: if it has
+ended in between, the store's client goes on trying."""
 GRACE_S = 0.5
 """How much later than at its deadline a meeting ends whose host does not answer."""
 
@@ -179,8 +182,9 @@ def join_rendezvous(host: str, port: int, name: str, timeout_s: float | None = N
                 port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=dt.timedelta(seconds=timeout_s),
+                timeout=dt.timedelta(seconds=min(timeout_s, REACHED_S)),
             )
+            store.set_timeout(dt.timedelta(seconds=timeout_s))
     except (dist.DistError, RuntimeError) as error:
         raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error
     return Rendezvous(store, host, port, name)

@@ -68,7 +68,7 @@ def own_memory(nbytes: int) -> ByteArray:
     numpy's own begins 16 bytes into one. Copying pieces of a tensor to there takes ten times as
     long on some processors (AMD's of the third generation, for one).
     """
-    memory: ByteArray = torch.empty(nbytes, dtype=torch.uint8).numpy()
+    memory: ByteArray = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
     return memory
 
 

@@ -44,7 +44,8 @@ def prompts(number):
     return [[dice.randrange(50) for _ in range(dice.randrange(34, 90))] for _ in range(number)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the matrix of connectors shows it for one rank each time
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_prompt_that_another_host_has_computed_goes_on_with_the_same_tokens(host, num_ranks):
     alone = host("alone", num_ranks=num_ranks)
     one, other = (

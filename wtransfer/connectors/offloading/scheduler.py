@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.config import blocks_per_chunk
 from wtransfer.connectors.fence import handshake_stamps
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
@@ -18,7 +19,6 @@ from wtransfer.connectors.offloading.metadata import (
 from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import BlockNotKeptError
-from wtransfer.specs.configs import blocks_per_chunk
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.fenced import BlockWitnesses, FencedSpec
 from wtransfer.specs.interface import (

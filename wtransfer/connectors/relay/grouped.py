@@ -244,7 +244,7 @@ class ReceivingLink(Link):
             pair.abort()
         self._group = pair.meet()
         nbytes = self.here.taker.layout.nbytes
-        self._memory = torch.empty((DEPTH, nbytes), dtype=torch.uint8)
+        self._memory = torch.empty((DEPTH, nbytes), dtype=torch.uint8, device="cpu")
 
     def fetch(
         self, wanted: Sequence[Wanted], slots: Sequence[int], go_on: Callable[[], bool]

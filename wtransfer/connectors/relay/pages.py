@@ -44,8 +44,6 @@ class CachePages:
             raise ConnectorOptionError("the model has no KV cache; a connector has nothing to move")
         self.index = {name: number for number, name in enumerate(kv_caches)}
         """Number of each layer."""
-        # The arrays know nothing of torch's memory: it must not go before they do.
-        self._owners = list(kv_caches.values())
         self._rows = [_rows(name, cache) for name, cache in kv_caches.items()]
         self.num_blocks = min(len(rows) for rows in self._rows)
         """Blocks of the cache."""
@@ -78,7 +76,7 @@ class CachePages:
 
     def close(self) -> None:
         """Let go of the cache."""
-        self._rows, self._owners, self._parts = [], [], []
+        self._rows, self._parts = [], []
 
 
 def _parts(runs: Iterator[Run]) -> Iterator[list[Run]]:

@@ -114,7 +114,7 @@ class Shelf:
         with self._lock:
             slot = self._filling.pop(name)
             memory = self._memory[slot]
-            memory[GENERATION].data[:] = struct.pack("<Q", next(self._generations))
+            self._renew(memory)
             memory[:HEADER_NBYTES].data[:] = header
             self._names[slot] = name
             self._kept[name] = slot
@@ -154,7 +154,12 @@ class Shelf:
     def _empty(self, slot: int) -> None:
         # Before a page of the next block is written: who reads it now finds nothing.
         self._memory[slot, :HEADER_NBYTES] = 0
+        self._renew(self._memory[slot])
         del self._kept[self._names.pop(slot)]
+
+    def _renew(self, memory: ByteArray) -> None:
+        """Let a slot be another one for whoever looks at its head twice."""
+        memory[GENERATION].data[:] = struct.pack("<Q", next(self._generations))
 
     # -- leases
 

@@ -45,7 +45,7 @@ class CachePages:
         self._parts = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.block_nbytes = sum(sizes)
         """Bytes of a block."""
-        self._rows = torch.empty((0, self.block_nbytes), dtype=torch.uint8)
+        self._rows = torch.empty((0, self.block_nbytes), dtype=torch.uint8, device="cpu")
 
     def rows(self, number: int) -> torch.Tensor:
         """Return host memory for blocks, uint8, shape ``(number, block_nbytes)``.
@@ -53,7 +53,8 @@ class CachePages:
         It is the same memory each time: new memory costs as much as the copy.
         """
         if len(self._rows) < number:
-            self._rows = torch.empty((number, self.block_nbytes), dtype=torch.uint8)
+            shape = (number, self.block_nbytes)
+            self._rows = torch.empty(shape, dtype=torch.uint8, device="cpu")
         return self._rows[:number]
 
     def gather(self, block_ids: Sequence[int]) -> torch.Tensor:

@@ -236,8 +236,9 @@ class StorageScheduler(ConnectorScheduler):
         self._heard = max(self._heard, min(said.steps.get(rank, -1) for rank in ranks))
         counted = {said.saved.get(rank, -1) for rank in ranks} == {self._heard}
         began = known_stamps(said.began.get(rank) for rank in ranks)
-        # Nothing has changed within the step.
-        steady = began is not None and began == self._fence.now
+        # Nothing has changed within the step, of which all have spoken.
+        together = {said.steps.get(rank, -1) for rank in ranks} == {self._heard}
+        steady = together and began is not None and began == self._fence.now
         for step in [each for each in self._computing if each <= self._heard]:
             for computed in self._computing.pop(step):
                 known = computed.known
@@ -266,11 +267,13 @@ class StorageScheduler(ConnectorScheduler):
     # -- afterwards
 
     def request_finished(
-        self,
-        request: Any,
-        block_ids: list[int],  # noqa: ARG002
+        self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Hear that a request has ended.
+
+        Args:
+            request: The request.
+            block_ids: What it has now: a host may have taken its blocks since the last step.
 
         Returns:
             Whether its blocks stay for a step: they are not stored yet, as it was not sure that
@@ -285,10 +288,19 @@ class StorageScheduler(ConnectorScheduler):
         if known is None:
             return any(each.request_id == request_id for each in self._parting), None
         tracked = known.tracked
-        stays = tracked is not None and bool(self._unsaved(known, tracked.num_computed, stamps))
+        stays = (
+            tracked is not None
+            and self._has_still(tracked, block_ids)
+            and bool(self._unsaved(known, tracked.num_computed, stamps))
+        )
         if stays:
             self._parting.append(_Parting(request_id, known, stamps))
         return stays, None
+
+    def _has_still(self, tracked: Tracked, block_ids: list[int]) -> bool:
+        """Return whether a request has all blocks that were computed of it."""
+        whole = self._num_blocks(tracked.num_computed)
+        return block_ids[:whole] == tracked.block_ids[:whole]
 
     def _part(self) -> list[Transfer]:
         """Return the last blocks of the requests that stayed, as far as they are sure now."""
@@ -321,6 +333,7 @@ class StorageScheduler(ConnectorScheduler):
         Returns:
             Whether that was done: False while the weights change, and where the disk fails.
         """
+        self._finder.forget()
         if self._fence.now is None:
             return False
         try:

@@ -119,8 +119,6 @@ class HostPages:
         """Bytes of a block's pages together."""
         self.device = pages[0].rows.device
         """Where the cache is."""
-        # Views know nothing of torch's memory: it must not go before they do.
-        self._owners = [page.rows for page in pages]
         self._runs = list(runs_of([page.rows.numpy() for page in pages], self.num_blocks))
 
     def mark(self) -> None:

@@ -20,8 +20,8 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.config import tokens_per_block
 from wtransfer.errors import BlockNotKeptError
-from wtransfer.specs.configs import tokens_per_block
 from wtransfer.specs.interface import (
     LookupResult,
     Medium,
@@ -74,13 +74,14 @@ class OlderSpec(OffloadingSpec):
         """What is wrapped."""
         self.config = spec.config if hasattr(spec, "config") else None
         self.extra_config = getattr(spec, "extra_config", {})
-        block_size = getattr(spec, "gpu_block_size", None)
-        block_size = block_size or tokens_per_block(
-            self.config, getattr(spec, "kv_cache_config", None)
-        )
-        self.tokens_per_block = (block_size,)
-        self.tokens_per_hash = block_size
-        self.blocks_per_chunk = getattr(spec, "offloaded_block_size", block_size) // block_size
+        sizes = _numbers(spec, "tokens_per_block", "gpu_block_size")
+        cache = getattr(spec, "kv_cache_config", None)
+        self.tokens_per_block = sizes or (tokens_per_block(self.config, cache),)
+        block_size = self.tokens_per_block[0]
+        self.tokens_per_hash = (_numbers(spec, "tokens_per_hash") or (block_size,))[0]
+        kept = _numbers(spec, "offloaded_block_size") or (block_size,)
+        chunks = _numbers(spec, "blocks_per_chunk") or (kept[0] // block_size,)
+        self.blocks_per_chunk = chunks[0]
         self._manager: OffloadingManager | None = None
         self._worker: HandlersWorker | None = None
 
@@ -99,6 +100,12 @@ class OlderSpec(OffloadingSpec):
             )
             self._worker = HandlersWorker(get_handlers(*arguments))
         return self._worker
+
+
+def _numbers(spec: Any, *names: str) -> tuple[int, ...]:
+    """Return the first of these attributes that says something: a number, or one for each group."""
+    said = next(filter(None, (getattr(spec, name, None) for name in names)), ())
+    return tuple(map(int, said)) if isinstance(said, (tuple, list)) else (int(said),)
 
 
 class OlderManager(OffloadingManager):
