@@ -50,6 +50,16 @@ def test_the_example_runs_as_two_processes(tmp_path):
     assert "[7., 7., 7., 7.]" in worker_out
 
 
+def test_the_connectors_example_runs(tmp_path):
+    code = example("kv.py").replace("/mnt/kv", str(tmp_path / "kv"))
+    told = "print(scheduler_side.get_num_new_matched_tokens.__self__ is scheduler_side)"
+    (tmp_path / "kv.py").write_text(f"{code}\n{told}\n", "utf-8")
+    command = [sys.executable, "-W", "error", str(tmp_path / "kv.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
+    assert (tmp_path / "kv").is_dir()
+
+
 def test_it_holds_exactly_two_set_up_commands():
     commands = [line for line in README.splitlines() if line.startswith("pip install torch==")]
     assert commands == [

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wtransfer.config import (
         KVCacheConfig,
         KVTransferConfig,
+        ModelConfig,
         OffloadingConfig,
         ParallelConfig,
         ServingConfig,
@@ -63,6 +64,7 @@ __all__ = [
     "KVConnectorFactory",
     "KVConnectorRole",
     "KVTransferConfig",
+    "ModelConfig",
     "OffloadingConfig",
     "OffloadingManager",
     "OffloadingSpec",
@@ -98,6 +100,7 @@ _MEMBERS = {
     "wtransfer.config": (
         "KVCacheConfig",
         "KVTransferConfig",
+        "ModelConfig",
         "OffloadingConfig",
         "ParallelConfig",
         "ServingConfig",

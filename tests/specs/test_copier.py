@@ -81,7 +81,8 @@ def test_jobs_of_many_steps_are_whole(side, make_rig, arena_rig, monkeypatch, st
         (12, 2, [6, 6]),
         (12, 3, [4, 4, 4]),
         (13, 2, [7, 6]),
-        (45, 2, [20, 20, 5]),
+        (45, 2, [12, 12, 12, 9]),
+        (40, 2, [20, 20]),
     ],
 )
 def test_a_job_is_divided_among_the_threads(make_rig, monkeypatch, num_chunks, num_threads, sizes):

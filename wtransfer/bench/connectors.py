@@ -71,7 +71,6 @@ def connector_measures(settings: ConnectorSettings) -> Iterator[Measure]:
     for kind in BETWEEN_INSTANCES:
         for block_nbytes in settings.block_nbytes:
             yield ConnectorBlocks("load", kind, block_nbytes, settings)
-            if kind.is_files:
-                yield ConnectorBlocks("save", kind, block_nbytes, settings)
+            yield ConnectorBlocks("save", kind, block_nbytes, settings)
     for kind in ALL:
         yield ConnectorPlan(kind, settings)

@@ -18,7 +18,7 @@ class Kind(NamedTuple):
     """Whether blocks are kept in a folder."""
 
 
-SHM = Kind("shm", "SharedMemoryConnector", "the other process's shelf, mapped")
+SHM = Kind("shm", "SharedMemoryConnector", "the other process's shelf, mapped, two threads")
 """Prefill and decode on one host."""
 PROCESS_GROUP = Kind("process-group", "ProcessGroupConnector", "gloo, TCP on loopback")
 """Prefill and decode on different hosts."""
@@ -26,7 +26,7 @@ STORAGE = Kind("storage", "SharedStorageConnector", "files", is_files=True)
 """Prefixes in a folder."""
 OFFLOADING = Kind("offloading", "OffloadingConnector", "an arena of the instance's own")
 """Prefixes in host memory: `bench offload` measures its copies."""
-MULTI = Kind("multi", "MultiConnector", "shm, then storage")
+MULTI = Kind("multi", "MultiConnector", "shm, then storage", is_files=True)
 """Several under one."""
 
 BETWEEN_INSTANCES = (SHM, PROCESS_GROUP, STORAGE)

@@ -8,6 +8,8 @@ MIB = 1 << 20
 """Bytes."""
 MOST_WATCHED_NBYTES = 256 * MIB
 """Where memory is counted; larger updates take as many copies, and the kernel long to count."""
+LEAST_FOR_GOALS = 128 * MIB
+"""Bytes of blocks below which a round says nothing of a goal: what is done once takes longer."""
 COMMITS = ("adopt", "copy")
 """How a worker can commit."""
 

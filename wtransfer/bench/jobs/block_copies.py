@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 
+from wtransfer.transport.tensors import own_memory
+
 
 class BlockCopies:
     """Copies between two places in memory, in another order each time.
@@ -17,8 +19,11 @@ class BlockCopies:
 
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
         # Written to here, so that no page is touched for the first time while it is measured.
-        self._source = np.full((num_blocks, block_nbytes), 1, np.uint8)
-        self._target = np.full((num_blocks, block_nbytes), 2, np.uint8)
+        self._source, self._target = (
+            own_memory(num_blocks * block_nbytes).reshape(num_blocks, block_nbytes)
+            for _ in range(2)
+        )
+        self._source[:], self._target[:] = 1, 2
         self._random = np.random.default_rng(0)
 
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Options with which a connector has room for the blocks of a round, and for no more."""
+"""Options with which a connector has room for the blocks of a round."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from wtransfer.specs.arena.layout import stride_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# What an arena takes beside its slots.
 _PER_SLOT_NBYTES = 256
 _SPARE_NBYTES = 1 << 20
 

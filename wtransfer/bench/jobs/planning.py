@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ _PAGE_NBYTES = 8
 
 
 def measure(
-    *, token: str, connector: str, num_blocks: int, num_rounds: int, folder: str | None, **_: Any
+    *,
+    token: str,
+    connector: str,
+    num_blocks: int,
+    num_rounds: int,
+    folder: str | None,
+    pause_s: float,
+    **_: Any,
 ) -> None:
     """Tell the seconds from the question what there is to the order to load it.
 
@@ -32,6 +40,7 @@ def measure(
         num_blocks: Blocks of a request.
         num_rounds: Rounds that count.
         folder: Where files go meanwhile; None: into memory.
+        pause_s: Time before each round, for what the connector remembers that long.
         **_: Of other jobs.
     """
     torch.set_num_threads(1)
@@ -43,8 +52,8 @@ def measure(
         )
         with Sides(connector, "kv_both", options, cache) as sides:
             params = sides.prefill(tokens, block_ids).params
-            plan = [
-                sides.load(tokens, params, block_ids).plan_s
-                for _round in range(_WARM_UP_ROUNDS + num_rounds)
-            ]
+            plan = []
+            for _round in range(_WARM_UP_ROUNDS + num_rounds):
+                time.sleep(pause_s)
+                plan.append(sides.load(tokens, params, block_ids).plan_s)
     tell(plan=plan[_WARM_UP_ROUNDS:])

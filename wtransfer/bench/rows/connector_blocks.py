@@ -11,6 +11,7 @@ from wtransfer.bench.nbytes import in_words
 from wtransfer.bench.row import Goal, Row, Spread
 from wtransfer.bench.scene import Scene
 from wtransfer.bench.scratch import MEMORY
+from wtransfer.bench.settings import LEAST_FOR_GOALS
 
 if TYPE_CHECKING:
     from wtransfer.bench.connectors import ConnectorSettings
@@ -75,7 +76,7 @@ class ConnectorBlocks:
             self.what,
             "",
             Spread.of(one / other for one, other in zip(memcpy, ours, strict=True)),
-            _GOAL if self.kind == SHM and self.block_nbytes == _GOAL_NBYTES else None,
+            _GOAL if self._is_the_goals() else None,
             {
                 "memcpy_each_us": Spread.of(memcpy).median / each,
                 "ours_each_us": Spread.of(ours).median / each,
@@ -83,6 +84,11 @@ class ConnectorBlocks:
             },
             note=self._note(),
         )
+
+    def _is_the_goals(self) -> bool:
+        enough = self.settings.nbytes >= LEAST_FOR_GOALS
+        loads = self.kind == SHM and self.direction == "load"
+        return loads and self.block_nbytes == _GOAL_NBYTES and enough
 
     def _note(self) -> str:
         if self.kind.is_files:

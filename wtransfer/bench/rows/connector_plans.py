@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 from wtransfer.bench.lab import JOBS
 from wtransfer.bench.row import Row, Spread
 from wtransfer.bench.scene import Scene
+from wtransfer.connectors.storage.finder import REMEMBERED_S
 
 if TYPE_CHECKING:
     from wtransfer.bench.connectors import ConnectorSettings
     from wtransfer.bench.kinds import Kind
     from wtransfer.bench.lab import Lab
+
+# What was seen before that is looked for again.
+_PAUSE_S = REMEMBERED_S + 0.05
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class ConnectorPlan:
             "num_blocks": self.settings.num_planned,
             "num_rounds": self.settings.num_rounds,
             "folder": self.settings.folder,
+            "pause_s": _PAUSE_S if self.kind.is_files else 0.0,
         }
         name = f"{self.kind.connector}, a request of {self.settings.num_planned:,} blocks"
         told = lab.play(Scene(name, job, job, 0, tuple(arguments.items()))).trainer

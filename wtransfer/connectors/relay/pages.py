@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from wtransfer.transport.tensors import ByteArray
 
 PART_NBYTES = 2 * 1024 * 1024
-"""Bytes that are copied and then digested, about: a processor's cache has them in between, and they
-are worth letting go of the interpreter lock."""
+"""Bytes that are copied and then digested, at least: so many are worth letting go of the
+interpreter lock. A run of layers is one part, however large."""
 
 
 class CachePages:

@@ -103,9 +103,11 @@ class Copier:
             chunks: All of a job.
             num_threads: How many threads there are.
         """
-        even = -(-len(chunks) // num_threads)
         least, most = (nbytes // self.chunk_nbytes for nbytes in (SHARE_NBYTES, TASK_NBYTES))
-        return chunks.split(max(1, min(max(even, least), most, TASK_CHUNKS)))
+        even = max(1, least, -(-len(chunks) // num_threads))
+        # As many tasks for one thread as for another, and all of one size.
+        each = -(-even // max(1, min(most, TASK_CHUNKS)))
+        return chunks.split(-(-even // each))
 
     def store(self, chunks: Chunks, mark: object) -> int:
         """Copy chunks into their slots.
