@@ -81,7 +81,15 @@ def test_what_is_measured_if_nothing_is_said():
     assert ConnectorSettings().num_planned == 2000
 
 
-@pytest.mark.parametrize("connector", [each.connector for each in BETWEEN_INSTANCES])
+@pytest.mark.parametrize(
+    "connector",
+    [SHM.connector]
+    + [
+        pytest.param(each.connector, marks=pytest.mark.slow)
+        for each in BETWEEN_INSTANCES
+        if each is not SHM
+    ],
+)
 def test_rounds_of_a_connector_are_told_with_plain_copies_beside(play, connector):
     told = play(DECODE, PREFILL, arguments=small(connector)).trainer
     assert told.keys() == {"load", "load_memcpy", "save", "save_memcpy"}

@@ -13,7 +13,7 @@ BEFORE_COMMIT = [
     pytest.param("plan", 2, marks=pytest.mark.slow),
     pytest.param("transfer", 0, marks=pytest.mark.slow),
     ("midst", 0),
-    ("midst", 2),
+    pytest.param("midst", 2, marks=pytest.mark.slow),
     ("seal", 0),
 ]
 OPTIONS = {"packed_buffer_size_bytes": 1 << 20}

@@ -114,6 +114,7 @@ def test_a_group_of_three_hosts_broadcasts_and_listens_at_its_own_addresses(rank
 
 
 @pytest.mark.parametrize("cut_off", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_cable_pulled_in_mid_broadcast_holds_nobody_and_the_next_group_works(
     ranks, cables, cut_off
 ):

@@ -209,6 +209,7 @@ def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(
     publish(flow, first, [other], 2, [worker])
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_mid_pass_is_named_within_a_second(flow, failing, ranks):
     first, other = ranks(engine="gloo")
     worker = flow.worker()

@@ -142,7 +142,7 @@ def test_rounds_through_it_are_proven_and_leave_nothing(site_of_three):
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
-        ("drop", "IncompleteUpdateError"),
+        pytest.param("drop", "IncompleteUpdateError", marks=pytest.mark.slow),
         pytest.param("flip", "DigestMismatchError", marks=pytest.mark.slow),
     ],
 )
