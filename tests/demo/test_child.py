@@ -53,6 +53,7 @@ def test_output_that_is_no_report_is_told(start):
     assert isinstance(ended.error, ProtocolError)
 
 
+@pytest.mark.slow
 def test_the_last_words_of_a_child_that_fails_are_kept(start):
     child, reports = start("wtransfer.demo.worker", "w", "no-number")
     assert isinstance(reports.get(timeout=60), Ended)

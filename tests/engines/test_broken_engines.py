@@ -70,6 +70,7 @@ def test_an_error_that_is_kept_keeps_no_weights(fleet, engines, weights, faults,
 
 
 # FAULTS 14, inside the process: promise 4 (nothing hangs).
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["worker", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_an_engine_that_hangs_is_named_and_left_behind(two_workers, faults, side):
     before = states(two_workers)

@@ -244,6 +244,7 @@ def test_without_a_way_back_a_failed_commit_leaves_the_worker_empty(
 # -- nobody calls commit_pending
 
 
+@pytest.mark.slow
 def test_a_commit_that_nobody_applies_in_time_is_pending_and_can_be_applied_later(
     fleet, engine, weights
 ):

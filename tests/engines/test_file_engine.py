@@ -240,6 +240,7 @@ class Nth:
         return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [

@@ -70,6 +70,7 @@ def test_all_ranks_commit_together(ranks):
         assert [m.contents for m in ranks.members] == [contents(ranks.source)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("previous", [None, "v1"])
 def test_one_rank_that_cannot_apply_takes_the_other_back(ranks, failing, previous):

@@ -269,6 +269,7 @@ def test_the_report_has_the_words_of_an_engine_that_did_not_apply(engines, weigh
     assert "the engine is asleep" in str(left.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_call_that_an_engine_fails_blocks_no_later_round(engines, weights, times):
     with Publisher(weights, hosts=engines, deadline_s=1.0) as publisher:

@@ -173,6 +173,7 @@ def test_a_modules_parameters_may_be_replaced_on_both_sides(fleet, commit, chang
         assert contents(serving.state_dict()) == contents(trained.state_dict())
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_back_and_one_that_comes_late_get_everything(fleet, commit, many):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)
@@ -187,6 +188,7 @@ def test_a_worker_that_comes_back_and_one_that_comes_late_get_everything(fleet, 
         made.leave(again)
 
 
+@pytest.mark.slow
 def test_two_publishers_in_turn_are_told_apart(fleet, commit, many):
     made = fleet(many(), engine="shm")
     member = made.join(commit=commit)

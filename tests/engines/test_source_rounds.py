@@ -282,6 +282,7 @@ def test_what_is_not_finite_is_counted_among_many():
     assert source.nonfinite == {"t7": 2, "t2000": 100}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["xxh3-128", "wsum64"])
 @pytest.mark.parametrize("kind", [Custom, StateDictSource])
 def test_what_is_said_to_be_there_is_there(kind, algorithm):

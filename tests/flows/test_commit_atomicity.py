@@ -150,6 +150,7 @@ def test_a_rank_that_is_killed_after_its_commit_takes_the_other_one_back_with_it
     flow.until(lambda: whole(second) == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", ["discard", "commit"])
 def test_a_commit_that_is_late_is_settled_late_and_the_worker_is_served_again(flow, does):
     trainer = flow.trainer(deadline_s=0.5)

@@ -76,6 +76,7 @@ def alive(pid):
     return False
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_a_killed_trainers_connections_open(flow, lingering):
     home = {"listen": random_address(), "token": "t"}
     trainer = flow.trainer(**home)

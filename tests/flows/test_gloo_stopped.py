@@ -24,6 +24,7 @@ def serving(flow):
     return trainer, workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "place"),
     [

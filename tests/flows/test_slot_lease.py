@@ -26,6 +26,7 @@ def late(flow):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["verdict", pytest.param("seal", marks=pytest.mark.slow)])
 def test_what_a_late_reader_has_mapped_is_never_written_again(flow, late, phase):
     trainer, prompt, late_one = late(on_lost_worker="drop")

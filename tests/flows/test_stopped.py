@@ -106,6 +106,7 @@ def test_another_trainer_takes_over_from_a_stopped_one(flow):
     flow.holds(worker, 2)
 
 
+@pytest.mark.slow
 def test_one_slow_worker_costs_the_trainer_no_memory_and_the_others_no_deadline(flow, failing):
     flow.size = {"num_tensors": 48, "numel": 1 << 18}  # 48 MiB
     nbytes = 48 << 20

@@ -44,7 +44,11 @@ def num_threads():
 def nothing_left(zygote, leaves_nothing):
     before = num_threads()
     yield
-    assert num_threads() == before
+    end = time.monotonic() + 5.0
+    # The kernel shows a thread for a moment after it was joined.
+    while num_threads() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert num_threads() <= before
 
 
 @pytest.fixture

@@ -570,6 +570,7 @@ def test_caches_that_cannot_be_copied_by_block_are_refused(make):
         worker.register_kv_caches({"layer0": torch.zeros(8, 4, device="meta")})
 
 
+@pytest.mark.slow
 def test_slots_that_are_reused_while_they_are_read_never_give_other_bytes(make):
     size = {"layers": 4, "page_nbytes": 32 * 1024}
     room = {"shelf_bytes": 12 * (4 * 32 * 1024 + 4096), "lease_s": 1e-6}

@@ -83,6 +83,7 @@ def test_keys_and_values_that_are_not_those_that_were_computed_fail_the_demo(sab
     assert kept == [False, True, True, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

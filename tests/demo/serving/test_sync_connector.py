@@ -248,6 +248,7 @@ def test_a_step_whose_load_is_known_to_fail_waits_for_the_others(
     assert request.state == ("failed" if policy == "fail" else "finished")
 
 
+@pytest.mark.slow
 def test_a_rank_waits_for_its_loads_where_that_of_another_has_failed(
     kit, serve, prompts, settings, folder
 ):
