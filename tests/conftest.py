@@ -61,6 +61,17 @@ def unpickled():
 
 
 @pytest.fixture
+def one_thread():
+    """Let torch compute on one thread: the same bits each time, and few steps of many threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def leaves_nothing():
     """Fail a test that leaves threads, descriptors or shared memory behind (FAULTS, C3)."""
     from wtransfer.testing.leftovers import Leftovers

@@ -16,7 +16,7 @@ import xxhash
 from wtransfer.errors import KVLayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # -- keys -------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ def hash_blocks(
         hash_function: Hash of bytes. Where tenants must not be able to find each other's blocks,
             give a cryptographic one.
     """
-    return _chain(hash_function(root), tokens, block_size, hash_function)
+    return _chain(hash_function(root), _words(tokens, block_size), hash_function)
 
 
 def witness_blocks(tokens: Sequence[int], block_size: int, root: bytes = b"") -> Iterator[bytes]:
@@ -65,7 +65,7 @@ def witness_blocks(tokens: Sequence[int], block_size: int, root: bytes = b"") ->
         block_size: Tokens per block.
         root: As for `hash_blocks`.
     """
-    return _chain(_witness(root), tokens, block_size, _witness)
+    return _chain(_witness(root), _words(tokens, block_size), _witness)
 
 
 class BlockHashes:
@@ -91,10 +91,9 @@ class BlockHashes:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the whole sequence as it is known now; it begins with what was known before."""
-        fresh = tokens[len(self.pairs) * self._block_size :]
+        words = list(_words(tokens[len(self.pairs) * self._block_size :], self._block_size))
         parent, witness = self._last
-        hashes = _chain(parent, fresh, self._block_size, self._hash)
-        witnesses = _chain(witness, fresh, self._block_size, _witness)
+        hashes, witnesses = _chain(parent, words, self._hash), _chain(witness, words, _witness)
         # All or nothing: what fails half-way must not leave blocks without what they follow.
         added = list(zip(hashes, witnesses, strict=True))
         if added:
@@ -109,16 +108,19 @@ def _witness(data: bytes) -> bytes:
     return xxhash.xxh3_128_digest(data, seed=_WITNESS_SEED)
 
 
-def _chain(
-    parent: bytes,
-    tokens: Sequence[int],
-    block_size: int,
-    hash_function: Callable[[bytes], bytes],
-) -> Iterator[bytes]:
-    """Yield the hash of every whole block, each over the one before it."""
+def _words(tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """Yield the bytes of every whole block."""
     pack = struct.Struct(f"<{block_size}I").pack
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = hash_function(parent + pack(*tokens[start : start + block_size]))
+        yield pack(*tokens[start : start + block_size])
+
+
+def _chain(
+    parent: bytes, blocks: Iterable[bytes], hash_function: Callable[[bytes], bytes]
+) -> Iterator[bytes]:
+    """Yield the hash of every block, each over the one before it."""
+    for words in blocks:
+        parent = hash_function(parent + words)
         yield parent
 
 

@@ -14,11 +14,10 @@ def prefill_and_die(seen=None, **keywords):
 
     class Mortal(Sides):
         def prefill(self, *arguments):
-            saved = super().prefill(*arguments)
+            super().prefill(*arguments)
             if seen:
                 Path(seen).write_text(self._folder)
             os.kill(os.getpid(), signal.SIGKILL)
-            return saved
 
     connecting.Sides = Mortal
     connecting.prefill(**keywords)

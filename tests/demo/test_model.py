@@ -10,12 +10,8 @@ SHAPE = ModelShape(num_layers=2, width=64)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    # As in the demo; and many small steps on several threads of a busy machine take minutes.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+def as_in_the_demo(one_thread):
+    """And many small steps on several threads of a busy machine take minutes."""
 
 
 @pytest.fixture

@@ -8,10 +8,19 @@ MIB = 1 << 20
 """Bytes."""
 MOST_WATCHED_NBYTES = 256 * MIB
 """Where memory is counted; larger updates take as many copies, and the kernel long to count."""
-LEAST_FOR_GOALS = 128 * MIB
-"""Bytes of blocks below which a round says nothing of a goal: what is done once takes longer."""
 COMMITS = ("adopt", "copy")
 """How a worker can commit."""
+
+
+# The block of a common model. Smaller ones stand beside it.
+_GOAL_BLOCK_NBYTES = 2 * MIB
+# With fewer, what is done once takes longer than the copies.
+_GOAL_NBYTES = 128 * MIB
+
+
+def goals_are_about(block_nbytes: int, nbytes: int) -> bool:
+    """Return whether a round says something of a goal, by the bytes of a block and of all."""
+    return block_nbytes == _GOAL_BLOCK_NBYTES and nbytes >= _GOAL_NBYTES
 
 
 @dataclass(frozen=True)

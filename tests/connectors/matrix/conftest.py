@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from wtransfer.demo.serving.build import HostSettings, make_local_host
 from wtransfer.demo.serving.shape import CacheShape, Limits
@@ -40,12 +39,8 @@ def kit():
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def same_bits(one_thread):
     """What is computed by any host, and by a fresh model, has the same bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from wtransfer.demo.serving.build import make_host, make_local_host
 from wtransfer.demo.serving.remote import RemoteWorkers
@@ -41,12 +40,8 @@ def shelves():
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def same_bits(one_thread):
     """What is computed here and in the processes has the same bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

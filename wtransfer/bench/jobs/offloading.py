@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from wtransfer.bench.jobs import tell
+from wtransfer.bench.jobs.block_copies import copy_blocks
 from wtransfer.bench.offload import NUM_LAYERS
 from wtransfer.blocks import fence_key, make_offload_key
 from wtransfer.config import OffloadingConfig
@@ -79,8 +80,8 @@ class _Bench:
         num_blocks = len(self._blocks)
         blocks, slots = (self._random.permutation(num_blocks).tolist() for _ in range(2))
         parts = self._arenas[True].parts
-        self._time("memcpy_in", lambda: _copy_rows(parts, slots, self._blocks, blocks))
-        self._time("memcpy_out", lambda: _copy_rows(self._blocks, blocks, parts, slots))
+        self._time("memcpy_in", lambda: copy_blocks(parts, slots, self._blocks, blocks))
+        self._time("memcpy_out", lambda: copy_blocks(self._blocks, blocks, parts, slots))
         for verified, arena in self._arenas.items():
             name = "" if verified else "_unverified"
             self._time(f"put{name}", lambda arena=arena: arena.put(blocks, slots))  # type: ignore[misc]
@@ -143,9 +144,3 @@ class _Arena:
 def _is_filled(layer: torch.Tensor, value: int) -> bool:
     """Look at every byte, fast: threads are slow to start after a long time without any."""
     return [int(each) for each in layer.aminmax()] == [value, value]
-
-
-def _copy_rows(target: Any, to: list[int], source: Any, of: list[int]) -> None:
-    """Copy block by block, each in one piece, on this thread."""
-    for one, other in zip(to, of, strict=True):
-        np.copyto(target[one], source[other])

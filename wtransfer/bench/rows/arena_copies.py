@@ -9,15 +9,13 @@ from wtransfer.bench.lab import JOBS
 from wtransfer.bench.nbytes import in_words
 from wtransfer.bench.row import Goal, Row, Spread
 from wtransfer.bench.scene import Scene
-from wtransfer.bench.settings import LEAST_FOR_GOALS
+from wtransfer.bench.settings import goals_are_about
 
 if TYPE_CHECKING:
     from wtransfer.bench.lab import Lab
     from wtransfer.bench.offload import OffloadSettings
 
 _GOAL = Goal(">=", 0.85)
-# What the goal is about: the block of a common model. Smaller ones stand beside it.
-_GOAL_NBYTES = 2 << 20
 _MEMCPY = {"put": "memcpy_in", "get": "memcpy_out"}
 
 
@@ -73,8 +71,7 @@ class ArenaCopy:
         )
 
     def _is_the_goals(self) -> bool:
-        enough = self.settings.nbytes >= LEAST_FOR_GOALS
-        return self.verified and self.block_nbytes == _GOAL_NBYTES and enough
+        return self.verified and goals_are_about(self.block_nbytes, self.settings.nbytes)
 
     def _scene(self) -> Scene:
         job = f"{JOBS}.offloading:measure"

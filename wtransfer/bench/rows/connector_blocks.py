@@ -11,7 +11,7 @@ from wtransfer.bench.nbytes import in_words
 from wtransfer.bench.row import Goal, Row, Spread
 from wtransfer.bench.scene import Scene
 from wtransfer.bench.scratch import MEMORY
-from wtransfer.bench.settings import LEAST_FOR_GOALS
+from wtransfer.bench.settings import goals_are_about
 
 if TYPE_CHECKING:
     from wtransfer.bench.connectors import ConnectorSettings
@@ -24,8 +24,6 @@ PREFILL = f"{JOBS}.connecting:prefill"
 """What the side that saves runs."""
 
 _GOAL = Goal(">=", 0.8)
-# What the goal is about: the block of a common model. Smaller ones stand beside it.
-_GOAL_NBYTES = 2 << 20
 _SPANS = {
     "load": "start_load_kv until it says that all is there",
     "save": "the first save_kv_layer until wait_for_save returns",
@@ -86,9 +84,8 @@ class ConnectorBlocks:
         )
 
     def _is_the_goals(self) -> bool:
-        enough = self.settings.nbytes >= LEAST_FOR_GOALS
         loads = self.kind == SHM and self.direction == "load"
-        return loads and self.block_nbytes == _GOAL_NBYTES and enough
+        return loads and goals_are_about(self.block_nbytes, self.settings.nbytes)
 
     def _note(self) -> str:
         if self.kind.is_files:
