@@ -216,13 +216,29 @@ def test_digests_must_be_as_many_as_pieces():
         fingerprint(Manifest(PIECES), DIGESTS[:2])
 
 
+@pytest.mark.parametrize("odd", ["", "0" * 31, "0" * 33, "\u00e9" * 32, "%" * 3])
+def test_what_is_no_digest_has_no_part_in_a_fingerprint(odd):
+    with pytest.raises(ValueError, match="a digest has 32 hexadecimal digits"):
+        fingerprint(Manifest(PIECES), [*DIGESTS[:2], odd])
+
+
+def test_names_may_hold_whatever_formats_are_made_of():
+    pieces = tuple(
+        Piece(name, "int8", (1,)) for name in ("100%s", "%", "%%(a)s", "\u00e9\U0001f600")
+    )
+    digests = [f"{number:032x}" for number in range(len(pieces))]
+    listed = [[*msgspec.structs.astuple(p), d] for p, d in zip(pieces, digests, strict=True)]
+    canonical = msgspec.msgpack.encode(["xxh3-128", *sorted(listed)])
+    assert fingerprint(Manifest(pieces), digests) == xxhash.xxh3_128_hexdigest(canonical)
+
+
 @given(rows=rows, coverage=st.sampled_from(["full", "patch"]))
 def test_all_fingerprints_of_the_same_pieces_are_of_the_canonical_list(rows, coverage):
     pieces = tuple(piece for piece, _ in rows)
     manifest = Manifest(pieces, coverage=coverage, base="b" * 32)
     identities = Identities(manifest)
-    for salt in ("", "x"):
-        digests = [digest + salt for _, digest in rows]
+    for salt in (0, 1):
+        digests = [f"{int(digest, 16) ^ salt:032x}" for _, digest in rows]
         listed = [[*msgspec.structs.astuple(p), d] for p, d in zip(pieces, digests, strict=True)]
         canonical = ["xxh3-128", *sorted(listed, key=lambda row: row[0])]
         if coverage == "patch":

@@ -17,7 +17,6 @@ from wtransfer.engines.messages import (
     Fault,
     Revert,
     Seal,
-    Verdict,
     clipped,
 )
 from wtransfer.errors import EngineError, LimitError, ProtocolError, SchemaError
@@ -83,13 +82,11 @@ def test_lines_that_are_no_text_are_heard_as_text():
 
 
 # FAULTS 2
-@pytest.mark.parametrize("code", [27, 28])
-def test_more_digests_than_pieces_may_be_are_refused_while_they_are_counted(code):
-    digests = ["" for _ in range(MAX_PIECES + 1)]
-    message = Seal("r", digests) if code == 27 else Verdict("r", digests, 0, {})
+def test_more_digests_than_pieces_may_be_are_refused_while_they_are_counted():
+    message = Seal("r", ["" for _ in range(MAX_PIECES + 1)])
     with pytest.raises(LimitError):
         CODEC.encode(message)
     # A liar announces one entry, and stays below the limit of bytes.
     body = msgspec.msgpack.encode(message)
     with pytest.raises(ProtocolError, match="Expected `array` of length <= 262144"):
-        list(FrameReader(CODEC).feed(pack_frame(code, 1, body)))
+        list(FrameReader(CODEC).feed(pack_frame(27, 1, body)))

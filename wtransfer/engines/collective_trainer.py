@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from wtransfer.engines.announcing import Announcer
 from wtransfer.engines.collective import MAX_TIMEOUT_S
+from wtransfer.engines.digesting import same_metadata
 from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.interface import (
     ParamMeta,
@@ -81,6 +82,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         self._communicator: Communicator | None = None
         self._memory: ByteArray | None = None
         self._stream: Stream | None = None
+        self._announced: tuple[Sequence[ParamMeta], dict[str, Any]] = (), _update_info(())
 
     @abstractmethod
     def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
@@ -139,7 +141,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
             raise NotInitializedError("not initialized: no source, or no group to send it to")
         # While it reads memory that was sized for this round, nobody else may use it.
         with Announcer(self.client.update_weights) as announcer:
-            announcer.announce(_update_info(source.metadata))
+            announcer.announce(self._announcement(source.metadata))
             broken = self._broadcast(source, communicator)
             if broken is not None:
                 # Whoever is lost, or failed, is known to the control channel: that is the cause.
@@ -177,6 +179,11 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TInfo], Generic[TInfo]
         finally:
             outgoing.forget()
         return None
+
+    def _announcement(self, metadata: Sequence[ParamMeta]) -> dict[str, Any]:
+        if not same_metadata(metadata, self._announced[0]):
+            self._announced = tuple(metadata), _update_info(metadata)
+        return self._announced[1]
 
     def _meet_workers(self) -> None:
         asking = Asking(

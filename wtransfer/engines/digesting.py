@@ -10,11 +10,11 @@ import time
 from typing import TYPE_CHECKING, TypeAlias
 
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.outline import Outline, Part
 from wtransfer.engines.places import Places
+from wtransfer.engines.planned import Planned
 from wtransfer.engines.staging import is_out_of_memory
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
-from wtransfer.manifest import Algorithm, Identities, Manifest, Piece
+from wtransfer.manifest import Algorithm, Manifest, Piece
 from wtransfer.transport.digests import Digested, copy_digest, digest
 from wtransfer.transport.nonfinite import count_nonfinite
 from wtransfer.transport.packing import RUN_NBYTES, Run, pack
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from wtransfer.engines.interface import WeightSource
+    from wtransfer.engines.outline import Part
 
     Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
     Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
@@ -67,16 +68,13 @@ class DigestingSource:
         self._source = source
         self._algorithm = algorithm
         self._metadata: Sequence[ParamMeta] = ()
-        self._outline = Outline.of_metadata(())
         self._known_digests = False
-        self._manifest = Manifest(())
-        self._named = self._manifest, self._manifest.identity()
-        self._identities = Identities(self._manifest)
+        self._planned = Planned(Manifest(()))
         self._digests: list[str | None] = []
         self._noting = threading.Lock()
         self._stopped: str | None = None
 
-    def plan(self, version: str = "", instead: WeightSource | None = None) -> Manifest:
+    def plan(self, version: str = "", instead: WeightSource | None = None) -> Planned:
         """Begin a round: read the source's metadata, forget the digests of the round before.
 
         Args:
@@ -92,16 +90,14 @@ class DigestingSource:
         with _blaming_source("metadata"):
             metadata = _in_our_form(self._source.metadata)
             if not same_metadata(metadata, self._metadata):
-                self._manifest = self._checked_manifest(metadata)
-                self._named = self._manifest, self._manifest.identity()
-                self._identities = Identities(self._manifest)
-                self._metadata, self._outline = metadata, Outline.of_metadata(metadata)
+                self._planned = Planned(self._checked_manifest(metadata))
+                self._metadata = metadata
                 self._known_digests = any(meta.digest is not None for meta in metadata)
         self._digests = [None] * len(metadata)
         self.nonfinite = {}
         self._stopped = None
         self.moved_at = time.monotonic()
-        return self._manifest
+        return self._planned
 
     def _checked_manifest(self, metadata: Sequence[ParamMeta]) -> Manifest:
         pieces = tuple(Piece(m.name, dtype_name(m.dtype), tuple(m.shape)) for m in metadata)
@@ -135,7 +131,7 @@ class DigestingSource:
         """
         found = [each for each in self._digests if each is not None]
         if len(found) != len(self._digests):
-            rows = zip(self._outline.names, self._digests, strict=True)
+            rows = zip(self._planned.outline.names, self._digests, strict=True)
             missing = [name for name, each in rows if each is None]
             raise SourceError(
                 f"the engine sent without reading {len(missing)} tensors of the source, first "
@@ -144,21 +140,12 @@ class DigestingSource:
             )
         return found
 
-    def identity_of(self, manifest: Manifest) -> str:
-        """Return a manifest's identity; that of the last plan is known."""
-        known, identity = self._named
-        return identity if manifest is known else manifest.identity()
-
-    def fingerprint(self, digests: list[str]) -> str:
-        """Return the identity of what this round sends, if its pieces have these digests."""
-        return self._identities.fingerprint(digests)
-
     # -- for the engine
 
     @property
     def manifest(self) -> Manifest:
         """The pieces of this round."""
-        return self._manifest
+        return self._planned.manifest
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -248,7 +235,7 @@ class DigestingSource:
         """
         starts, stops = places.starts[first:stop], places.stops[first:stop]
         names, tensors = [name for name, _ in run], [tensor for _, tensor in run]
-        said = self._outline.part(first, stop)
+        said = self._planned.outline.part(first, stop)
         if stops[-1] - starts[0] > RUN_NBYTES or names != said.names:
             return False
         addresses = flat_addresses(tensors, said.forms, said.sizes)
@@ -275,7 +262,7 @@ class DigestingSource:
         yield len(self._metadata)
 
     def _finish(self, run: Run, first: int, stop: int) -> None:
-        self._note_all(self._outline.part(first, stop), *run.finish())
+        self._note_all(self._planned.outline.part(first, stop), *run.finish())
 
     def _begin_pass(self) -> Pairs:
         with _blaming_source("iter_full"), self._reading():
@@ -316,8 +303,8 @@ class DigestingSource:
             self.reading = False
 
     def _note(self, meta: ParamMeta, hexdigest: str, nonfinite: int) -> None:
-        number = self._outline.numbers[meta.name]
-        self._note_all(self._outline.part(number, number + 1), [hexdigest], [nonfinite])
+        number = self._planned.outline.numbers[meta.name]
+        self._note_all(self._planned.outline.part(number, number + 1), [hexdigest], [nonfinite])
 
     def _note_all(self, part: Part, digests: list[str], nonfinite: list[int]) -> None:
         own = slice(part.first, part.first + len(digests))
@@ -371,14 +358,9 @@ def _freed(name: str) -> SourceError:
 def same_metadata(some: Sequence[ParamMeta], others: Sequence[ParamMeta]) -> bool:
     """Whether two readings of a source's metadata are known to be equal.
 
-    That is where they hold the same objects, and none that could have changed in between.
+    That is where they hold the same objects; ours, which cannot change (`_in_our_form`).
     """
-    return (
-        len(some) == len(others)
-        and all(map(operator.is_, some, others))
-        and _are_ours(some)
-        and all(map(isinstance, map(_shape, some), itertools.repeat(tuple)))
-    )
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _in_our_form(metadata: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
@@ -388,11 +370,13 @@ def _in_our_form(metadata: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
 
 
 def _are_ours(metadata: Sequence[ParamMeta]) -> bool:
-    return all(map(operator.is_, map(type, metadata), itertools.repeat(ParamMeta)))
+    return all(map(operator.is_, map(type, metadata), itertools.repeat(ParamMeta))) and all(
+        map(isinstance, map(_shape, metadata), itertools.repeat(tuple))
+    )
 
 
 def _as_ours(meta: ParamMeta) -> ParamMeta:
-    if type(meta) is ParamMeta:
+    if type(meta) is ParamMeta and isinstance(meta.shape, tuple):
         return meta
     optional = ("owners", "mesh", "placements", "digest")
     known = {name: getattr(meta, name, None) for name in optional}

@@ -29,7 +29,7 @@ def module_fingerprint(module: nn.Module, algorithm: Algorithm = "xxh3-128") -> 
     Cost: one pass over the weights, at the speed of the digest.
     """
     source = DigestingSource(ModuleSource(module), algorithm)
-    source.plan()
+    planned = source.plan()
     for _ in source.iter_full():
         pass  # It digests what it yields.
-    return source.fingerprint(source.digests())
+    return planned.fingerprint(source.digests())

@@ -7,9 +7,11 @@ import threading
 from typing import TYPE_CHECKING
 
 from wtransfer.engines.ledger import Held, Pending
+from wtransfer.engines.lookahead import LookAhead
 from wtransfer.engines.messages import (
     CODEC,
     Abort,
+    Coming,
     Commit,
     Data,
     ErrorInfo,
@@ -71,12 +73,14 @@ class Link:
         self._connection: Connection | None = None
         self._reception: Reception | None = None
         self._manifest: Manifest | None = None
+        self._ahead = LookAhead(session.ledger, session.schema)
         self._fitting = Fitting(cast=session.cast, cast_hint=session.cast_hint)
         self._making = threading.Event()
         self._making.set()
         self._committing: str | None = None
         self._handlers: dict[type[msgspec.Struct], Callable[..., None]] = {
             Init: self._on_init,
+            Coming: self._on_coming,
             Plan: self._on_plan,
             Data: self._on_data,
             Seal: self._on_seal,
@@ -154,6 +158,9 @@ class Link:
         else:
             self._send_to(asked_by, Ready(init.generation))
 
+    def _on_coming(self, coming: Coming) -> None:
+        self._engine.submit(lambda: self._ahead.look(coming.round_id))
+
     def _on_plan(self, plan: Plan) -> None:
         # The publisher knows which of its rounds is alive: a new plan ends an older one.
         self._end_reception(f"superseded by round {plan.round_id}")
@@ -164,7 +171,7 @@ class Link:
             plan,
             self._manifest,
             self._engine,
-            schema=session.schema,
+            schema=lambda: self._ahead.schema(plan.round_id),
             fitting=self._fitting,
             worker=session.name,
             notes=session.notes(),

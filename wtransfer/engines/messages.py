@@ -2,6 +2,7 @@
 
 T is the trainer's publisher, W a worker session. One round:
 
+0. T `Coming`, so that workers look at their models while the trainer looks at its source.
 1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves. A manifest that a worker
    has had over this very connection, and has not refused, is only named.
 2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
@@ -148,6 +149,13 @@ class Refused(msgspec.Struct, frozen=True):
     """Why."""
 
 
+class Coming(msgspec.Struct, frozen=True):
+    """T: the plan of a round is being made. Wants no answer."""
+
+    round_id: str
+    """Identity of the round."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """T: what the round will bring."""
 
@@ -190,6 +198,9 @@ class Data(msgspec.Struct, frozen=True):
     """Counts from 0 in each round; anything else than the next one is dropped."""
     update_info: dict[str, Any]
     """Fields of the engine's update info."""
+    pieces: tuple[int, int] | None = None
+    """First piece of the plan that it is about, and the one behind the last: their `names`,
+    `dtype_names` and `shapes` belong to the info. None: it is all there."""
 
     def num_entries(self) -> int:
         """Entries, for the frame's limit: the longest list in the info."""
@@ -238,20 +249,16 @@ class Seal(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """W: every piece arrived with these digests, computed here from what is staged."""
+    """W: every piece arrived with the digest that the seal says."""
 
     round_id: str
     """Round."""
-    digests: Digests
-    """In plan order, the worker's own."""
+    fingerprint: str
+    """Identity of what is staged, from digests that were computed here: no other set has it."""
     nbytes: int
     """Bytes staged."""
     seconds: dict[str, float]
     """Seconds by stage so far."""
-
-    def num_entries(self) -> int:
-        """Entries, for the frame's limit."""
-        return len(self.digests)
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -339,13 +346,14 @@ CODEC = Codec(
         MessageType(25, Progress),
         MessageType(26, Fault),
         MessageType(27, Seal, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
-        MessageType(28, Verdict, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(28, Verdict),
         MessageType(29, Commit),
         MessageType(30, Receipt),
         MessageType(31, Release),
         MessageType(32, Revert),
         MessageType(33, Abort),
         MessageType(34, Lost),
+        MessageType(35, Coming),
     ]
 )
 """Every message of the channel with its limits."""

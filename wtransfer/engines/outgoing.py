@@ -33,7 +33,7 @@ class Stream:
     """
 
     def __init__(self, metadata: Sequence[ParamMeta], nbytes: int, num_buckets: int) -> None:
-        self.metadata = metadata
+        self.metadata = tuple(metadata)
         self._made_for = nbytes, num_buckets
         layout = Layout([meta.nbytes for meta in metadata])
         self.buckets = list(layout.cut(nbytes))

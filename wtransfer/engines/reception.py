@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.messages import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.hosted import HostedEngine
     from wtransfer.engines.interface import TensorSpec
     from wtransfer.engines.messages import Data, Plan, Seal
+    from wtransfer.engines.planned import Planned
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Reception:
         self._engine = engine
         self._schema = schema
         self._fitting = fitting
+        self._planned: Planned | None = None
         self._tied: Mapping[str, str] = {}
         self._worker = worker
         self._notes = list(notes)
@@ -181,7 +183,8 @@ class Reception:
         return True
 
     def _accept(self, claim: Callable[[], None]) -> None:
-        manifest = self.manifest = self._fitting.check(self.manifest)
+        planned = self._planned = self._fitting.check(self.manifest)
+        self.manifest = planned.manifest
         self._check_named()
         claim()
         if self._over:
@@ -191,12 +194,12 @@ class Reception:
         self._engine.ensure()
         schema = self._schema()
         if schema is not None:
-            fit = self._fitting.judge(manifest, schema)
+            fit = self._fitting.judge(planned.manifest, schema)
             self._tied = fit.tied
             if fit.casts:
                 self._notes.append("casts floating dtypes at commit")
         else:
-            check_whole(manifest)
+            check_whole(planned.manifest)
         self._make_room()
         self._engine.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at
@@ -208,15 +211,15 @@ class Reception:
 
         What it names is only compared with what was worked out here, of what was checked here.
         """
-        named = self.plan.manifest
-        if isinstance(named, str) and named != self._fitting.identity:
+        named, here = self.plan.manifest, self._accepted().identity
+        if isinstance(named, str) and named != here:
             raise ProtocolError(
                 f"the plan of {self.plan.version!r} names the manifest {named!r:.80}; the last one "
-                f"over this connection is {self._fitting.identity!r}; send the plan whole"
+                f"over this connection is {here!r}; send the plan whole"
             )
 
     def _make_room(self) -> None:
-        manifest, outline = self.manifest, self._fitting.outline
+        outline = self._accepted().outline
         note = self._engine.make_room(outline.nbytes)
         if note is not None:
             self._notes.append(note)
@@ -224,11 +227,17 @@ class Reception:
             require_memory(outline.nbytes, f"staging update {self.plan.version!r}")
             self._notes.append(f"stages {outline.nbytes} bytes of its own")
         staging = Staging(
-            manifest, copies=self._engine.copies, on_progress=self._progress, outline=outline
+            self.manifest, copies=self._engine.copies, on_progress=self._progress, outline=outline
         )
         with self._lock:
             if not self._over:
                 self._staging = staging
+
+    def _accepted(self) -> Planned:
+        planned = self._planned
+        if planned is None:
+            raise RoundAbortedError("the round has no plan that was looked at yet")
+        return planned
 
     def _staged(self) -> Staging:
         staging = self._staging
@@ -238,22 +247,27 @@ class Reception:
 
     def _receive(self, data: Data) -> None:
         begun = time.monotonic()
-        self._engine.receive(data.update_info, self._staged().load_weights)
+        self._engine.receive(self._update_info(data), self._staged().load_weights)
         self.seconds["transfer"] = self.seconds.get("transfer", 0.0) + time.monotonic() - begun
         self._send(Received(self.plan.round_id, data.seq))
+
+    def _update_info(self, data: Data) -> dict[str, Any]:
+        if data.pieces is None:
+            return data.update_info
+        return self._accepted().columns.put_back(data.update_info, data.pieces)
 
     def _verify(self, seal: Seal) -> None:
         begun = time.monotonic()
         self._engine.optional("finish_weight_update")
         staging = self._staged()
         digests = staging.verify(seal.digests, self._tied)
-        self.fingerprint = self._fitting.fingerprint(digests)
+        self.fingerprint = self._accepted().fingerprint(digests)
         self.seconds["verify"] = time.monotonic() - begun
         with self._lock:
             if self._over:
                 raise RoundAbortedError("the round was ended during its verification")
             self.verified = True
-        self._send(Verdict(self.plan.round_id, digests, staging.nbytes, self.seconds))
+        self._send(Verdict(self.plan.round_id, self.fingerprint, staging.nbytes, self.seconds))
 
     def _progress(self, nbytes: int) -> None:
         now = time.monotonic()

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.engines.messages import Abort, Data, Init, Plan, Seal
+from wtransfer.engines.messages import Abort, Coming, Data, Init, Plan, Seal
 from wtransfer.engines.report import Report, WorkerReport
 from wtransfer.engines.seating import Seating
 from wtransfer.engines.watch import Watch
@@ -30,7 +30,6 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.host import hooks
-from wtransfer.manifest import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import WeightSource
     from wtransfer.engines.origin import Origin
+    from wtransfer.engines.planned import Planned
     from wtransfer.engines.roster import Roster, Worker
     from wtransfer.engines.rules import Rules
     from wtransfer.engines.sender import Running, Sender
@@ -57,7 +57,7 @@ class Sealed:
 
     version: str
     """Label."""
-    manifest: Manifest
+    planned: Planned
     """Pieces."""
     digests: list[str]
     """In plan order."""
@@ -132,7 +132,7 @@ class Round:
         self._origin = origin
         self._on_packed = on_packed
         self._on_done = on_done
-        self._manifest = sealed.manifest if sealed else Manifest(())
+        self._planned = sealed.planned if sealed else None
         self._clock = Clock()
         self._packed_s: float | None = None
         self._num_sent = 0
@@ -232,7 +232,7 @@ class Round:
     @property
     def nbytes(self) -> int:
         """Bytes of the update; 0 until it is planned."""
-        return self._manifest.nbytes
+        return 0 if self._planned is None else self._planned.outline.nbytes
 
     @property
     def done(self) -> bool:
@@ -273,12 +273,13 @@ class Round:
 
     def deliver(self, update_info: dict[str, Any]) -> None:
         """Have every worker receive once; returns when all have."""
+        update_info, pieces = self._known_plan().columns.taken_out(update_info)
         with self._send_lock:
             # Numbered and queued under one lock: every worker sees the numbers in order.
             self.check()
             number = self._num_sent
             self._num_sent += 1
-            self._broadcast(Data(self.round_id, number, update_info))
+            self._broadcast(Data(self.round_id, number, update_info, pieces))
         self._watch.until(lambda exchange: exchange.num_received > number, "an update's receipt")
 
     def check(self) -> None:
@@ -358,14 +359,20 @@ class Round:
         begun = time.monotonic()
         self.phase = "plan"
         if self.sealed is None:
+            self._broadcast(Coming(self.round_id))
             reading = self._sender.plan(self, self._instead)
             self._supervise(reading, "the source's metadata")
-            self._manifest = reading.result
-        identity = self._sender.source.identity_of(self._manifest)
+            self._planned = reading.result
+        plan = Plan(self.round_id, self.version, self._known_plan().manifest)
         with self._roster.changed:
-            self._seating.plan(Plan(self.round_id, self.version, self._manifest), identity)
+            self._seating.plan(plan, self._known_plan().identity)
         self._watch.until(lambda exchange: exchange.accept is not None, "the plan's acceptance")
         self._clock.lap("plan", begun)
+
+    def _known_plan(self) -> Planned:
+        if self._planned is None:
+            raise RoundAbortedError("the round has no plan yet", round_id=self.round_id)
+        return self._planned
 
     def _transfer(self) -> None:
         begun = time.monotonic()
@@ -395,10 +402,10 @@ class Round:
         self._broadcast(Seal(self.round_id, digests))
         if self.sealed is None:
             # Beside the workers, which work out the same.
-            identity = self._sender.source.fingerprint(digests)
-            self.sealed = Sealed(self.version, self._manifest, digests, identity)
+            planned = self._known_plan()
+            self.sealed = Sealed(self.version, planned, digests, planned.fingerprint(digests))
         self._watch.until(lambda exchange: exchange.verdict is not None, "a verdict")
-        self._check_verdicts(self.sealed.digests)
+        self._check_verdicts(self.sealed.fingerprint)
         self._clock.lap("seal", begun)
 
     def _judge_nonfinite(self) -> None:
@@ -411,14 +418,14 @@ class Round:
             raise NonfiniteError(f"{text}; the policy is 'reject'", piece=name)
         logger.warning("%s: %s", self.version, text)
 
-    def _check_verdicts(self, digests: list[str]) -> None:
-        # A worker compares by itself. That its own digests are looked at here as well means that
-        # no worker is believed on its word.
+    def _check_verdicts(self, fingerprint: str) -> None:
+        # A worker compares by itself. That the identity of what it has, which its own digests
+        # enter, is looked at here as well means that none is believed on its word.
         for exchange in self._seating.exchanges():
             verdict = exchange.verdict
-            if verdict is None or verdict.digests != digests:
+            if verdict is None or verdict.fingerprint != fingerprint:
                 raise DigestMismatchError(
-                    f"the verdict of {exchange.worker.name} has other digests than the seal",
+                    f"the verdict of {exchange.worker.name} is about other bytes than the seal",
                     worker=exchange.worker.name,
                 )
 
@@ -526,12 +533,12 @@ class Round:
         assert self.sealed is not None
         self._clock.seconds["total"] = self._clock.total()
         others = [w for w in self._roster.workers() if w not in self.members]
-        reports = self._seating.reports(self.sealed.digests, dry_run=self.dry_run)
+        reports = self._seating.reports(self.sealed.fingerprint, dry_run=self.dry_run)
         return Report(
             version=self.version,
             fingerprint=self.sealed.fingerprint,
             round_id=self.round_id,
-            nbytes=self._manifest.nbytes,
+            nbytes=self.nbytes,
             workers=(
                 *map(self._explained, reports),
                 *(_bystander(worker, self.sealed) for worker in others),

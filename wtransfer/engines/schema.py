@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wtransfer.engines.outline import Outline
+from wtransfer.engines.planned import Planned
 from wtransfer.errors import ManifestError, SchemaError
-from wtransfer.manifest import WHOLE, Identities, Manifest, Piece
+from wtransfer.manifest import WHOLE, Manifest, Piece
 from wtransfer.transport.tensors import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from wtransfer.engines.interface import TensorSpec
 
@@ -82,41 +82,23 @@ class Fitting:
     def __init__(self, *, cast: bool = False, cast_hint: str = CAST_HINT) -> None:
         self._cast = cast
         self._cast_hint = cast_hint
-        self._given = self._checked = Manifest(())
-        self._identity = self._checked.identity()
-        self._outline = Outline.of_manifest(self._checked)
-        self._identities = Identities(self._checked)
+        self._given = Manifest(())
+        self._planned = Planned(self._given)
         self._fit: Fit | None = None
 
-    def check(self, manifest: Manifest) -> Manifest:
-        """Raise unless a manifest is valid in itself; return it, or one that was and is equal.
+    def check(self, manifest: Manifest) -> Planned:
+        """Raise unless a manifest is valid in itself; return what follows from it.
 
         Raises:
             ManifestError: The first fault found, with the piece named.
         """
         if manifest is self._given:
-            return self._checked
-        if manifest != self._checked:
+            return self._planned
+        if manifest != self._planned.manifest:
             manifest.check()
-            self._outline, self._identities = Outline.of_manifest(manifest), Identities(manifest)
-            self._identity = manifest.identity()
-            self._checked = manifest
+            self._planned = Planned(manifest)
         self._given = manifest
-        return self._checked
-
-    @property
-    def identity(self) -> str:
-        """Identity of the manifest that was checked last, as it is worked out here."""
-        return self._identity
-
-    def fingerprint(self, digests: Sequence[str]) -> str:
-        """Return the identity of a set with these digests of the manifest that was checked last."""
-        return self._identities.fingerprint(digests)
-
-    @property
-    def outline(self) -> Outline:
-        """That of the manifest that was checked last."""
-        return self._outline
+        return self._planned
 
     def judge(self, manifest: Manifest, schema: Mapping[str, TensorSpec]) -> Fit:
         """Return how an update fits a target, from what was found before if both are equal to then.

@@ -130,10 +130,10 @@ class Seating:
             if exchange.receipt is None and not exchange.lost:
                 exchange.worker.state = "pending"
 
-    def reports(self, digests: list[str], *, dry_run: bool) -> list[WorkerReport]:
+    def reports(self, fingerprint: str, *, dry_run: bool) -> list[WorkerReport]:
         """Return what the round came to for every rank, also for those that were dropped."""
         return [
-            _report(exchange, digests, _final_outcome(seat, exchange, dry_run=dry_run))
+            _report(exchange, fingerprint, _final_outcome(seat, exchange, dry_run=dry_run))
             for seat in self._seats
             for exchange in seat.exchanges
         ]
@@ -163,7 +163,7 @@ def _final_outcome(seat: Seat, exchange: Exchange, *, dry_run: bool) -> str:
     return "empty" if outcome == "committed" and exchange.worker.state == "empty" else outcome
 
 
-def _report(exchange: Exchange, digests: list[str], outcome: str) -> WorkerReport:
+def _report(exchange: Exchange, fingerprint: str, outcome: str) -> WorkerReport:
     worker, verdict, receipt = exchange.worker, exchange.verdict, exchange.receipt
     error = exchange.error
     if receipt is not None and receipt.error is not None:
@@ -175,7 +175,7 @@ def _report(exchange: Exchange, digests: list[str], outcome: str) -> WorkerRepor
         outcome=outcome,
         version=worker.version,
         fingerprint=worker.fingerprint,
-        digests_equal=verdict is not None and verdict.digests == digests,
+        digests_equal=verdict is not None and verdict.fingerprint == fingerprint,
         nbytes=verdict.nbytes if verdict else 0,
         seconds={**(verdict.seconds if verdict else {}), **(receipt.seconds if receipt else {})},
         notes=exchange.accept.notes if exchange.accept else [],

@@ -54,8 +54,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     """Names of the tensors."""
     dtype_names: list[str] = field(default_factory=list)
     """Wire dtypes."""
-    shapes: list[list[int] | int] = field(default_factory=list)
-    """Shapes; a bare number stands for one dimension, so that many small tensors need no lists."""
+    shapes: list[list[int]] = field(default_factory=list)
+    """Shapes."""
     offsets: list[int] = field(default_factory=list)
     """First byte of each tensor in the segment."""
     start: int = 0
@@ -69,7 +69,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
     def tensors_in(self, mapping: ByteArray) -> HostTensors:
         """Return the tensors as they lie in the segment."""
-        shapes = [(shape,) if isinstance(shape, int) else tuple(shape) for shape in self.shapes]
+        shapes = list(map(tuple, self.shapes))
         return HostTensors(mapping, self.names, self.dtype_names, shapes, self.offsets)
 
 

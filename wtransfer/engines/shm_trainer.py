@@ -73,7 +73,7 @@ class SegmentLayout(Layout):
         self._names = [meta.name for meta in metadata]
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._dtype_names = [dtype_name(meta.dtype) for meta in metadata]
-        self._shapes = [m.shape[0] if len(m.shape) == 1 else list(m.shape) for m in metadata]
+        self._shapes = [list(meta.shape) for meta in metadata]
 
     def places(self, memory: ByteArray) -> Places:
         """Return the place of each tensor in a segment's memory."""

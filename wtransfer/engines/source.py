@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -71,11 +70,14 @@ class StateDictSource:
         return list(self._metadata)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors; a sharded one is gathered, which every rank must take part in."""
+        """Yield whole tensors, the trainer's own or gathered ones.
+
+        A sharded one is gathered, which every rank must take part in.
+        """
         firsts = self._firsts()
         if are_plain(firsts.values()):
             # Of a dictionary, which says that all of them are there: see `DictItems`.
-            return iter(_all_without_grad(firsts).items())
+            return iter(firsts.items())
         return _gathered(firsts)
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,15 +123,6 @@ def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.
     for name, tensor in tensors.items():
         gather = getattr(tensor, "full_tensor", None)
         yield name, _without_grad(gather() if gather else tensor)
-
-
-def _all_without_grad(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if not any(map(_requires_grad, tensors.values())):
-        return tensors
-    return {name: _without_grad(tensor) for name, tensor in tensors.items()}
-
-
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _without_grad(tensor: torch.Tensor) -> torch.Tensor:

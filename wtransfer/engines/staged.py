@@ -70,6 +70,10 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         base = 0 if self.memory is None else self.memory.ctypes.data
         return map(base.__add__, self.starts[part.first : part.first + len(part.names)])
 
+    def made(self, part: Part) -> Iterator[torch.Tensor]:
+        """Make the tensors of a part of the plan that are places, one after the other."""
+        return self._at(part.first, part.first + len(part.names))
+
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._made:
             return self._made[name]

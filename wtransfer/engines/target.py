@@ -138,9 +138,10 @@ class StateDictTarget:
 
     def _exchange(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Adopt a whole update at once if nothing has to be asked of its tensors one by one."""
-        update = tensors.tensors if isinstance(tensors, NotedTensors) else tensors
+        noted = tensors if isinstance(tensors, NotedTensors) else NotedTensors(tensors)
+        update = noted.tensors
         return isinstance(update, StagedTensors) and self._adopted.exchange(
-            self._tensors(), update, tensors.items()
+            self._tensors(), update, noted.note
         )
 
     def _apply_one(
@@ -233,6 +234,10 @@ class NotedTensors(Mapping[str, torch.Tensor]):
     def items(self) -> ItemsView[str, torch.Tensor]:
         """Return pairs; a pair counts as read when it is handed out."""
         return _NotedItems(self)
+
+    def note(self, name: str) -> None:
+        """Note the tensor that is read now."""
+        self.last_read = name
 
     def note_each(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield pairs, noting each."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+LEAST_NBYTES = 1 << 20
+"""Fewest bytes of a bucket that is not the last, about."""
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes: a cache line, and any dtype's need."""
 
@@ -60,17 +63,18 @@ class Layout:
         return self.stops[-1] if self.stops else 0
 
     def cut(self, nbytes: int) -> Iterator[Bucket]:
-        """Yield buckets of whole tensors, each of `nbytes` or a little more, the last of the rest.
+        """Yield buckets of whole tensors, each of `nbytes` or a little more.
 
-        A tensor that is larger makes a larger bucket.
+        Towards the end each takes half of what is left: what was filled last has to travel and be
+        looked at while nothing else is to be done. A tensor that is larger makes a larger bucket.
         """
         first = 0
-        for number, stop in enumerate(self.stops):
-            if stop - self.starts[first] >= nbytes:
-                yield self._bucket(first, number + 1)
-                first = number + 1
-        if first < len(self.stops):
-            yield self._bucket(first, len(self.stops))
+        while first < len(self.stops):
+            start = self.starts[first]
+            size = min(nbytes, max(LEAST_NBYTES, (self.nbytes - start) // 2))
+            last = bisect.bisect_left(self.stops, start + size, first) + 1
+            yield self._bucket(first, min(last, len(self.stops)))
+            first = last
 
     def _bucket(self, first: int, last: int) -> Bucket:
         return Bucket(first, last, self.starts[first], self.stops[last - 1])
