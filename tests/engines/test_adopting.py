@@ -158,6 +158,49 @@ def test_what_still_fits_has_the_update_whatever_was_done_to_it(model, change):
         assert tensors["new"].tolist() == [5.0] * 4
 
 
+@pytest.mark.parametrize("change", [move, replace, tie, overlap, add, wrap])
+def test_what_was_done_to_it_after_a_look_is_noticed_all_the_same(model, change):
+    tensors, target = model
+    target.schema()
+    change(tensors)
+    target.apply(placed(5))
+    assert contents({name: tensors[name] for name in SHAPES}) == filled(5)
+    tensors["a"].add_(1)
+    assert (tensors["b"] is tensors["a"]) == (change is tie)
+    assert contents({"square": tensors["square"]}) == filled(5, {"square": (3, 3)})
+
+
+@pytest.mark.parametrize("change", [reshape, turn, retype])
+def test_what_was_viewed_otherwise_after_a_look_has_the_form_of_the_update(model, read, change):
+    """The plan was judged by that look, and says which form it has."""
+    tensors, target = model
+    target.schema()
+    change(tensors)
+    target.apply(placed(5))
+    assert contents(tensors) == filled(5)
+    assert read == []
+
+
+def test_a_look_says_nothing_of_the_update_after_the_next(model):
+    tensors, target = model
+    target.schema()
+    target.apply(placed(3))
+    reshape(tensors)
+    with pytest.raises(SchemaError, match="'square' has shape"):
+        target.apply(placed(4))
+
+
+def test_an_update_in_other_forms_than_were_looked_at_is_converted(model):
+    tensors, target = model
+    target.schema()
+    halves = Outline(list(SHAPES), [torch.float16] * len(SHAPES), list(SHAPES.values()))
+    update = StagedTensors(halves)
+    memory = np.full(32 * len(SHAPES), 7, dtype=np.float16).view(np.uint8)
+    assert update.put_places(memory, [64 * number for number in range(len(SHAPES))])
+    target.apply(update)
+    assert contents(tensors) == filled(7)
+
+
 def test_what_does_not_fit_any_more_is_converted_or_refused(model):
     tensors, target = model
     retype(tensors)

@@ -325,6 +325,28 @@ def test_a_plan_before_any_engine_is_refused(rogue, worker_model):
 # -- manifests that are named, and looks that are taken early
 
 
+@pytest.mark.parametrize(
+    ("info", "pieces", "kind"),
+    [
+        ({}, (0, 3), "ProtocolError"),
+        ({}, (-2, 2), "ProtocolError"),
+        ({}, (1, 1), "ProtocolError"),
+        ({"names": ["a", "b"]}, (0, 2), "ProtocolError"),
+    ],
+)
+def test_data_about_pieces_that_there_are_not_is_a_fault(rogue, session, info, pieces, kind):
+    rogue.say(Plan("r1", "v1", MANIFEST))
+    rogue.mail.expect(Accept)
+    rogue.say(Data("r1", 0, info, pieces))
+    assert rogue.mail.expect(Fault).error.kind == kind
+    assert deliver(rogue, "r2", "v2").fingerprint == FINGERPRINT
+
+
+def test_a_round_that_is_coming_and_never_comes_changes_nothing(rogue, session):
+    rogue.say(*(Coming(f"r{number}") for number in range(50)), Abort("r49", "no plan"))
+    assert deliver(rogue, "r50", "v1").fingerprint == FINGERPRINT
+
+
 OTHER = Manifest((Piece("a", "float32", (4,)), Piece("b", "float32", (4,))))
 
 

@@ -86,7 +86,22 @@ def test_a_module_sends_tied_weights_once_and_buffers_too():
     expected = {name: t for name, t in module.state_dict().items() if name != "2.weight"}
     assert contents(sent) == contents(expected)
     assert "1.num_batches_tracked" in sent
-    assert not any(tensor.requires_grad for tensor in sent.values())
+
+
+def test_what_engines_get_has_no_gradient_and_copies_leave_none():
+    module = nn.Linear(3, 3)
+    source = DigestingSource(ModuleSource(module))
+    source.plan()
+    assert not any(tensor.requires_grad for _, tensor in source.iter_full())
+    memory = {}
+
+    def allocate(meta):
+        memory[meta.name] = torch.empty(meta.nbytes, dtype=torch.uint8)
+        return memory[meta.name]
+
+    assert [meta.name for meta, _ in source.iter_into(allocate)] == ["weight", "bias"]
+    assert not any(each.requires_grad for each in memory.values())
+    assert memory["weight"].view(torch.float32).tolist() == module.weight.flatten().tolist()
 
 
 def test_what_is_no_source_is_refused():

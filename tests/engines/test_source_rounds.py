@@ -45,10 +45,10 @@ def expected_bytes(tensors):
 def test_metadata_and_manifest_are_kept_while_they_are_right():
     tensors = {"a": torch.zeros(2), "b": torch.ones(3)}
     source = DigestingSource(StateDictSource(tensors))
-    manifest, metadata = source.plan(), source.metadata
+    planned, metadata = source.plan(), source.metadata
     tensors["a"] = torch.full((2,), 7.0)
     tensors["b"].data = torch.full((3,), 8.0)
-    assert source.plan() is manifest
+    assert source.plan() is planned
     assert source.metadata is metadata
     assert packed(source) == expected_bytes(tensors)
 
@@ -102,7 +102,7 @@ def test_whatever_became_of_the_tensors_is_sent_in_the_next_round(change):
         source.plan()
         packed(source)
     change(tensors)
-    manifest = source.plan()
+    manifest = source.plan().manifest
     sent = packed(source)
     named = {name: tensors[name] for name in sent}
     assert sent == expected_bytes(named)
@@ -127,10 +127,10 @@ def test_metadata_of_a_class_of_ones_own_is_read_anew():
         metadata = (meta,)
 
     source = DigestingSource(Own({}, tensors.items))
-    assert source.plan().pieces[0].shape == (2,)
+    assert source.plan().manifest.pieces[0].shape == (2,)
     tensors["a"] = torch.ones(4)
     meta.shape = (4,)
-    assert source.plan().pieces[0].shape == (4,)
+    assert source.plan().manifest.pieces[0].shape == (4,)
     assert packed(source) == expected_bytes(tensors)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.transport.buckets import ALIGNMENT, Bucket, Layout, slices
+from wtransfer.transport.buckets import ALIGNMENT, LEAST_NBYTES, Bucket, Layout, slices
 
 sizes_of_tensors = st.lists(st.integers(0, 1000), max_size=40)
 bucket_sizes = st.integers(1, 2000)
@@ -44,6 +44,27 @@ def test_buckets_are_full_with_their_last_tensor_and_not_before(sizes, nbytes):
     for bucket in full:
         if bucket.last - bucket.first > 1:
             assert layout.stops[bucket.last - 2] - bucket.start < nbytes
+
+
+MIB = 1 << 20
+
+
+@given(st.lists(st.integers(0, 3 * MIB), max_size=60), st.integers(1, 8 * MIB))
+def test_what_is_filled_last_is_small(sizes, nbytes):
+    layout = Layout(sizes)
+    for bucket in layout.cut(nbytes):
+        left = layout.nbytes - bucket.start
+        size = min(nbytes, max(LEAST_NBYTES, left // 2))
+        if bucket.last < len(sizes):
+            assert bucket.nbytes >= size
+        if bucket.last - bucket.first > 1:
+            assert layout.stops[bucket.last - 2] - bucket.start < size
+
+
+def test_buckets_taper_off():
+    layout = Layout([64 << 10] * (80 * 16))
+    found = [bucket.nbytes // MIB for bucket in layout.cut(16 * MIB)]
+    assert found == [16, 16, 16, 16, 8, 4, 2, 1, 1]
 
 
 @given(st.integers(0, 5000), bucket_sizes)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.incoming import Landing
     from wtransfer.engines.interface import LoadWeights
+    from wtransfer.transport.buckets import Layout
     from wtransfer.transport.communicator import Communicator
 
 JOIN_TIMEOUT_S = 30.0
@@ -105,7 +106,7 @@ class CollectiveWeightTransferEngine(
     """
 
     update_info_cls = CollectiveUpdateInfo
-    tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
+    tensors_valid_until: Literal["return", "round"] = "round"
     allocates: ClassVar[bool] = True
     multi_host: ClassVar[bool] = True
     needs_generation: ClassVar[bool] = True
@@ -126,17 +127,17 @@ class CollectiveWeightTransferEngine(
             StallError: Ranks are missing.
         """
 
-    def landing(self, nbytes: int, note_progress: Callable[[], object]) -> Landing:
+    def landing(self, layout: Layout, note_progress: Callable[[], object]) -> Landing:
         """Return the memory that one update is received into; host memory, used again and again.
 
         Args:
-            nbytes: Bytes of its stream.
+            layout: Its stream.
             note_progress: To be called again and again while memory is taken; may raise.
 
         Raises:
             StagingMemoryError: There is not that much.
         """
-        return HostLanding(self._memory.take(nbytes, note_progress))
+        return HostLanding(self._memory.take(layout.nbytes, note_progress))
 
     def init_transfer_engine(self, init_info: TInfo) -> None:
         """Meet the other ranks and form the group.
@@ -175,7 +176,7 @@ class CollectiveWeightTransferEngine(
         def note_progress() -> None:
             load_weights(())
 
-        landing = self.landing(layout.nbytes, note_progress)
+        landing = self.landing(layout, note_progress)
         for bucket in receive(layout, landing, communicator, self._bucket_nbytes, note_progress):
             load_weights(incoming.landed(bucket, landing))
 

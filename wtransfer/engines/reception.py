@@ -194,7 +194,7 @@ class Reception:
         self._engine.ensure()
         schema = self._schema()
         if schema is not None:
-            fit = self._fitting.judge(planned.manifest, schema)
+            fit = self._fitting.judge(planned, schema)
             self._tied = fit.tied
             if fit.casts:
                 self._notes.append("casts floating dtypes at commit")

@@ -100,7 +100,7 @@ class Fitting:
         self._given = manifest
         return self._planned
 
-    def judge(self, manifest: Manifest, schema: Mapping[str, TensorSpec]) -> Fit:
+    def judge(self, planned: Planned, schema: Mapping[str, TensorSpec]) -> Fit:
         """Return how an update fits a target, from what was found before if both are equal to then.
 
         Raises:
@@ -108,12 +108,12 @@ class Fitting:
             ManifestError: As `check_fit`.
         """
         fit = self._fit
-        if fit is None or fit.manifest is not manifest or fit.schema != schema:
-            casts = check_fit(manifest, schema, cast=self._cast, cast_hint=self._cast_hint)
+        if fit is None or fit.planned is not planned or fit.schema != schema:
+            casts = check_fit(planned.manifest, schema, cast=self._cast, cast_hint=self._cast_hint)
             tied = any(spec.aliases for spec in schema.values())
             names = canonical_names(schema) if tied else {}
             # A copy: what a target hands out may be its own, and change.
-            fit = self._fit = Fit(manifest, dict(schema), names, casts)
+            fit = self._fit = Fit(planned, dict(schema), names, casts)
         return fit
 
 
@@ -121,7 +121,7 @@ class Fitting:
 class Fit:
     """An update that fits a target."""
 
-    manifest: Manifest
+    planned: Planned
     """The update."""
     schema: Mapping[str, TensorSpec]
     """The target, as it was."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -138,7 +139,8 @@ def as_source(model: nn.Module | Mapping[str, torch.Tensor] | WeightSource) -> W
         return ModuleSource(model)
     if isinstance(model, AnyMapping):
         return StateDictSource(model)
-    if hasattr(model, "iter_full") and hasattr(model, "metadata"):
+    # By its name only: reading `metadata` may be a look at everything that there is.
+    if hasattr(model, "iter_full") and inspect.getattr_static(model, "metadata", None) is not None:
         return model
     raise TypeError(
         f"cannot publish a {type(model).__name__}: expected a torch module, a mapping of names to "

@@ -29,6 +29,18 @@ class TestPinnedInSmallBuckets(EngineConformance):
     }
 
 
+@pytest.mark.slow
+class TestUnstagedInSmallBuckets(EngineConformance):
+    """What the engine hands out is gone with the next bucket: the session has its own by then."""
+
+    engine = "nccl"
+    options: ClassVar = {
+        "communicator": "gloo",
+        "atomic": "none",
+        "packed_buffer_size_bytes": SMALL,
+    }
+
+
 class Groups:
     """Groups in this process, by the names of their meetings."""
 
@@ -74,4 +86,16 @@ class TestPinnedWhereNCCLWouldHang(EngineConformance):
         "communicator": "gloo",
         "packed_buffer_size_bytes": SMALL,
         "atomic": "pinned",
+    }
+
+
+@pytest.mark.slow
+class TestUnstagedWhereNCCLWouldHang(EngineConformance):
+    """No bucket's memory goes while it is received into."""
+
+    engine_cls = LoudEngine
+    options: ClassVar = {
+        "communicator": "gloo",
+        "packed_buffer_size_bytes": SMALL,
+        "atomic": "none",
     }

@@ -45,7 +45,7 @@ def worker_device(monkeypatch):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("atomic", ["device", "pinned"])
+@pytest.mark.parametrize("atomic", ["device", "pinned", "none"])
 def test_weights_go_from_card_to_card(worker_device, atomic):
     source = {
         "big": torch.zeros(1 << 20, device="cuda:0"),

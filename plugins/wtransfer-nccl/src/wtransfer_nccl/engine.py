@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.collective import CollectiveUpdateInfo
     from wtransfer.engines.incoming import Landing
     from wtransfer.engines.interface import LoadWeights
+    from wtransfer.transport.buckets import Layout
     from wtransfer.transport.communicator import Communicator
 
     from wtransfer_nccl.devices import Lane
@@ -66,6 +67,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         init_info.check_joinable()
         self._lane = worker_lane(init_info.communicator, self.parallel_config.rank)
         self._info = init_info
+        self.tensors_valid_until = "return" if init_info.atomic == "none" else "round"
         with self._lane.entered():
             super().init_transfer_engine(init_info)
 
@@ -93,17 +95,21 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
             require_memory(nbytes, what)
             return f"stages {nbytes} bytes in pinned host memory (atomic=pinned)"
         lane.require_room(nbytes, what)
+        if info.atomic == "none":
+            return f"stages nothing in the engine, {nbytes} bytes beside it (atomic=none)"
         return f"stages {nbytes} bytes on {lane.device} (atomic=device)"
 
-    def landing(self, nbytes: int, note_progress: Callable[[], object]) -> Landing:
+    def landing(self, layout: Layout, note_progress: Callable[[], object]) -> Landing:
         """Return the memory that one update is received into."""
-        from wtransfer_nccl.memory import DeviceLanding, PinnedLanding
+        from wtransfer_nccl.memory import BucketLanding, DeviceLanding, PinnedLanding
 
         note_progress()
         lane, info = self._entered_lane(), self._joined()
+        if info.atomic == "none":
+            return BucketLanding(layout, info.packed_buffer_size_bytes, lane)
         if info.atomic == "pinned":
-            return PinnedLanding(nbytes, info.packed_buffer_size_bytes, lane)
-        return DeviceLanding(nbytes, lane)
+            return PinnedLanding(layout.nbytes, info.packed_buffer_size_bytes, lane)
+        return DeviceLanding(layout.nbytes, lane)
 
     def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive the whole update on the own stream, and hand out views bucket by bucket.

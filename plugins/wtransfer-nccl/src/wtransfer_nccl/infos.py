@@ -17,8 +17,8 @@ from wtransfer.errors import GroupError
 
 COMMUNICATORS = ("nccl", "gloo")
 """What a group may consist of."""
-STAGING = ("device", "pinned")
-"""Where a worker may stage."""
+STAGING = ("device", "pinned", "none")
+"""Where a worker's engine may stage, if it does."""
 UNIQUE_ID_NBYTES = 128
 """Bytes of NCCL's unique id."""
 BUCKET_NBYTES = 64 << 20
@@ -55,7 +55,8 @@ class NCCLWeightTransferInitInfo(CollectiveInitInfo):
     communicator: str = "nccl"
     """``nccl``, or ``gloo`` for ranks without a GPU."""
     atomic: str = "device"
-    """Where this worker stages: ``device`` or ``pinned``."""
+    """Where this worker's engine stages: ``device``, ``pinned``, or ``none``: it hands out what is
+    in its buckets, and who takes it stages."""
 
     def __post_init__(self) -> None:
         check_rendezvous(self.master_address, self.master_port, self.nccl_unique_id_b64)
@@ -118,7 +119,7 @@ class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):
     device: str = "cuda"
     """This trainer's device; without a number the one of ``LOCAL_RANK``, else the first."""
     atomic: str = "device"
-    """Where workers stage an update before it is committed: ``device``, or ``pinned`` memory."""
+    """Where workers' engines stage an update: ``device``, ``pinned`` memory, or ``none``."""
 
     def __post_init__(self) -> None:
         self._take_address()
@@ -187,12 +188,6 @@ def check_choices(communicator: str, atomic: str, *, packed: bool) -> None:
     """
     if communicator not in COMMUNICATORS:
         raise ValueError(f"communicator is {communicator!r}, expected one of {COMMUNICATORS}")
-    if atomic == "none":
-        raise ValueError(
-            "atomic='none' is refused: tensors would reach the model before all of them are "
-            "verified, and a failed round would leave it half updated; a worker session stages "
-            f"every update, choose where: {STAGING}"
-        )
     if atomic not in STAGING:
         raise ValueError(f"atomic is {atomic!r}, expected one of {STAGING}")
     # The CLI hands over strings.

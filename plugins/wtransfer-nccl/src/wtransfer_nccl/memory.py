@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import ParamMeta
     from wtransfer.manifest import Piece
+    from wtransfer.transport.buckets import Layout
     from wtransfer.transport.communicator import Communicator
 
     from wtransfer_nccl.devices import Lane
@@ -93,6 +95,53 @@ class DeviceLanding:
     def view(self, start: int, piece: Piece) -> torch.Tensor:
         """Return a tensor that keeps the whole memory alive."""
         return _typed(self._memory, start, piece)
+
+
+class BucketLanding:
+    """Memory of a device for the buckets that are under way, and no more.
+
+    A tensor keeps its bytes until the next bucket is there.
+
+    Args:
+        layout: The stream.
+        nbytes: Bytes of a bucket, about; the same as the root's.
+        lane: The device.
+    """
+
+    def __init__(self, layout: Layout, nbytes: int, lane: Lane) -> None:
+        self._buckets = list(layout.cut(nbytes))
+        self._starts = [bucket.start for bucket in self._buckets]
+        self._lane = lane
+        self._memory: dict[int, torch.Tensor] = {}
+        lane.settle()
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return where these bytes of their bucket are to be received.
+
+        Raises:
+            StagingMemoryError: There is no room for the bucket.
+        """
+        number = self._number(start)
+        bucket = self._buckets[number]
+        if number not in self._memory:
+            self._memory[number] = allocated(bucket.nbytes, device=self._lane.device)
+        return self._memory[number][start - bucket.start : stop - bucket.start]
+
+    def arrived(self, start: int, stop: int) -> None:  # noqa: ARG002  # the first byte tells enough
+        """Let go of the buckets before, which have been taken over."""
+        number = self._number(start)
+        for before in [each for each in self._memory if each < number]:
+            del self._memory[before]
+
+    def view(self, start: int, piece: Piece) -> torch.Tensor:
+        """Return a tensor of the bucket that has arrived last."""
+        if not piece.nbytes:
+            return _typed(allocated(0, device=self._lane.device), 0, piece)
+        number = self._number(start)
+        return _typed(self._memory[number], start - self._starts[number], piece)
+
+    def _number(self, start: int) -> int:
+        return bisect.bisect_right(self._starts, start) - 1
 
 
 class PinnedLanding:
