@@ -257,6 +257,26 @@ def test_where_it_broke_is_known_and_the_way_back_is_whole(model):
     assert contents(tensors) == filled(2)
 
 
+class BreaksAtTheEnd(StagedTensors):
+    """Breaks when the last tensor has been applied."""
+
+    def made(self, part):
+        yield from super().made(part)
+        raise KeyboardInterrupt
+
+
+def test_what_broke_after_the_last_tensor_is_heard_of_as_what_it_is(model):
+    tensors, target = model
+    breaking = BreaksAtTheEnd(OUTLINE)
+    breaking.put_places(placed(3).memory, [64 * number for number in range(len(SHAPES))])
+    noted = NotedTensors(breaking)
+    with pytest.raises(KeyboardInterrupt):
+        target.apply(noted)
+    assert noted.last_read == "row"
+    target.apply(placed(4))
+    assert contents(tensors) == filled(4)
+
+
 def test_of_an_update_that_broke_is_known_what_was_adopted():
     names = [f"t{number}" for number in range(PART + 2)]
     outline = Outline(names, [torch.float32] * len(names), [(4,)] * len(names))

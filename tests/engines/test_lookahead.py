@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,15 @@ def test_what_happened_to_the_model_since_makes_it_look_again(ahead, ledger, tar
     happen(ledger)
     assert ahead.schema("r1") == SCHEMA
     assert target.looks == 2
+
+
+def test_a_look_for_a_plan_that_never_comes_keeps_no_weights(ahead, ledger):
+    ledger.held = Held("v0", "f" * 32, tensors={"w": torch.zeros(2)})
+    ahead.look("r1")
+    gone = weakref.ref(ledger.held.tensors["w"])
+    ledger.held = Held("v1", "e" * 32)
+    gc.collect()
+    assert gone() is None
 
 
 def test_nobody_looks_while_a_set_waits_to_be_applied(ahead, ledger, target):

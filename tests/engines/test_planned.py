@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.engines.planned import Columns, Planned
+from wtransfer.engines.planned import Planned
 from wtransfer.errors import ProtocolError
 from wtransfer.manifest import Manifest, Piece, fingerprint
 
@@ -19,7 +19,7 @@ PIECES = (
     Piece("empty", "float32", (0, 3)),
 )
 MANIFEST = Manifest(PIECES)
-COLUMNS = Columns(MANIFEST)
+COLUMNS = Planned(MANIFEST).columns
 
 
 def info(first=0, stop=4, **instead):

@@ -209,6 +209,6 @@ def _lie(tensors: list[torch.Tensor], part: Part, known: list[int]) -> bool:
 
 
 def _num_moved(tensors: list[torch.Tensor], addresses: list[int]) -> int:
-    """Return how many of the first ones lie at these addresses; not all do."""
-    pairs = zip(tensors, addresses, strict=True)
+    """Return how many of the first ones lie at these addresses, not counting the last of all."""
+    pairs = zip(tensors[:-1], addresses, strict=False)
     return len(list(itertools.takewhile(lambda pair: pair[0].data_ptr() == pair[1], pairs)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 class _Seen(NamedTuple):
     round_id: str
-    held: Held
+    # Not the entry itself: it has the tensors, and a round may end before its plan comes.
+    held: weakref.ref[Held]
     schema: Mapping[str, TensorSpec] | None
 
 
@@ -43,7 +45,7 @@ class LookAhead:
             # The model may be changing this moment.
             return
         try:
-            self._seen = _Seen(round_id, held, self._read())
+            self._seen = _Seen(round_id, weakref.ref(held), self._read())
         except Exception as error:
             # It is raised when the plan is judged, to whom it concerns.
             logger.debug("the model cannot be updated as it is: %s", error)
@@ -56,6 +58,6 @@ class LookAhead:
         """
         seen, self._seen = self._seen, None
         # Whatever was applied since then has left another entry.
-        if seen is not None and seen.round_id == round_id and seen.held is self._ledger.held:
+        if seen is not None and seen.round_id == round_id and seen.held() is self._ledger.held:
             return seen.schema
         return self._read()

@@ -41,7 +41,7 @@ class Planned:
     @cached_property
     def columns(self) -> Columns:
         """Its pieces as update infos name them."""
-        return Columns(self.manifest)
+        return Columns(self.manifest, self.outline)
 
 
 class Columns:
@@ -52,17 +52,17 @@ class Columns:
 
     Args:
         manifest: The pieces.
+        outline: The same.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
-        pieces = manifest.pieces
+    def __init__(self, manifest: Manifest, outline: Outline) -> None:
         self._columns: dict[str, list[Any]] = {
-            "names": [piece.name for piece in pieces],
-            "dtype_names": [piece.dtype for piece in pieces],
+            "names": outline.names,
+            "dtype_names": [piece.dtype for piece in manifest.pieces],
             # Lists, as they would come out of a message.
-            "shapes": [list(piece.shape) for piece in pieces],
+            "shapes": list(map(list, outline.shapes)),
         }
-        self._numbers = {piece.name: number for number, piece in enumerate(pieces)}
+        self._numbers = outline.numbers
 
     def taken_out(self, info: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int] | None]:
         """Return an update info without what the plan says, and the pieces that it was about.
