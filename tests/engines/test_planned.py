@@ -52,6 +52,10 @@ def test_columns_that_the_plan_has_are_taken_out_and_come_back(data):
         {"names": []},
         {"names": None},
         {"names": "a"},
+        {"names": {"a": 1}},
+        {"names": {"b", "a"}},
+        {"names": 3},
+        {"names": True},
         {"names": [1, 2]},
         {"names": [["a"]]},
         {"names": ["a", "b", "scalar", "other"]},
@@ -89,6 +93,7 @@ def test_an_info_may_not_say_what_the_plan_says():
 def test_who_changes_what_was_put_back_changes_no_later_one():
     first = COLUMNS.put_back({}, (0, 2))
     first["names"].clear()
+    first["shapes"][0].append(9)
     first["shapes"].append([1])
     assert COLUMNS.put_back({}, (0, 2)) == {
         key: value for key, value in info(0, 2).items() if key not in ("segment", "offsets")

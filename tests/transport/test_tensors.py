@@ -13,7 +13,7 @@ from wtransfer.transport.tensors import (
     are_plain,
     byte_view,
     dtype_name,
-    flat_addresses,
+    flat_memory,
     have_forms,
     host_forms,
     own_memory,
@@ -169,16 +169,28 @@ def forms(tensors):
 
 
 def test_where_many_tensors_lie_is_what_each_says():
-    assert flat_addresses(GOOD, forms(GOOD), sizes(GOOD)) == [each.data_ptr() for each in GOOD]
-    assert flat_addresses([], [], []) == []
+    found = flat_memory(GOOD, forms(GOOD), sizes(GOOD))
+    assert found.addresses == [each.data_ptr() for each in GOOD]
+    assert flat_memory([], [], []) == ([], [])
+
+
+def test_memory_that_is_flat_stays_whatever_is_done_to_its_tensor():
+    tensor = torch.arange(1 << 20)
+    before = tensor.data_ptr()
+    found = flat_memory([tensor], forms([tensor]), sizes([tensor]))
+    tensor.data = torch.zeros(1 << 20, dtype=torch.int64)
+    again = torch.empty(0, dtype=torch.int64).set_(found.storages[0])
+    assert found.addresses == [before]
+    assert again.data_ptr() == before
+    assert again.equal(torch.arange(1 << 20))
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_one_odd_tensor_among_many_is_not_overlooked(kind):
     odd = ODD[kind]()
     tensors, nbytes = [*GOOD, odd], [*sizes(GOOD), 16]
-    assert flat_addresses(tensors, forms(tensors), nbytes) is None
-    assert flat_addresses(tensors[::-1], forms(tensors)[::-1], nbytes[::-1]) is None
+    assert flat_memory(tensors, forms(tensors), nbytes) is None
+    assert flat_memory(tensors[::-1], forms(tensors)[::-1], nbytes[::-1]) is None
 
 
 @pytest.mark.parametrize(
@@ -187,13 +199,13 @@ def test_one_odd_tensor_among_many_is_not_overlooked(kind):
 def test_one_tensor_in_another_form_is_not_overlooked(form):
     tensors, expected = [*GOOD, torch.zeros(4)], [*forms(GOOD), *host_forms([form[0]], [form[1]])]
     assert not have_forms(tensors, expected)
-    assert flat_addresses(tensors, expected, [*sizes(GOOD), 16]) is None
+    assert flat_memory(tensors, expected, [*sizes(GOOD), 16]) is None
     assert have_forms(tensors, forms(tensors))
 
 
 def test_a_part_of_a_buffer_is_looked_at_by_itself():
     part = torch.zeros(8)[4:]
-    assert flat_addresses([part], forms([part]), [16]) is None
+    assert flat_memory([part], forms([part]), [16]) is None
 
 
 def test_kinds_of_tensors_are_told_apart():

@@ -71,10 +71,11 @@ class Adopted:
     def __init__(self) -> None:
         # Replaced in one step: the schema may be asked for while the model's thread is at work.
         self._spots = Spots([], [], {})
-        self._look = Look(self._spots, [], [])
+        self._look: Look | None = None
 
     def enter(self, name: str, address: int) -> None:
         """Enter where the tensor of this name was pointed to."""
+        self._look = None
         self._one_by_one()[name] = address
 
     def is_at(self, name: str, address: int) -> bool:
@@ -96,8 +97,8 @@ class Adopted:
         found = known is not None and all(
             _unmoved(tensors, part, known) for tensors, part in _in_parts(own, outline)
         )
-        if found:
-            self._look = Look(spots, outline.forms, list(map(id, _in_order(own, outline))))
+        ids = list(map(id, _in_order(own, outline))) if found else []
+        self._look = Look(spots, outline.forms, ids) if found else None
         return found
 
     def exchange(
@@ -126,8 +127,10 @@ class Adopted:
         known = self._known(own, outline) if update.all_apart else None
         if known is None:
             return False
-        # What was asked of each when the plan was judged, a moment ago, is not asked again.
-        look = self._look if self._look.is_of(spots, outline.forms) else None
+        # What was asked of each when the plan was judged is not asked again, for this update.
+        look, self._look = self._look, None
+        if look is not None and not look.is_of(spots, outline.forms):
+            look = None
         done: list[int] = []
         try:
             for tensors, part in _in_parts(own, outline):

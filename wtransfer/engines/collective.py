@@ -106,7 +106,7 @@ class CollectiveWeightTransferEngine(
     """
 
     update_info_cls = CollectiveUpdateInfo
-    tensors_valid_until: Literal["return", "round"] = "round"
+    tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
     allocates: ClassVar[bool] = True
     multi_host: ClassVar[bool] = True
     needs_generation: ClassVar[bool] = True

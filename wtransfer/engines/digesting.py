@@ -21,7 +21,7 @@ from wtransfer.transport.packing import RUN_NBYTES, Run, pack
 from wtransfer.transport.tensors import (
     PLAIN_TYPES,
     dtype_name,
-    flat_addresses,
+    flat_memory,
     lacks_memory,
 )
 
@@ -238,10 +238,10 @@ class DigestingSource:
         said = self._planned.outline.part(first, stop)
         if stops[-1] - starts[0] > RUN_NBYTES or names != said.names:
             return False
-        addresses = flat_addresses(tensors, said.forms, said.sizes)
-        if addresses is None:
+        flat = flat_memory(tensors, said.forms, said.sizes)
+        if flat is None:
             return False
-        self._note_all(said, *pack(places.memory, starts, stops, addresses, said.dtypes))
+        self._note_all(said, *pack(places.memory, starts, stops, flat.addresses, said.dtypes))
         return True
 
     def _packed_one_by_one(self, places: Places, pairs: Pairs) -> Iterator[int]:

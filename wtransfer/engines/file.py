@@ -106,7 +106,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
     trainer_cls = "wtransfer.engines.file_trainer:FileTrainerEngine"
-    tensors_valid_until: Literal["return", "round"] = "round"
+    tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
     allocates: ClassVar[bool] = True
     multi_host: ClassVar[bool] = True
 

@@ -282,10 +282,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     """Dataclass of the update info."""
     trainer_cls: ClassVar[type | str | None] = None
     """The trainer's twin: a class, or ``"package.module:Class"``."""
-    tensors_valid_until: Literal["return", "round"] = "return"
+    tensors_valid_until: ClassVar[Literal["return", "round"]] = "return"
     """How long tensors given to ``load_weights`` keep their bytes: until it returns (the session
-    copies them), or until the worker lets go of them (the session may keep views). An instance that
-    is initialised may have another answer than its class."""
+    copies them), or until the worker lets go of them (the session may keep views). It is
+    asked of the instance, once that is initialised."""
     allocates: ClassVar[bool] = False
     """Whether tensors that stay valid for the round lie in memory that the engine takes for them:
     there must then be room for the update before its plan is accepted."""

@@ -113,6 +113,8 @@ class Ledger:
         """What the model's thread has to do."""
         self.closed = False
         """Whether the session is closed."""
+        self.num_changes = 0
+        """How often the model's thread has begun or ended to change the model, or has lost it."""
         self._claim: Claim | None = None
         self._applying: Pending | None = None
         self._dropped_because = ORPHANED
@@ -159,6 +161,11 @@ class Ledger:
     def busy(self) -> bool:
         """Whether a round is active, or a set waits to be applied."""
         return self._claim is not None or self.pending is not None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is being applied, nor waits to be, nor is staged."""
+        return not self.busy and self._applying is None
 
     # -- entered by links
 
@@ -240,6 +247,7 @@ class Ledger:
         with self.changed:
             self._applying = self.pending
             self._dropped_because = ORPHANED
+            self.num_changes += self.pending is not None
             return self.pending
 
     def committed(self, pending: Pending, previous: Held, *, keep: bool) -> None:
@@ -251,6 +259,7 @@ class Ledger:
             keep: Whether the set may be needed again, should the next one fail.
         """
         with self.changed:
+            self.num_changes += 1
             keep = keep and not self.closed
             self.held = pending.held if keep else pending.held.without_tensors()
             self._previous = None if self.closed else previous
@@ -264,6 +273,7 @@ class Ledger:
     def put_back(self, previous: Held, *, restored: bool) -> None:
         """Enter that the model has its previous set again, or, if that failed, nothing."""
         with self.changed:
+            self.num_changes += 1
             self.held = previous if restored else previous.lost()
             if self.closed:
                 self.held = self.held.without_tensors()
@@ -280,6 +290,7 @@ class Ledger:
         What waits to be applied stays: it is whole, and does not rest on what was lost.
         """
         with self.changed:
+            self.num_changes += 1
             self.held = self.held.lost()
             self._empty = True
 

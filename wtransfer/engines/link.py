@@ -74,6 +74,7 @@ class Link:
         self._reception: Reception | None = None
         self._manifest: Manifest | None = None
         self._ahead = LookAhead(session.ledger, session.schema)
+        self._coming: str | None = None
         self._fitting = Fitting(cast=session.cast, cast_hint=session.cast_hint)
         self._making = threading.Event()
         self._making.set()
@@ -111,6 +112,7 @@ class Link:
     def close(self) -> None:
         """Leave the publisher; a round that is not committed ends."""
         self._dialer.close()
+        self._coming = None
         self._end_reception("the worker closed its session")
         self._engine.shutdown()
 
@@ -124,7 +126,7 @@ class Link:
 
     def _on_close(self, connection: Connection, error: Exception | None) -> None:
         if connection is self._connection:
-            self._connection = None
+            self._connection = self._coming = None
             self._end_reception(f"the publisher was lost: {error}")
             self._engine.submit(self._engine.end_group)
             if self._committing is not None and self._session.num_ranks > 1:
@@ -159,7 +161,13 @@ class Link:
             self._send_to(asked_by, Ready(init.generation))
 
     def _on_coming(self, coming: Coming) -> None:
-        self._engine.submit(lambda: self._ahead.look(coming.round_id))
+        self._coming = coming.round_id
+        self._engine.submit(lambda: self._look_ahead(coming.round_id))
+
+    def _look_ahead(self, round_id: str) -> None:
+        # Only for the round that is to come now: a look takes its time.
+        if self._coming == round_id:
+            self._ahead.look(round_id)
 
     def _on_plan(self, plan: Plan) -> None:
         # The publisher knows which of its rounds is alive: a new plan ends an older one.
@@ -208,6 +216,8 @@ class Link:
         self._ledger.offer(Pending(self, plan.round_id, held, reception.seconds))
 
     def _on_abort(self, abort: Abort) -> None:
+        if self._coming == abort.round_id:
+            self._coming = None
         if self._current(abort.round_id) is not None:
             self._end_reception(abort.reason)
         elif self._reception is not None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from wtransfer.engines.interface import TensorSpec
-    from wtransfer.engines.ledger import Held, Ledger
+    from wtransfer.engines.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
 
 class _Seen(NamedTuple):
     round_id: str
-    # Not the entry itself: it has the tensors, and a round may end before its plan comes.
-    held: weakref.ref[Held]
+    num_changes: int
     schema: Mapping[str, TensorSpec] | None
 
 
@@ -40,15 +38,19 @@ class LookAhead:
 
     def look(self, round_id: str) -> None:
         """Read the schema for a round whose plan will come."""
-        self._seen, held = None, self._ledger.held
-        if self._ledger.busy:
+        ledger, self._seen = self._ledger, None
+        num_changes = ledger.num_changes
+        if not ledger.at_rest:
             # The model may be changing this moment.
             return
         try:
-            self._seen = _Seen(round_id, weakref.ref(held), self._read())
+            seen = _Seen(round_id, num_changes, self._read())
         except Exception as error:
             # It is raised when the plan is judged, to whom it concerns.
             logger.debug("the model cannot be updated as it is: %s", error)
+            return
+        # It may have begun to change while it was read; `schema` asks once more.
+        self._seen = seen if ledger.at_rest else None
 
     def schema(self, round_id: str) -> Mapping[str, TensorSpec] | None:
         """Return the schema for a round, whose claim is entered: as it was seen, or read now.
@@ -57,7 +59,7 @@ class LookAhead:
             SchemaError: Nothing can be written to the model.
         """
         seen, self._seen = self._seen, None
-        # Whatever was applied since then has left another entry.
-        if seen is not None and seen.round_id == round_id and seen.held() is self._ledger.held:
+        now = self._ledger.num_changes
+        if seen is not None and seen.round_id == round_id and seen.num_changes == now:
             return seen.schema
         return self._read()

@@ -56,13 +56,8 @@ class Columns:
     """
 
     def __init__(self, manifest: Manifest, outline: Outline) -> None:
-        self._columns: dict[str, list[Any]] = {
-            "names": outline.names,
-            "dtype_names": [piece.dtype for piece in manifest.pieces],
-            # Lists, as they would come out of a message.
-            "shapes": list(map(list, outline.shapes)),
-        }
-        self._numbers = outline.numbers
+        self._outline = outline
+        self._dtype_names = [piece.dtype for piece in manifest.pieces]
 
     def taken_out(self, info: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int] | None]:
         """Return an update info without what the plan says, and the pieces that it was about.
@@ -74,11 +69,14 @@ class Columns:
             The info itself and None where it has other columns, or other pieces.
         """
         names = info.get("names")
-        first = self._numbers.get(names[0]) if names and isinstance(names[0], str) else None
-        if not isinstance(names, list) or first is None:
+        # An engine's own data: under these names there may be anything.
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            return info, None
+        first = self._outline.numbers.get(names[0])
+        if first is None:
             return info, None
         pieces = first, first + len(names)
-        said = self._of(pieces)
+        said = self._of(pieces, self._shapes)
         if any(info.get(column) != of_plan for column, of_plan in said.items()):
             return info, None
         return {key: value for key, value in info.items() if key not in said}, pieces
@@ -90,14 +88,25 @@ class Columns:
             ProtocolError: There are no such pieces, or the info has columns of its own.
         """
         first, stop = pieces
-        number = len(self._numbers)
+        number = len(self._outline)
         if not 0 <= first < stop <= number:
             raise ProtocolError(f"data is about pieces {first} to {stop}, the plan has {number}")
-        said = self._of(pieces)
+        # Lists of their own, as out of a message: whoever gets them may change them.
+        said = self._of(pieces, self._outline.shapes)
+        said["shapes"] = list(map(list, said["shapes"]))
         twice = said.keys() & info.keys()
         if twice:
             raise ProtocolError(f"data has {sorted(twice)} of its own, and names pieces as well")
         return {**info, **said}
 
-    def _of(self, pieces: tuple[int, int]) -> dict[str, list[Any]]:
-        return {name: column[slice(*pieces)] for name, column in self._columns.items()}
+    @cached_property
+    def _shapes(self) -> list[list[int]]:
+        return list(map(list, self._outline.shapes))
+
+    def _of(self, pieces: tuple[int, int], shapes: Sequence[Any]) -> dict[str, list[Any]]:
+        own = slice(*pieces)
+        return {
+            "names": self._outline.names[own],
+            "dtype_names": self._dtype_names[own],
+            "shapes": list(shapes[own]),
+        }

@@ -273,6 +273,7 @@ class Round:
 
     def deliver(self, update_info: dict[str, Any]) -> None:
         """Have every worker receive once; returns when all have."""
+        self.check()
         update_info, pieces = self._known_plan().columns.taken_out(update_info)
         with self._send_lock:
             # Numbered and queued under one lock: every worker sees the numbers in order.

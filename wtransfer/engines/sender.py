@@ -180,7 +180,7 @@ class Sender:
         return self._running("trainer_init", self._start, round_)
 
     def plan(self, round_: Round, instead: WeightSource | None) -> Running:
-        """Read what the source has, or `instead` has; the result is the manifest."""
+        """Read what the source has, or `instead` has; the result is what is planned."""
         read = functools.partial(self.source.plan, round_.version, instead)
         return self._running("metadata", read, round_)
 

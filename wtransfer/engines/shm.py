@@ -12,7 +12,7 @@ Linux, one host, one user. Nothing has a name in the file system, so nothing can
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from wtransfer.engines.interface import (
     WeightTransferEngine,
@@ -84,7 +84,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
     trainer_cls = "wtransfer.engines.shm_trainer:ShmTrainerEngine"
-    tensors_valid_until: Literal["return", "round"] = "round"
+    tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)

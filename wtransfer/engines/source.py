@@ -104,6 +104,13 @@ class ModuleSource(StateDictSource):
         return module_tensors(self._module)
 
 
+def _has_metadata(source: object) -> bool:
+    # Where the name alone tells, it is not read: that may be a look at everything that there is.
+    return inspect.getattr_static(source, "metadata", None) is not None or hasattr(
+        source, "metadata"
+    )
+
+
 def _spreads(tensors: Mapping[str, torch.Tensor], groups: tuple[Group, ...]) -> list[Spread]:
     """Return owners, mesh and placements of each storage; none where no tensor has any."""
     if are_plain(tensors.values()):
@@ -139,8 +146,7 @@ def as_source(model: nn.Module | Mapping[str, torch.Tensor] | WeightSource) -> W
         return ModuleSource(model)
     if isinstance(model, AnyMapping):
         return StateDictSource(model)
-    # By its name only: reading `metadata` may be a look at everything that there is.
-    if hasattr(model, "iter_full") and inspect.getattr_static(model, "metadata", None) is not None:
+    if hasattr(model, "iter_full") and _has_metadata(model):
         return model
     raise TypeError(
         f"cannot publish a {type(model).__name__}: expected a torch module, a mapping of names to "

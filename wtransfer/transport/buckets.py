@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LEAST_NBYTES = 1 << 20
-"""Fewest bytes of a bucket that is not the last, about."""
+"""Bytes below which buckets do not taper off."""
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes: a cache line, and any dtype's need."""
 

@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
     from wtransfer.transport.tensors import ByteArray
 
-# Without giving the interpreter's lock away for each of them, which would cost as much as the copy
-# of a small one; a run is copied before anybody else is due.
-_copy = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-
 RUN_NBYTES = PIECE_NBYTES
 """Most bytes of a run: few enough to be in the L2 cache from their copies to their digests."""
 
@@ -121,7 +115,8 @@ def pack(
     assert 0 <= starts[0] <= stops[-1] <= memory.size, "a place outside of its memory"
     sizes = map(operator.sub, stops, starts)
     targets = map(memory.ctypes.data.__add__, starts)
-    collections.deque(map(_copy, targets, addresses, sizes), maxlen=0)
+    # Lets go of the interpreter each time: a page of a mapped file may take for ever to come.
+    collections.deque(map(ctypes.memmove, targets, addresses, sizes), maxlen=0)
     return _found(memory, starts, stops, dtypes)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -171,13 +171,21 @@ def lies_flat(tensor: torch.Tensor) -> bool:
     )
 
 
-def flat_addresses(
+class FlatMemory(NamedTuple):
+    """Where the bytes of tensors lie, one after the other within each."""
+
+    addresses: list[int]
+    """First byte of each; says nothing of one that is empty."""
+    storages: list[torch.UntypedStorage]
+    """Keep the memory, whatever is done to the tensors."""
+
+
+def flat_memory(
     tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]], sizes: Sequence[int]
-) -> list[int] | None:
+) -> FlatMemory | None:
     """Return where each tensor's bytes lie; None unless every one lies flat, with all its memory.
 
-    What `lies_flat` and `lacks_memory` say of one tensor, for hundreds at once. Of one that is
-    empty the address says nothing.
+    What `lies_flat` and `lacks_memory` say of one tensor, for hundreds at once.
 
     Args:
         tensors: Any.
@@ -197,8 +205,9 @@ def flat_addresses(
     # One that begins somewhere in its storage is looked at by itself.
     if any(map(own.storage_offset, tensors)):
         return None
-    there = map(torch.UntypedStorage.nbytes, map(own.untyped_storage, tensors))
-    return list(map(own.data_ptr, tensors)) if all(map(operator.le, sizes, there)) else None
+    addresses, storages = list(map(own.data_ptr, tensors)), list(map(own.untyped_storage, tensors))
+    there = map(torch.UntypedStorage.nbytes, storages)
+    return FlatMemory(addresses, storages) if all(map(operator.le, sizes, there)) else None
 
 
 def byte_view(tensor: torch.Tensor) -> ByteArray:

@@ -16,6 +16,7 @@ from wtransfer.engines.collective import (
     JOIN_TIMEOUT_S,
     CollectiveWeightTransferEngine,
 )
+from wtransfer.engines.incoming import NUM_AHEAD
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.memory import require_memory
 
@@ -67,7 +68,10 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         init_info.check_joinable()
         self._lane = worker_lane(init_info.communicator, self.parallel_config.rank)
         self._info = init_info
-        self.tensors_valid_until = "return" if init_info.atomic == "none" else "round"
+        # Of the class for all but one way to stage, which is known only now.
+        self.tensors_valid_until = (  # type: ignore[misc]
+            "return" if init_info.atomic == "none" else "round"
+        )
         with self._lane.entered():
             super().init_transfer_engine(init_info)
 
@@ -94,9 +98,11 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         if info.atomic == "pinned":
             require_memory(nbytes, what)
             return f"stages {nbytes} bytes in pinned host memory (atomic=pinned)"
-        lane.require_room(nbytes, what)
         if info.atomic == "none":
-            return f"stages nothing in the engine, {nbytes} bytes beside it (atomic=none)"
+            own = min(nbytes, (1 + NUM_AHEAD) * info.packed_buffer_size_bytes)
+            lane.require_room(nbytes + own, what)
+            return f"stages {nbytes} bytes beside the engine, which has its buckets (atomic=none)"
+        lane.require_room(nbytes, what)
         return f"stages {nbytes} bytes on {lane.device} (atomic=device)"
 
     def landing(self, layout: Layout, note_progress: Callable[[], object]) -> Landing:
