@@ -88,6 +88,21 @@ def test_a_module_sends_tied_weights_once_and_buffers_too():
     assert "1.num_batches_tracked" in sent
 
 
+class Proxy:
+    """Passes on whatever it is asked for."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+
+def test_a_source_may_pass_attributes_on():
+    proxy = Proxy(StateDictSource({"a": torch.ones(2)}))
+    assert as_source(proxy) is proxy
+
+
 def test_what_engines_get_has_no_gradient():
     module = nn.Linear(3, 3)
     source = DigestingSource(ModuleSource(module))
