@@ -93,13 +93,16 @@ class Adopted:
 
         Cost: about 0.6 us per tensor.
         """
-        spots, known = self._spots, self._known(own, outline)
-        found = known is not None and all(
-            _unmoved(tensors, part, known) for tensors, part in _in_parts(own, outline)
-        )
-        ids = list(map(id, _in_order(own, outline))) if found else []
-        self._look = Look(spots, outline.forms, ids) if found else None
-        return found
+        spots, known, self._look = self._spots, self._known(own, outline), None
+        if known is None:
+            return False
+        ids: list[int] = []
+        for tensors, part in _in_parts(own, outline):
+            if not _unmoved(tensors, part, known):
+                return False
+            ids += map(id, tensors)
+        self._look = Look(spots, outline.forms, ids)
+        return True
 
     def exchange(
         self,
@@ -180,17 +183,12 @@ class Adopted:
         return addresses if len(set(addresses)) == len(names) else None
 
 
-def _in_order(own: Mapping[str, torch.Tensor], outline: Outline) -> list[torch.Tensor]:
-    """Return the tensors of a model in the order of the outline, whose names it has."""
-    names = outline.names
-    return list(own.values()) if list(own) == names else list(map(own.__getitem__, names))
-
-
 def _in_parts(
     own: Mapping[str, torch.Tensor], outline: Outline
 ) -> Iterator[tuple[list[torch.Tensor], Part]]:
     """Yield a model part by part: its tensors, and what the outline says of them."""
-    tensors = _in_order(own, outline)
+    names = outline.names
+    tensors = list(own.values()) if list(own) == names else list(map(own.__getitem__, names))
     for part in outline.parts(PART):
         yield tensors[part.first : part.first + len(part.names)], part
 

@@ -103,10 +103,10 @@ class Columns:
     def _shapes(self) -> list[list[int]]:
         return list(map(list, self._outline.shapes))
 
-    def _of(self, pieces: tuple[int, int], shapes: Sequence[Any]) -> dict[str, list[Any]]:
+    def _of(self, pieces: tuple[int, int], shapes: list[Any]) -> dict[str, list[Any]]:
         own = slice(*pieces)
         return {
             "names": self._outline.names[own],
             "dtype_names": self._dtype_names[own],
-            "shapes": list(shapes[own]),
+            "shapes": shapes[own],
         }

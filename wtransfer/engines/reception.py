@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.hosted import HostedEngine
     from wtransfer.engines.interface import TensorSpec
     from wtransfer.engines.messages import Data, Plan, Seal
+    from wtransfer.engines.outline import Outline
     from wtransfer.engines.planned import Planned
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class Reception:
     def _accept(self, claim: Callable[[], None]) -> None:
         planned = self._planned = self._fitting.check(self.manifest)
         self.manifest = planned.manifest
-        self._check_named()
+        self._check_named(planned.identity)
         claim()
         if self._over:
             # Ended by the channel's thread a moment ago, when there was no claim to free.
@@ -200,26 +201,25 @@ class Reception:
                 self._notes.append("casts floating dtypes at commit")
         else:
             check_whole(planned.manifest)
-        self._make_room()
+        self._make_room(planned.outline)
         self._engine.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at
         hooks.notify("wtransfer_round_started", **self._identity())
         self._send(Accept(self.plan.round_id, self._notes))
 
-    def _check_named(self) -> None:
-        """Raise if the trainer means another manifest than the one that is here.
+    def _check_named(self, here: str) -> None:
+        """Raise if the trainer means another manifest than the one with this identity.
 
         What it names is only compared with what was worked out here, of what was checked here.
         """
-        named, here = self.plan.manifest, self._accepted().identity
+        named = self.plan.manifest
         if isinstance(named, str) and named != here:
             raise ProtocolError(
                 f"the plan of {self.plan.version!r} names the manifest {named!r:.80}; the last one "
                 f"over this connection is {here!r}; send the plan whole"
             )
 
-    def _make_room(self) -> None:
-        outline = self._accepted().outline
+    def _make_room(self, outline: Outline) -> None:
         note = self._engine.make_room(outline.nbytes)
         if note is not None:
             self._notes.append(note)

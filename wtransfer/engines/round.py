@@ -364,9 +364,10 @@ class Round:
             reading = self._sender.plan(self, self._instead)
             self._supervise(reading, "the source's metadata")
             self._planned = reading.result
-        plan = Plan(self.round_id, self.version, self._known_plan().manifest)
+        planned = self._known_plan()
         with self._roster.changed:
-            self._seating.plan(plan, self._known_plan().identity)
+            plan = Plan(self.round_id, self.version, planned.manifest)
+            self._seating.plan(plan, planned.identity)
         self._watch.until(lambda exchange: exchange.accept is not None, "the plan's acceptance")
         self._clock.lap("plan", begun)
 
