@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from wtransfer.engines.incoming import NUM_AHEAD
-from wtransfer.engines.outgoing import Outgoing
+from wtransfer.engines.outgoing import Outgoing, Stream
 from wtransfer.engines.staging import is_out_of_memory, out_of_memory
 from wtransfer.transport.tensors import torch_dtype
 
@@ -34,6 +34,7 @@ class DeviceOutgoing(Outgoing):
         on_part: Called whenever something has left; may raise.
         num_buckets: Buckets in memory.
         device: Where they lie.
+        stream: Of an earlier round, to be used again where it is the same.
     """
 
     # Of `Places` it keeps all but the kind of memory: a tensor, for which slicing is the same.
@@ -49,10 +50,17 @@ class DeviceOutgoing(Outgoing):
         *,
         num_buckets: int,
         device: torch.device,
+        stream: Stream | None = None,
     ) -> None:
         self._device = device
         super().__init__(
-            metadata, communicator, nbytes, _any(memory), on_part, num_buckets=num_buckets
+            metadata,
+            communicator,
+            nbytes,
+            _any(memory),
+            on_part,
+            num_buckets=num_buckets,
+            stream=stream,
         )
 
     def __call__(self, meta: ParamMeta) -> Any:

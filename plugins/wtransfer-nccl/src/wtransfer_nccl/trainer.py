@@ -80,8 +80,9 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
             source.note_progress,
             num_buckets=self.init_info.packed_num_buffers,
             device=self._lane.device,
+            stream=self._stream,
         )
-        self._buckets = made.memory
+        self._buckets, self._stream = made.memory, made.stream
         return made
 
     def send_weights(self) -> None:
