@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -32,8 +34,22 @@ def filled(value, shapes=SHAPES):
     return contents({name: torch.full(shape, float(value)) for name, shape in shapes.items()})
 
 
+@pytest.fixture(params=["at home", "pointed", "both"], autouse=True)
+def small_nbytes(request, monkeypatch):
+    """Up to which size tensors have homes: all of these, none, or some."""
+    found = {"at home": 1 << 10, "pointed": -1, "both": 16}[request.param]
+    monkeypatch.setattr("wtransfer.engines.target.SMALL_NBYTES", found)
+    return found
+
+
 @pytest.fixture
-def model():
+def all_pointed(monkeypatch):
+    """No tensor has a home."""
+    monkeypatch.setattr("wtransfer.engines.target.SMALL_NBYTES", -1)
+
+
+@pytest.fixture
+def model(small_nbytes):
     """A model, and its target, which has adopted two updates."""
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     target = StateDictTarget(tensors)
@@ -51,15 +67,83 @@ def read(monkeypatch):
     return found
 
 
-def test_update_after_update_is_adopted_without_another_look(model, read):
+def test_update_after_update_is_adopted_without_another_look(model, read, small_nbytes):
     tensors, target = model
+    homes = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     for value in (3, 4):
         update = placed(value)
         target.apply(update)
         assert contents(tensors) == filled(value)
-        assert tensors["a"].data_ptr() == update["a"].data_ptr()
+        for name, tensor in tensors.items():
+            expected = homes[name] if tensor.nbytes <= small_nbytes else update[name].data_ptr()
+            assert tensor.data_ptr() == expected
         assert list(target.schema()) == list(SHAPES)
     assert read == []
+
+
+def test_what_an_update_consisted_of_is_never_written_into(model):
+    tensors, target = model
+    first = placed(3)
+    for update in (first, placed(4), placed(5)):
+        target.apply(update)
+    tensors["a"].fill_(6)
+    tensors["square"].fill_(6)
+    target.apply(placed(7))
+    assert contents(dict(first)) == filled(3)
+    assert contents(tensors) == filled(7)
+
+
+def test_the_way_back_is_as_whole_after_the_model_was_written_into(model):
+    tensors, target = model
+    before = placed(3)
+    target.apply(before)
+    target.apply(placed(4))
+    for tensor in tensors.values():
+        tensor.zero_()
+    target.apply(before)
+    assert contents(tensors) == filled(3)
+
+
+def test_what_is_captured_stays_whatever_is_applied(model):
+    tensors, target = model
+    captured = target.capture()
+    for value in (3, 4):
+        target.apply(placed(value))
+    assert contents(captured) == filled(2)
+    target.apply(captured)
+    assert contents(tensors) == filled(2)
+
+
+def test_a_tensor_that_parted_from_its_home_gets_another(model):
+    tensors, target = model
+    for value in (3, 4):
+        old = tensors["b"].data
+        tensors["b"].data = old.clone()
+        target.apply(placed(value))
+        assert contents(tensors) == filled(value)
+        assert old.tolist() == [value - 1.0] * 4
+
+
+def test_a_shorter_view_of_what_was_adopted_is_no_home(model):
+    tensors, target = model
+    update = placed(3)
+    target.apply(update)
+    tensors["square"] = tensors["square"].view(-1)[:3]
+    target.apply({"square": torch.full((3,), 9.0)})
+    assert tensors["square"].tolist() == [9.0] * 3
+    assert update["square"].tolist() == [[3.0] * 3] * 3
+
+
+def test_an_update_whose_places_lie_anyhow_comes_home_whole(model):
+    tensors, target = model
+    for starts in ([256, 192, 128, 64, 0], [0, 128, 64, 192, 256], [4, 64, 128, 192, 256]):
+        memory = np.arange(80, dtype=np.float32)
+        update = StagedTensors(OUTLINE)
+        assert update.put_places(memory.view(np.uint8), starts)
+        target.apply(update)
+        for name, start in zip(SHAPES, starts, strict=True):
+            expected = memory[start // 4 :][: tensors[name].numel()]
+            assert tensors[name].flatten().tolist() == expected.tolist()
 
 
 def move(tensors):
@@ -171,13 +255,14 @@ def test_what_was_done_to_it_after_a_look_is_noticed_all_the_same(model, change)
 
 
 @pytest.mark.parametrize("change", [reshape, turn, retype])
-def test_what_was_viewed_otherwise_after_a_look_has_the_form_of_the_update(model, read, change):
-    """The plan was judged by that look, and says which form it has."""
+def test_what_was_viewed_otherwise_after_a_look_has_the_bytes_of_the_update(model, read, change):
+    """The plan was judged by that look, and says which form it has; at home it is still a view."""
     tensors, target = model
     target.schema()
     change(tensors)
     target.apply(placed(5))
-    assert contents(tensors) == filled(5)
+    for tensor in tensors.values():
+        assert set(tensor.flatten().view(torch.float32).tolist()) == {5.0}
     assert read == []
 
 
@@ -217,7 +302,7 @@ def test_one_place_under_two_names_does_not_tie_them(model):
     assert tensors["b"].tolist() == [6.0] * 4
 
 
-def test_one_tensor_that_came_twice_is_known_to_be_one():
+def test_one_tensor_that_came_twice_is_known_to_be_one(all_pointed):
     tensors = {name: torch.zeros(4) for name in "ab"}
     target, one = StateDictTarget(tensors), torch.ones(4)
     target.apply({"a": one})
@@ -235,14 +320,14 @@ def test_an_update_in_another_order_is_adopted_by_name(model):
 class Breaks(StagedTensors):
     """Breaks when the third tensor is read."""
 
-    def made(self, part):
-        for number, tensor in enumerate(super().made(part)):
+    def made(self, wanted):
+        for number, tensor in enumerate(super().made(wanted)):
             if number == 2:
                 raise KeyboardInterrupt
             yield tensor
 
 
-def test_where_it_broke_is_known_and_the_way_back_is_whole(model):
+def test_where_it_broke_is_known_and_the_way_back_is_whole(all_pointed, model):
     tensors, target = model
     before = placed(2)
     target.apply(before)
@@ -260,12 +345,12 @@ def test_where_it_broke_is_known_and_the_way_back_is_whole(model):
 class BreaksAtTheEnd(StagedTensors):
     """Breaks when the last tensor has been applied."""
 
-    def made(self, part):
-        yield from super().made(part)
+    def made(self, wanted):
+        yield from super().made(wanted)
         raise KeyboardInterrupt
 
 
-def test_what_broke_after_the_last_tensor_is_heard_of_as_what_it_is(model):
+def test_what_broke_after_the_last_tensor_is_heard_of_as_what_it_is(all_pointed, model):
     tensors, target = model
     breaking = BreaksAtTheEnd(OUTLINE)
     breaking.put_places(placed(3).memory, [64 * number for number in range(len(SHAPES))])
@@ -277,7 +362,7 @@ def test_what_broke_after_the_last_tensor_is_heard_of_as_what_it_is(model):
     assert contents(tensors) == filled(4)
 
 
-def test_of_an_update_that_broke_is_known_what_was_adopted():
+def test_of_an_update_that_broke_is_known_what_was_adopted(all_pointed):
     names = [f"t{number}" for number in range(PART + 2)]
     outline = Outline(names, [torch.float32] * len(names), [(4,)] * len(names))
     tensors = {name: torch.zeros(4) for name in names}
@@ -295,12 +380,11 @@ def test_of_an_update_that_broke_is_known_what_was_adopted():
 
 
 class BreaksLate(StagedTensors):
-    """Breaks when the first tensor of the second part is read."""
+    """Breaks when all but two tensors have been read."""
 
-    def made(self, part):
-        if part.first == PART:
-            raise KeyboardInterrupt
-        return super().made(part)
+    def made(self, wanted):
+        yield from itertools.islice(super().made(wanted), PART)
+        raise KeyboardInterrupt
 
 
 def test_an_update_is_adopted_at_once_also_after_single_tensors(model, read):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from wtransfer.engines.homes import SMALL_NBYTES
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.state import stands_alone
 from wtransfer.engines.target import ModuleTarget, StateDictTarget, as_target
@@ -51,12 +52,26 @@ def test_the_parameters_stay_the_objects_that_they_were(commit):
 
 def test_adopting_points_at_the_staged_memory_and_copying_does_not():
     for commit, adopts in (("adopt", True), ("copy", False)):
-        module = model()
-        address = module[0].weight.data_ptr()
+        module = nn.Linear(SMALL_NBYTES // 4, 2)
+        address = module.weight.data_ptr()
         new = update(module)
         ModuleTarget(module, commit).apply(new)
-        assert (module[0].weight.data_ptr() == new["0.weight"].data_ptr()) is adopts
-        assert (module[0].weight.data_ptr() == address) is not adopts
+        assert (module.weight.data_ptr() == new["weight"].data_ptr()) is adopts
+        assert (module.weight.data_ptr() == address) is not adopts
+
+
+def test_small_tensors_get_memory_of_their_own_when_they_adopt():
+    module = nn.Linear(SMALL_NBYTES // 4, 1)
+    first, target = module.weight.data, ModuleTarget(module, "adopt")
+    addresses = []
+    for _ in range(3):
+        new = update(module)
+        target.apply(new)
+        assert torch.equal(module.weight, new["weight"])
+        addresses.append(module.weight.data_ptr())
+        assert addresses[-1] != new["weight"].data_ptr()
+    assert set(addresses) == {addresses[0]}
+    assert addresses[0] != first.data_ptr()
 
 
 def test_what_was_captured_brings_the_old_weights_back(commit):

@@ -12,9 +12,9 @@ import torch
 from wtransfer.transport.tensors import tensors_at
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from wtransfer.engines.outline import Outline, Part
+    from wtransfer.engines.outline import Outline
     from wtransfer.transport.tensors import ByteArray
 
 
@@ -65,14 +65,14 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         stops = map(operator.add, self.starts, self.outline.sizes)
         return all(map(operator.le, stops, self.starts[1:]))
 
-    def addresses(self, part: Part) -> Iterator[int]:
-        """Return the address of each place of a part of the plan."""
+    def addresses(self) -> Iterator[int]:
+        """Return the address of each place."""
         base = 0 if self.memory is None else self.memory.ctypes.data
-        return map(base.__add__, self.starts[part.first : part.first + len(part.names)])
+        return map(base.__add__, self.starts)
 
-    def made(self, part: Part) -> Iterator[torch.Tensor]:
-        """Make the tensors of a part of the plan that are places, one after the other."""
-        return self._at(part.first, part.first + len(part.names))
+    def made(self, wanted: Sequence[bool]) -> Iterator[torch.Tensor]:
+        """Make those tensors that are places and wanted, one after the other."""
+        return self._at(itertools.compress(range(len(self.starts)), wanted))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._made:
@@ -80,7 +80,7 @@ class StagedTensors(Mapping[str, torch.Tensor]):
         number = self.outline.numbers[name]
         if number >= len(self.starts):
             raise KeyError(name)
-        return next(self._at(number, number + 1))
+        return next(self._at((number,)))
 
     def __contains__(self, name: object) -> bool:
         number = self.outline.numbers.get(name)  # type: ignore[call-overload]  # any object may be
@@ -98,19 +98,19 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return an iterator over names and tensors."""
-        placed = zip(self.outline.names, self._at(0, len(self.starts)), strict=False)
+        placed = zip(self.outline.names, self._at(range(len(self.starts))), strict=False)
         return itertools.chain(placed, self._made.items())
 
-    def _at(self, first: int, stop: int) -> Iterator[torch.Tensor]:
+    def _at(self, numbers: Iterable[int]) -> Iterator[torch.Tensor]:
         if self.memory is None:
             return iter(())
-        outline = self.outline
+        outline, every = self.outline, list(numbers)
         return tensors_at(
             self.memory,
-            self.starts[first:stop],
-            outline.dtypes[first:stop],
-            outline.shapes[first:stop],
-            outline.numels[first:stop],
+            map(self.starts.__getitem__, every),
+            map(outline.dtypes.__getitem__, every),
+            map(outline.shapes.__getitem__, every),
+            map(outline.numels.__getitem__, every),
         )
 
 

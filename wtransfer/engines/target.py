@@ -9,6 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from wtransfer.engines.adopting import Adopted
+from wtransfer.engines.homes import SMALL_NBYTES
 from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.schema import MAX_LISTED
@@ -69,8 +70,10 @@ class StateDictTarget:
     Args:
         tensors: Name -> tensor. Names of the same storage are written once.
         commit: ``"adopt"`` points a tensor at the staged memory, which costs nothing and needs no
-            second copy, but changes its address. ``"copy"`` writes into the existing memory: for
-            models whose addresses somebody holds (a captured graph, an optimizer's flat buffer).
+            second copy, but changes its address. Small tensors (`SMALL_NBYTES`) get memory of
+            their own by the first update, and the next ones are copied to there, which is faster.
+            ``"copy"`` writes into the existing memory: for models whose addresses somebody holds
+            (a captured graph, an optimizer's flat buffer).
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
             parts of a flat buffer, made in inference mode) are copied either way. Staged tensors
             that cannot be adopted (of another dtype or device, parts of a larger buffer) are
@@ -150,43 +153,50 @@ class StateDictTarget:
         tensor = own[group.name]
         if staged.shape != tensor.shape:
             raise _changed(group.name, tensor, staged)
-        if self._adopts(group, tensor):
+        if self._points(group, tensor):
             self._adopt(group, own, staged)
         else:
             _overwrite(tensor, staged)
 
     def capture(self) -> Mapping[str, torch.Tensor]:
-        """Return the present tensors: the memory itself where commits adopt, else copies of it."""
+        """Return the present tensors: the memory itself where it stays, else copies of it."""
         own, known = self._read()
         return {
             group.name: own[group.name].detach()
-            if self._adopts(group, own[group.name])
+            if self._points(group, own[group.name])
             else own[group.name].detach().clone()
             for group in known.groups
         }
 
-    def _adopts(self, group: Group, tensor: torch.Tensor) -> bool:
+    def _points(self, group: Group, tensor: torch.Tensor) -> bool:
+        """Whether an update points a tensor to other memory, and does not write into its own."""
         if self._commit == "copy":
             return False
-        # What was adopted is never written into, whatever has come to share it since: a set that
-        # may have to be restored consists of the same memory.
         if self._adopted.is_at(group.name, tensor.data_ptr()):
-            return True
+            # What was adopted is never written into, whatever has come to share it since: a set
+            # that may have to be restored consists of the same memory. But not of homes.
+            return not self._adopted.is_home(group.name, tensor)
         return not group.overlaps and stands_alone(tensor)
 
     def _adopt(self, group: Group, own: Mapping[str, torch.Tensor], staged: torch.Tensor) -> None:
         tensor = own[group.name]
-        address = staged.data_ptr()
-        # An engine may hand out one tensor under two names; adopting it twice would tie them.
-        taken = address in self._taken and staged.numel() > 0
-        if taken or staged.dtype is not tensor.dtype or not stands_alone(staged):
-            fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            staged = fresh.copy_(staged)
-            address = staged.data_ptr()
+        if tensor.nbytes <= SMALL_NBYTES:
+            new = self._adopted.give_home(group.name, tensor).copy_(staged)
+        else:
+            new = self._whole(staged, tensor)
+            self._adopted.enter(group.name, new.data_ptr())
         for each in group.distinct(own):
-            each.data = staged
-        self._adopted.enter(group.name, address)
-        self._taken.add(address)
+            each.data = new
+
+    def _whole(self, staged: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return what is staged as a tensor of that kind, alone in its memory."""
+        # An engine may hand out one tensor under two names; adopting it twice would tie them.
+        taken = staged.data_ptr() in self._taken and staged.numel() > 0
+        if taken or staged.dtype is not like.dtype or not stands_alone(staged):
+            fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            staged = fresh.copy_(staged)
+        self._taken.add(staged.data_ptr())
+        return staged
 
 
 class ModuleTarget(StateDictTarget):

@@ -88,6 +88,11 @@ def have_forms(tensors: Collection[torch.Tensor], forms: list[tuple[object, ...]
     return are_plain(tensors) and list(map(_form, tensors)) == forms
 
 
+def _any_complex(forms: list[tuple[object, ...]]) -> bool:
+    dtypes = {dtype for _, _, dtype, _ in forms}
+    return any(dtype.is_complex for dtype in dtypes if isinstance(dtype, torch.dtype))
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a wire name.
 
@@ -192,22 +197,29 @@ def flat_memory(
         forms: Of `host_forms`; None is returned as well if one has another.
         sizes: Bytes of each, by its form.
 
-    Cost: about 0.8 us per tensor.
+    Cost: about 0.7 us per tensor.
     """
     own = torch.Tensor
-    if not (
-        have_forms(tensors, forms)
-        and all(map(own.is_contiguous, tensors))
-        and not any(map(own.is_conj, tensors))
-        and not any(map(own.is_neg, tensors))
-    ):
-        return None
     # One that begins somewhere in its storage is looked at by itself.
-    if any(map(own.storage_offset, tensors)):
+    if not are_flat(tensors, forms) or any(map(own.storage_offset, tensors)):
         return None
     addresses, storages = list(map(own.data_ptr, tensors)), list(map(own.untyped_storage, tensors))
     there = map(torch.UntypedStorage.nbytes, storages)
     return FlatMemory(addresses, storages) if all(map(operator.le, sizes, there)) else None
+
+
+def are_flat(tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]]) -> bool:
+    """Whether each tensor has its form (`have_forms`), and its values are its bytes, in a row.
+
+    Cost: about 0.5 us per tensor.
+    """
+    own = torch.Tensor
+    return (
+        have_forms(tensors, forms)
+        and all(map(own.is_contiguous, tensors))
+        and not any(map(own.is_neg, tensors))
+        and not (_any_complex(forms) and any(map(own.is_conj, tensors)))
+    )
 
 
 def byte_view(tensor: torch.Tensor) -> ByteArray:

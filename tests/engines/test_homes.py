@@ -1,0 +1,133 @@
+"""Small tensors have memory of their own, to which updates are copied many at a time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wtransfer.engines import homes as homes_module
+from wtransfer.engines.homes import Homes
+from wtransfer.engines.outline import Outline
+from wtransfer.engines.staged import StagedTensors
+
+
+def update_of(sizes, starts, value=0):
+    """Return an update of bytes, each tensor with a value of its own."""
+    names = [f"t{number}" for number in range(len(sizes))]
+    outline = Outline(names, [torch.uint8] * len(sizes), [(size,) for size in sizes])
+    memory = np.zeros(max(a + b for a, b in zip(starts, sizes, strict=True)), np.uint8)
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        memory[start : start + size] = 1 + (value + number) % 255
+    update = StagedTensors(outline)
+    assert update.put_places(memory, starts)
+    return update
+
+
+def given_homes(update, names=None):
+    homes = Homes()
+    wanted = names or update.outline.names
+    return homes, {name: homes.give(name, update[name]) for name in wanted}
+
+
+def behind_each_other(sizes):
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // 64) * 64
+    return starts
+
+
+SIZES = [64, 100, 128, 1, 4096]
+
+
+def test_an_update_in_the_order_of_the_homes_is_one_copy():
+    update = update_of(SIZES, behind_each_other(SIZES))
+    homes, tensors = given_homes(update)
+    moves = homes.moves(update)
+    assert len(moves.copies) == 1
+    assert not any(moves.leaving)
+    moves.copy(update.memory)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, update[name])
+
+
+def test_homes_are_tensors_alone_in_their_memory():
+    like = torch.zeros(3, 5, dtype=torch.float16)
+    homes = Homes()
+    for name in "ab":
+        home = homes.give(name, like)
+        assert (home.shape, home.dtype) == (like.shape, like.dtype)
+        assert home.untyped_storage().nbytes() == like.nbytes
+        assert home.data_ptr() % 64 == 0
+        assert homes.has(name, like.nbytes)
+        assert not homes.has(name, like.nbytes + 2)
+
+
+def test_what_has_no_home_of_its_size_leaves():
+    update = update_of(SIZES, behind_each_other(SIZES))
+    homes, tensors = given_homes(update, ["t0", "t2", "t4"])
+    homes.give("t1", torch.zeros(99, dtype=torch.uint8))
+    homes.forget("t4")
+    moves = homes.moves(update)
+    assert moves.leaving == [False, True, False, True, True]
+    tensors["t4"].zero_()
+    moves.copy(update.memory)
+    assert torch.equal(tensors["t0"], update["t0"])
+    assert torch.equal(tensors["t2"], update["t2"])
+    assert not tensors["t4"].any()
+
+
+@given(st.data())
+def test_whatever_lies_wherever_comes_home(data):
+    sizes = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=12))
+    order = data.draw(st.permutations(range(len(sizes))))
+    gaps = data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 64, 128]), min_size=12, max_size=12))
+    starts, end = [0] * len(sizes), 0
+    for number, gap in zip(order, gaps, strict=False):
+        starts[number] = end
+        end += -(-sizes[number] // 64) * 64 + gap
+    update = update_of(sizes, starts)
+    known = data.draw(st.permutations(update.outline.names))
+    chunk_nbytes = data.draw(st.sampled_from([128, 1024, 1 << 20]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(homes_module, "CHUNK_NBYTES", chunk_nbytes)
+        homes, tensors = given_homes(update, known)
+        homes.moves(update).copy(update.memory)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, update[name])
+
+
+def test_how_an_update_comes_home_is_worked_out_once_while_it_lies_alike():
+    starts = behind_each_other(SIZES)
+    homes, _ = given_homes(update_of(SIZES, starts))
+    moves = homes.moves(update_of(SIZES, starts, 7))
+    assert homes.moves(update_of(SIZES, starts, 8)) is moves
+    later = [start + 64 for start in starts]
+    assert homes.moves(update_of(SIZES, later)) is not moves
+    homes.forget("t0")
+    assert homes.moves(update_of(SIZES, later)).leaving[0]
+
+
+def test_memory_goes_when_all_of_its_homes_are_forgotten_and_their_tensors_gone():
+    homes, like = Homes(), torch.zeros(1 << 20, dtype=torch.uint8)
+    tensors = [homes.give(name, like) for name in "ab"]
+    chunk = weakref.ref(homes._chunks["a"])
+    assert homes._chunks["b"] is not chunk()
+    homes.forget("a")
+    assert chunk() is not None
+    del tensors[0]
+    gc.collect()
+    assert chunk() is None
+
+
+def test_taking_grows_with_what_there_is():
+    homes, like = Homes(), torch.zeros(1 << 14, dtype=torch.uint8)
+    for number in range(1024):
+        homes.give(str(number), like)
+    assert len({id(chunk) for chunk in homes._chunks.values()}) == 5
