@@ -10,8 +10,8 @@ from wtransfer.engines.outline import Outline
 from wtransfer.engines.state import (
     Group,
     Grouping,
-    are_apart,
     group_storages,
+    look_apart,
     module_tensors,
     only_tensors,
     stands_alone,
@@ -259,12 +259,12 @@ def outline_of(tensors):
 def test_tensors_are_apart_wherever_they_lie():
     tensors = among_many()
     outline = outline_of(tensors)
-    assert are_apart(tensors, outline)
-    assert are_apart({name: each.clone() for name, each in tensors.items()}, outline)
+    assert look_apart(tensors, outline)
+    assert look_apart({name: each.clone() for name, each in tensors.items()}, outline)
     # One behind the other; and elements that are shared, as long as none is the first of both.
     onto_one_buffer(tensors)
-    assert are_apart(tensors, outline)
-    assert are_apart({}, outline_of({}))
+    assert look_apart(tensors, outline)
+    assert look_apart({}, outline_of({}))
 
 
 def drop_the_last(tensors):
@@ -306,13 +306,13 @@ def test_of_one_that_is_not_as_it_was_none_are_said_to_be_apart(change):
     tensors = among_many()
     outline = outline_of(tensors)
     change(tensors)
-    assert not are_apart(tensors, outline)
+    assert not look_apart(tensors, outline)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_empty_tensors_take_a_closer_look(number):
     tensors = {**among_many(), **{f"none{i}": torch.empty(0) for i in range(number)}}
-    assert not are_apart(tensors, outline_of(tensors))
+    assert not look_apart(tensors, outline_of(tensors))
 
 
 def test_of_a_mapping_only_tensors_are_taken_and_as_they_are():

@@ -203,9 +203,32 @@ def test_one_tensor_in_another_form_is_not_overlooked(form):
     assert have_forms(tensors, forms(tensors))
 
 
-def test_a_part_of_a_buffer_is_looked_at_by_itself():
-    part = torch.zeros(8)[4:]
-    assert flat_memory([part], forms([part]), [16]) is None
+def test_parts_of_a_buffer_lie_where_they_begin():
+    buffer = torch.zeros(8)
+    parts = [buffer[4:], buffer[:4]]
+    found = flat_memory(parts, forms(parts), [16, 16])
+    assert found.addresses == [buffer.data_ptr() + 16, buffer.data_ptr()]
+
+
+@pytest.mark.parametrize("nbytes", [0, 16, 31])
+def test_memory_that_was_cut_is_not_there(nbytes):
+    buffer = torch.zeros(8)
+    parts = [buffer[:4], buffer[4:]]
+    found = flat_memory(parts, forms(parts), [16, 16])
+    assert found.is_there([16, 16])
+    assert found.part(1, 2).is_there([16])
+    buffer.untyped_storage().resize_(nbytes)
+    assert not found.is_there([16, 16])
+    assert not found.part(1, 2).is_there([16])
+    assert flat_memory(parts, forms(parts), [16, 16]) is None
+
+
+def test_memory_that_was_taken_anew_is_not_there():
+    tensor = torch.zeros(4)
+    found = flat_memory([tensor], forms([tensor]), [16])
+    tensor.untyped_storage().resize_(1 << 22)
+    assert tensor.data_ptr() != found.addresses[0]
+    assert not found.is_there([16])
 
 
 def test_kinds_of_tensors_are_told_apart():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.engines.places import Places
 from wtransfer.engines.planned import Planned
+from wtransfer.engines.source import shown
 from wtransfer.engines.staging import is_out_of_memory
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, Manifest, Piece
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import WeightSource
     from wtransfer.engines.outline import Part
+    from wtransfer.engines.source import Shown
+    from wtransfer.transport.tensors import FlatMemory
 
     Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
     Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
@@ -71,6 +74,7 @@ class DigestingSource:
         self._known_digests = False
         self._planned = Planned(Manifest(()))
         self._digests: list[str | None] = []
+        self._shown: Shown | None = None
         self._noting = threading.Lock()
         self._stopped: str | None = None
 
@@ -88,12 +92,14 @@ class DigestingSource:
         self.version = version
         self._source = instead or self._own
         with _blaming_source("metadata"):
-            metadata = _in_our_form(self._source.metadata)
-            if not same_metadata(metadata, self._metadata):
+            said, self._shown = shown(self._source)
+            # Those of the round before are in our form already.
+            if not same_metadata(said, self._metadata):
+                metadata = _in_our_form(said)
                 self._planned = Planned(self._checked_manifest(metadata))
                 self._metadata = metadata
                 self._known_digests = any(meta.digest is not None for meta in metadata)
-        self._digests = [None] * len(metadata)
+        self._digests = [None] * len(self._metadata)
         self.nonfinite = {}
         self._stopped = None
         self.moved_at = time.monotonic()
@@ -108,6 +114,7 @@ class DigestingSource:
     def stop(self, reason: str) -> None:
         """Let every further step of an iteration raise."""
         self._stopped = reason
+        self._shown = None
         # One step may be to wait for other ranks of the trainer.
         stop_waiting = getattr(self._source, "stop_waiting", None)
         if stop_waiting is not None:
@@ -119,8 +126,7 @@ class DigestingSource:
         Raises:
             RoundAbortedError: The round has ended.
         """
-        if self._stopped is not None:
-            raise RoundAbortedError(f"the round was ended: {self._stopped}")
+        self._check_stopped()
         self.moved_at = time.monotonic()
 
     def digests(self) -> list[str]:
@@ -179,6 +185,11 @@ class DigestingSource:
 
     def copy_into(self, places: Places) -> Iterator[int]:
         """Do the same for who does not look at tensors one by one: yield how many are there."""
+        shown, self._shown = self._shown, None
+        if shown is not None and self._algorithm == "xxh3-128":
+            yield from self._packed_as_shown(places, shown)
+            self._tell_packed()
+            return
         pairs = self._begin_pass()
         if self._algorithm != "xxh3-128":
             yield from self._copied(places, pairs)
@@ -202,47 +213,66 @@ class DigestingSource:
         found = _copy_digest(memory, tensor, self._algorithm)
         self._note(meta, found.hexdigest, found.nonfinite)
 
+    def _packed_as_shown(self, places: Places, shown: Shown) -> Iterator[int]:
+        """Do it for tensors that were looked at with the metadata, and need no second look."""
+        for part, stop in self._runs(places):
+            first = part.first
+            if not self._pack(places, part, shown.memory.part(first, stop)):
+                run = zip(part.names, shown.tensors[first:stop], strict=True)
+                self._copy_each(places, run, part)
+            yield stop
+
     def _packed_run_by_run(self, places: Places, pairs: Pairs) -> Iterator[int]:
         """Do it for tensors that are all there: every question is put to many of them at once."""
-        pairs, first = iter(pairs), 0
-        while first < len(self._metadata):
-            stop = places.run_from(first, RUN_NBYTES)
-            run = self._take(pairs, stop - first)
-            if not self._pack(places, first, run, stop):
-                # One by one, which also says what is wrong with them.
-                for meta, tensor in self._checked(run, self._metadata[first:stop]):
-                    self._copy_one(meta, tensor, places(meta))
+        pairs = iter(pairs)
+        for part, stop in self._runs(places):
+            run = self._take(pairs, len(part.names))
+            names, tensors = [name for name, _ in run], [tensor for _, tensor in run]
+            memory = flat_memory(tensors, part.forms, part.sizes) if names == part.names else None
+            if memory is None or not self._pack(places, part, memory):
+                self._copy_each(places, run, part)
             yield stop
-            first = stop
-            self.moved_at = time.monotonic()
         for name, tensor in self._take(pairs, 1):
             _check_same(None, name, tensor)
+
+    def _runs(self, places: Places) -> Iterator[tuple[Part, int]]:
+        """Yield one part of the update after the other, and the number behind it."""
+        first = 0
+        while first < len(self._metadata):
+            self._check_stopped()
+            stop = places.run_from(first, RUN_NBYTES)
+            yield self._planned.outline.part(first, stop), stop
+            first = stop
+            self.moved_at = time.monotonic()
 
     def _take(self, pairs: Pairs, number: int) -> list[tuple[str, torch.Tensor]]:
         with _blaming_source("iter_full"), self._reading():
             run = list(itertools.islice(pairs, number))
-        if self._stopped is not None:
-            raise RoundAbortedError(f"the round was ended: {self._stopped}")
+        self._check_stopped()
         return run
 
-    def _pack(
-        self, places: Places, first: int, run: list[tuple[str, torch.Tensor]], stop: int
-    ) -> bool:
-        """Copy tensors to the places from `first` to `stop` if all is well beyond doubt.
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:
+            raise RoundAbortedError(f"the round was ended: {self._stopped}")
+
+    def _pack(self, places: Places, part: Part, memory: FlatMemory) -> bool:
+        """Copy a part of the update to its places if all of its memory is there.
 
         Returns:
             Whether it is, and they were copied.
         """
-        starts, stops = places.starts[first:stop], places.stops[first:stop]
-        names, tensors = [name for name, _ in run], [tensor for _, tensor in run]
-        said = self._planned.outline.part(first, stop)
-        if stops[-1] - starts[0] > RUN_NBYTES or names != said.names:
+        own = slice(part.first, part.first + len(part.names))
+        starts, stops = places.starts[own], places.stops[own]
+        if stops[-1] - starts[0] > RUN_NBYTES or not memory.is_there(part.sizes):
             return False
-        flat = flat_memory(tensors, said.forms, said.sizes)
-        if flat is None:
-            return False
-        self._note_all(said, *pack(places.memory, starts, stops, flat.addresses, said.dtypes))
+        self._note_all(part, *pack(places.memory, starts, stops, memory.addresses, part.dtypes))
         return True
+
+    def _copy_each(self, places: Places, run: Pairs, part: Part) -> None:
+        """Copy a part of the update one by one, which also says what is wrong with it."""
+        metadata = self._metadata[part.first : part.first + len(part.names)]
+        for meta, tensor in self._checked(run, metadata):
+            self._copy_one(meta, tensor, places(meta))
 
     def _packed_one_by_one(self, places: Places, pairs: Pairs) -> Iterator[int]:
         """Do it for tensors that come one by one: digested in one go are those that can wait."""
@@ -265,6 +295,7 @@ class DigestingSource:
         self._note_all(self._planned.outline.part(first, stop), *run.finish())
 
     def _begin_pass(self) -> Pairs:
+        self._shown = None
         with _blaming_source("iter_full"), self._reading():
             return self._source.iter_full()
 
@@ -277,8 +308,7 @@ class DigestingSource:
         with _blaming_source("iter_full"), self._reading():
             for name, tensor in pairs:
                 self.reading = False
-                if self._stopped is not None:
-                    raise RoundAbortedError(f"the round was ended: {self._stopped}")
+                self._check_stopped()
                 meta = next(expected, None)
                 if not _is_same(meta, name, tensor):
                     _check_same(meta, name, tensor)

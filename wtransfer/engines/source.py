@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from wtransfer.engines.interface import ParamMeta, WeightSource
 from wtransfer.engines.outline import Outline
-from wtransfer.engines.state import Group, Grouping, are_apart, module_tensors, only_tensors
+from wtransfer.engines.state import Group, Grouping, look_apart, module_tensors, only_tensors
 from wtransfer.transport.tensors import PLAIN_TYPES, are_plain
 
 if TYPE_CHECKING:
@@ -17,13 +17,43 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from wtransfer.transport.tensors import FlatMemory
+
 Spread: TypeAlias = "tuple[tuple[int, ...] | None, Any, tuple[Any, ...] | None]"
 """Owners, mesh and placements."""
 WHOLE: Spread = (None, None, None)
 """Those of a tensor that every rank has all of."""
 
 
-class StateDictSource:
+class Shown(NamedTuple):
+    """All tensors of a source at one moment: the trainer's own, in host memory."""
+
+    tensors: list[torch.Tensor]
+    """In the order of the metadata that they were shown with."""
+    memory: FlatMemory
+    """Where they lie."""
+
+
+class ShowingSource:
+    """A source that may show all of its tensors at once.
+
+    So who reads its metadata, and then everything, looks at each tensor but once.
+    """
+
+    def show(self) -> tuple[Sequence[ParamMeta], Shown | None]:
+        """Return the metadata, and the tensors if they are all there, and lie flat."""
+        raise NotImplementedError
+
+
+def shown(source: WeightSource) -> tuple[Sequence[ParamMeta], Shown | None]:
+    """Return a source's metadata, and its tensors if it shows them."""
+    # Not one that was derived: its metadata and its passes may be others.
+    if isinstance(source, ShowingSource) and "show" in vars(type(source)):
+        return source.show()
+    return source.metadata, None
+
+
+class StateDictSource(ShowingSource):
     """A mapping of names to tensors. It is read anew in every round.
 
     Args:
@@ -52,9 +82,23 @@ class StateDictSource:
     @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and whole shape of every tensor; of a DTensor also who holds which part."""
+        return self._look()[0]
+
+    def show(self) -> tuple[Sequence[ParamMeta], Shown | None]:
+        """Return the metadata, and the tensors if none is sharded, tied, or elsewhere."""
+        return self._look()
+
+    def _look(self) -> tuple[Sequence[ParamMeta], Shown | None]:
         tensors = self._tensors()
-        if are_apart(tensors, self._apart):
-            return list(self._metadata)
+        apart = look_apart(tensors, self._apart)
+        if apart is None:
+            self._group(tensors)
+        memory = apart.memory if apart is not None else None
+        shown = Shown(list(tensors.values()), memory) if memory is not None else None
+        # The same objects as long as they are right: who compares them finds out at once.
+        return list(self._metadata), shown
+
+    def _group(self, tensors: Mapping[str, torch.Tensor]) -> None:
         groups = self._grouping.of(tensors)
         # Not among the looks by which they are grouped.
         spreads = _spreads(tensors, groups)
@@ -67,8 +111,6 @@ class StateDictSource:
             self._groups, self._spreads = groups, spreads
             # Tensors that are tied or sharded never fit it, and are grouped every time.
             self._apart = Outline.of_metadata(self._metadata)
-        # The same objects as long as they are right: who compares them finds out at once.
-        return list(self._metadata)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, the trainer's own or gathered ones.
@@ -99,6 +141,10 @@ class ModuleSource(StateDictSource):
     def __init__(self, module: nn.Module) -> None:
         super().__init__({})
         self._module = module
+
+    def show(self) -> tuple[Sequence[ParamMeta], Shown | None]:
+        """Return the metadata, and the tensors if none is sharded, tied, or elsewhere."""
+        return self._look()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return module_tensors(self._module)

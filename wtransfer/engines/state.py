@@ -15,8 +15,10 @@ from torch.nn.parameter import is_lazy
 from wtransfer.transport.tensors import (
     PART,
     PLAIN_TYPES,
+    FlatMemory,
     are_in_host_memory,
     are_plain,
+    flat_memory,
     have_forms,
     host_forms,
 )
@@ -249,24 +251,41 @@ class Grouping:
         return self.of(tensors)
 
 
-def are_apart(tensors: Mapping[str, torch.Tensor], outline: Outline) -> bool:
-    """Whether tensors have these names and forms, and no two of them stand for the same elements.
+class Apart(NamedTuple):
+    """Tensors no two of which stand for the same elements."""
 
-    False also where that would take a closer look: they are not plain ones in host memory, or some
-    are empty. Parts of one buffer are apart, as long as none begins where another does.
+    memory: FlatMemory | None
+    """Where they lie, if all lie flat."""
 
-    Cost: about 0.6 us per tensor.
+
+def look_apart(tensors: Mapping[str, torch.Tensor], outline: Outline) -> Apart | None:
+    """Look whether tensors have these names and forms, and no two begin at the same place.
+
+    Parts of one buffer are apart, as long as none begins where another does.
+
+    Returns:
+        None also where it takes a closer look: they are not plain ones in host memory, or some are
+        empty.
+
+    Cost: about 1 us per tensor.
     """
-    addresses: set[int] = set()
     if list(tensors) != outline.names:
-        return False
+        return None
+    memory, all_flat = FlatMemory([], []), True
+    addresses: set[int] = set()
     every = iter(tensors.values())
     for part in outline.parts(PART):
         own = list(itertools.islice(every, len(part.names)))
-        if not have_forms(own, part.forms):
-            return False
-        addresses.update(map(torch.Tensor.data_ptr, own))
-    return len(addresses) == len(outline) and 0 not in addresses
+        flat = flat_memory(own, part.forms, part.sizes)
+        if flat is not None:
+            memory.extend(flat)
+        elif not have_forms(own, part.forms):
+            return None
+        all_flat = all_flat and flat is not None
+        addresses.update(flat.addresses if flat else map(torch.Tensor.data_ptr, own))
+    if len(addresses) < len(outline) or 0 in addresses:
+        return None
+    return Apart(memory if all_flat else None)
 
 
 class _Grouped(NamedTuple):

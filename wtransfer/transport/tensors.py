@@ -184,6 +184,27 @@ class FlatMemory(NamedTuple):
     storages: list[torch.UntypedStorage]
     """Keep the memory, whatever is done to the tensors."""
 
+    def extend(self, more: FlatMemory) -> None:
+        """Add what is known of further tensors."""
+        self.addresses.extend(more.addresses)
+        self.storages.extend(more.storages)
+
+    def part(self, first: int, stop: int) -> FlatMemory:
+        """Return what is known of the tensors from number `first` up to `stop`."""
+        return FlatMemory(self.addresses[first:stop], self.storages[first:stop])
+
+    def is_there(self, sizes: Sequence[int]) -> bool:
+        """Whether the storages have all of these bytes; they may be cut and freed at any time.
+
+        Cost: about 0.2 us per tensor.
+        """
+        storage, found = torch.UntypedStorage, self.storages
+        begins = list(map(storage.data_ptr, found))
+        ends = map(operator.add, begins, map(storage.nbytes, found))
+        return all(map(operator.le, begins, self.addresses)) and all(
+            map(operator.le, map(operator.add, self.addresses, sizes), ends)
+        )
+
 
 def flat_memory(
     tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]], sizes: Sequence[int]
@@ -197,15 +218,13 @@ def flat_memory(
         forms: Of `host_forms`; None is returned as well if one has another.
         sizes: Bytes of each, by its form.
 
-    Cost: about 0.7 us per tensor.
+    Cost: about 0.8 us per tensor.
     """
-    own = torch.Tensor
-    # One that begins somewhere in its storage is looked at by itself.
-    if not are_flat(tensors, forms) or any(map(own.storage_offset, tensors)):
+    if not are_flat(tensors, forms):
         return None
-    addresses, storages = list(map(own.data_ptr, tensors)), list(map(own.untyped_storage, tensors))
-    there = map(torch.UntypedStorage.nbytes, storages)
-    return FlatMemory(addresses, storages) if all(map(operator.le, sizes, there)) else None
+    own = torch.Tensor
+    found = FlatMemory(list(map(own.data_ptr, tensors)), list(map(own.untyped_storage, tensors)))
+    return found if found.is_there(sizes) else None
 
 
 def are_flat(tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]]) -> bool:
