@@ -35,6 +35,11 @@ def given_homes(update, names=None):
     return homes, {name: homes.give(name, update[name]) for name in wanted}
 
 
+def places_of(update, tensors):
+    """Return where tensors lie, in the order of an update; 0 where there is none."""
+    return [tensors[name].data_ptr() if name in tensors else 0 for name in update.outline.names]
+
+
 def behind_each_other(sizes):
     starts, end = [], 0
     for size in sizes:
@@ -49,7 +54,7 @@ SIZES = [64, 100, 128, 1, 4096]
 def test_an_update_in_the_order_of_the_homes_is_one_copy():
     update = update_of(SIZES, behind_each_other(SIZES))
     homes, tensors = given_homes(update)
-    moves = homes.moves(update)
+    moves = homes.moves(update, places_of(update, tensors))
     assert len(moves.copies) == 1
     assert not any(moves.leaving)
     moves.copy(update.memory)
@@ -65,16 +70,17 @@ def test_homes_are_tensors_alone_in_their_memory():
         assert (home.shape, home.dtype) == (like.shape, like.dtype)
         assert home.untyped_storage().nbytes() == like.nbytes
         assert home.data_ptr() % 64 == 0
-        assert homes.has(name, like.nbytes)
-        assert not homes.has(name, like.nbytes + 2)
+        assert homes.has(name, home.data_ptr(), like.nbytes)
+        assert not homes.has(name, home.data_ptr(), like.nbytes + 2)
+        assert not homes.has(name, home.data_ptr() + 64, like.nbytes)
 
 
 def test_what_has_no_home_of_its_size_leaves():
     update = update_of(SIZES, behind_each_other(SIZES))
     homes, tensors = given_homes(update, ["t0", "t2", "t4"])
-    homes.give("t1", torch.zeros(99, dtype=torch.uint8))
+    tensors["t1"] = homes.give("t1", torch.zeros(99, dtype=torch.uint8))
     homes.forget("t4")
-    moves = homes.moves(update)
+    moves = homes.moves(update, places_of(update, tensors))
     assert moves.leaving == [False, True, False, True, True]
     tensors["t4"].zero_()
     moves.copy(update.memory)
@@ -98,20 +104,26 @@ def test_whatever_lies_wherever_comes_home(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(homes_module, "CHUNK_NBYTES", chunk_nbytes)
         homes, tensors = given_homes(update, known)
-        homes.moves(update).copy(update.memory)
+        homes.moves(update, places_of(update, tensors)).copy(update.memory)
     for name, tensor in tensors.items():
         assert torch.equal(tensor, update[name])
 
 
-def test_how_an_update_comes_home_is_worked_out_once_while_it_lies_alike():
+def test_how_an_update_comes_home_is_worked_out_once_while_all_is_alike():
     starts = behind_each_other(SIZES)
-    homes, _ = given_homes(update_of(SIZES, starts))
-    moves = homes.moves(update_of(SIZES, starts, 7))
-    assert homes.moves(update_of(SIZES, starts, 8)) is moves
-    later = [start + 64 for start in starts]
-    assert homes.moves(update_of(SIZES, later)) is not moves
+    update = update_of(SIZES, starts)
+    homes, tensors = given_homes(update)
+    places = places_of(update, tensors)
+    moves = homes.moves(update, places)
+    assert homes.moves(update_of(SIZES, starts, 8), list(places)) is moves
+    later = update_of(SIZES, [start + 64 for start in starts])
+    assert homes.moves(later, places).copies[0].staged.start == 64
+    elsewhere = [0, *places[1:]]
+    assert homes.moves(later, elsewhere).leaving == [True, False, False, False, False]
+    shorter = update_of([*SIZES[:4], 4095], starts)
+    assert homes.moves(shorter, places).leaving == [False, False, False, False, True]
     homes.forget("t0")
-    assert homes.moves(update_of(SIZES, later)).leaving[0]
+    assert homes.moves(later, places).leaving == [True, False, False, False, False]
 
 
 def test_memory_goes_when_all_of_its_homes_are_forgotten_and_their_tensors_gone():
@@ -119,15 +131,24 @@ def test_memory_goes_when_all_of_its_homes_are_forgotten_and_their_tensors_gone(
     tensors = [homes.give(name, like) for name in "ab"]
     chunk = weakref.ref(homes._chunks["a"])
     assert homes._chunks["b"] is not chunk()
-    homes.forget("a")
+    homes.forget_others({"b", "c"})
     assert chunk() is not None
     del tensors[0]
     gc.collect()
     assert chunk() is None
 
 
-def test_taking_grows_with_what_there_is():
+def test_what_is_taken_at_once_grows_with_what_there_is():
     homes, like = Homes(), torch.zeros(1 << 14, dtype=torch.uint8)
     for number in range(1024):
         homes.give(str(number), like)
     assert len({id(chunk) for chunk in homes._chunks.values()}) == 5
+
+
+def test_homes_that_are_given_anew_again_and_again_take_no_more_than_twice_their_bytes():
+    homes, like = Homes(), torch.zeros(1 << 14, dtype=torch.uint8)
+    for _ in range(20):
+        tensors = [homes.give(str(number), like) for number in range(256)]
+        chunks = {id(chunk): chunk.nbytes for chunk in homes._chunks.values()}
+        assert sum(chunks.values()) <= 3 * 256 * like.nbytes
+    assert len(tensors) == 256

@@ -171,7 +171,7 @@ def forms(tensors):
 def test_where_many_tensors_lie_is_what_each_says():
     found = flat_memory(GOOD, forms(GOOD), sizes(GOOD))
     assert found.addresses == [each.data_ptr() for each in GOOD]
-    assert flat_memory([], [], []) == ([], [])
+    assert flat_memory([], [], []) == ([], [], [])
 
 
 def test_memory_that_is_flat_stays_whatever_is_done_to_its_tensor():

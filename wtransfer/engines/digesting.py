@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.engines.places import Places
 from wtransfer.engines.planned import Planned
-from wtransfer.engines.source import shown
+from wtransfer.engines.source import look_at
 from wtransfer.engines.staging import is_out_of_memory
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, Manifest, Piece
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import WeightSource
     from wtransfer.engines.outline import Part
-    from wtransfer.engines.source import Shown
+    from wtransfer.engines.source import Seen
     from wtransfer.transport.tensors import FlatMemory
 
     Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
@@ -74,25 +74,39 @@ class DigestingSource:
         self._known_digests = False
         self._planned = Planned(Manifest(()))
         self._digests: list[str | None] = []
-        self._shown: Shown | None = None
+        self._seen: Seen | None = None
         self._noting = threading.Lock()
         self._stopped: str | None = None
 
     def plan(self, version: str = "", instead: WeightSource | None = None) -> Planned:
-        """Begin a round: read the source's metadata, forget the digests of the round before.
+        """Begin a round, and read what there is: `begin` and `read`."""
+        self.begin(version, instead)
+        return self.read()
+
+    def begin(self, version: str, instead: WeightSource | None = None) -> None:
+        """Begin a round, which `stop` may end from now on.
 
         Args:
             version: Label of the round.
             instead: What this round sends, where that is not the user's source.
+        """
+        self.version = version
+        self._source = instead or self._own
+        self.nonfinite = {}
+        self._seen = None
+        self._stopped = None
+        self.moved_at = time.monotonic()
+
+    def read(self) -> Planned:
+        """Read the source's metadata, and forget the digests of the round before.
 
         Raises:
             ManifestError: The source names something that no update can hold.
             SourceError: It cannot say what it has.
+            RoundAbortedError: The round has ended meanwhile.
         """
-        self.version = version
-        self._source = instead or self._own
         with _blaming_source("metadata"):
-            said, self._shown = shown(self._source)
+            said, seen = look_at(self._source)
             # Those of the round before are in our form already.
             if not same_metadata(said, self._metadata):
                 metadata = _in_our_form(said)
@@ -100,8 +114,10 @@ class DigestingSource:
                 self._metadata = metadata
                 self._known_digests = any(meta.digest is not None for meta in metadata)
         self._digests = [None] * len(self._metadata)
-        self.nonfinite = {}
-        self._stopped = None
+        with self._noting:
+            # After a stop nothing is kept: it may have come while this was read.
+            self._check_stopped()
+            self._seen = seen
         self.moved_at = time.monotonic()
         return self._planned
 
@@ -113,8 +129,9 @@ class DigestingSource:
 
     def stop(self, reason: str) -> None:
         """Let every further step of an iteration raise."""
-        self._stopped = reason
-        self._shown = None
+        with self._noting:
+            self._stopped = reason
+            self._seen = None
         # One step may be to wait for other ranks of the trainer.
         stop_waiting = getattr(self._source, "stop_waiting", None)
         if stop_waiting is not None:
@@ -185,9 +202,9 @@ class DigestingSource:
 
     def copy_into(self, places: Places) -> Iterator[int]:
         """Do the same for who does not look at tensors one by one: yield how many are there."""
-        shown, self._shown = self._shown, None
-        if shown is not None and self._algorithm == "xxh3-128":
-            yield from self._packed_as_shown(places, shown)
+        seen, self._seen = self._seen, None
+        if seen is not None and self._algorithm == "xxh3-128":
+            yield from self._packed_as_seen(places, seen)
             self._tell_packed()
             return
         pairs = self._begin_pass()
@@ -213,12 +230,12 @@ class DigestingSource:
         found = _copy_digest(memory, tensor, self._algorithm)
         self._note(meta, found.hexdigest, found.nonfinite)
 
-    def _packed_as_shown(self, places: Places, shown: Shown) -> Iterator[int]:
+    def _packed_as_seen(self, places: Places, seen: Seen) -> Iterator[int]:
         """Do it for tensors that were looked at with the metadata, and need no second look."""
         for part, stop in self._runs(places):
             first = part.first
-            if not self._pack(places, part, shown.memory.part(first, stop)):
-                run = zip(part.names, shown.tensors[first:stop], strict=True)
+            if not self._pack(places, part, seen.memory.part(first, stop)):
+                run = zip(part.names, seen.tensors[first:stop], strict=True)
                 self._copy_each(places, run, part)
             yield stop
 
@@ -295,7 +312,7 @@ class DigestingSource:
         self._note_all(self._planned.outline.part(first, stop), *run.finish())
 
     def _begin_pass(self) -> Pairs:
-        self._shown = None
+        self._seen = None
         with _blaming_source("iter_full"), self._reading():
             return self._source.iter_full()
 

@@ -8,6 +8,8 @@ from wtransfer.transport.buckets import aligned
 from wtransfer.transport.tensors import own_memory, tensors_at
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from wtransfer.engines.staged import StagedTensors
@@ -58,74 +60,95 @@ class Homes:
         self._nbytes = 0
         self._chunks: dict[str, ByteArray] = {}
         self._starts: dict[str, int] = {}
+        self._addresses: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
-        self._last: tuple[list[str], list[int], Moves] | None = None
+        self._last: _Known | None = None
 
     def give(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in a new home.
+        """Return a tensor in a new home; whoever lies in an old one is not written to any more.
 
         Args:
             name: Whose home it is from now on.
             like: Of which dtype and shape it shall be.
         """
+        self.forget(name)
         start = self._take(like.nbytes)
-        self._chunks[name], self._starts[name] = self._chunk, start
-        self._sizes[name] = like.nbytes
-        self._last = None
         form = ([like.dtype], [tuple(like.shape)], [like.numel()])
-        return next(tensors_at(self._chunk, [start], *form))
+        home = next(tensors_at(self._chunk, [start], *form))
+        self._chunks[name], self._starts[name] = self._chunk, start
+        self._addresses[name], self._sizes[name] = home.data_ptr(), like.nbytes
+        self._nbytes += aligned(like.nbytes)
+        return home
 
     def forget(self, name: str) -> None:
         """Let go of a home, if there is one of this name."""
         if name in self._sizes:
-            del self._chunks[name], self._starts[name], self._sizes[name]
+            self._nbytes -= aligned(self._sizes.pop(name))
+            del self._chunks[name], self._starts[name], self._addresses[name]
             self._last = None
 
-    def has(self, name: str, nbytes: int) -> bool:
-        """Whether there is a home of this name, and of so many bytes."""
-        return self._sizes.get(name) == nbytes
+    def forget_others(self, names: Collection[str]) -> None:
+        """Let go of homes that are of none of these names."""
+        for name in [name for name in self._sizes if name not in names]:
+            self.forget(name)
 
-    def moves(self, update: StagedTensors) -> Moves:
+    def has(self, name: str, address: int, nbytes: int) -> bool:
+        """Whether that place is the home of this name."""
+        return self._addresses.get(name) == address and self._sizes.get(name) == nbytes
+
+    def moves(self, update: StagedTensors, places: list[int]) -> Moves:
         """Return how a model comes to an update that consists of places, none of them empty.
 
-        Cost: about 1 us per tensor; nothing for one that lies as the last one did.
-        """
-        names, starts = update.outline.names, update.starts
-        if self._last is None or self._last[:2] != (names, starts):
-            self._last = names, list(starts), self._moves(names, starts, update.outline.sizes)
-        return self._last[2]
+        Args:
+            update: What it shall consist of.
+            places: Where its tensors lie now, in the order of the update.
 
-    def _moves(self, names: list[str], starts: list[int], sizes: list[int]) -> Moves:
-        leaving = [self._sizes.get(name) != size for name, size in zip(names, sizes, strict=True)]
-        moves = Moves(leaving, [])
-        for name, start, size, leaves in zip(names, starts, sizes, leaving, strict=True):
+        Cost: about 1 us per tensor; 0.1 us where all lie as at the last time.
+        """
+        outline, last = update.outline, self._last
+        key = outline.names, outline.sizes, update.starts, places
+        if last is None or last.key != key:
+            # The update's own list may grow.
+            key = outline.names, outline.sizes, list(update.starts), places
+            last = self._last = _Known(key, self._moves(*key))
+        return last.moves
+
+    def _moves(
+        self, names: list[str], sizes: list[int], starts: list[int], places: list[int]
+    ) -> Moves:
+        rows = list(zip(names, sizes, starts, places, strict=True))
+        moves = Moves([not self.has(name, place, size) for name, size, _, place in rows], [])
+        for (name, size, start, _), leaves in zip(rows, moves.leaving, strict=True):
             if not leaves:
-                self._add(moves.copies, self._copy(name, start, size))
+                _add(moves.copies, self._copy(name, size, start))
         return moves
 
-    def _copy(self, name: str, start: int, size: int) -> Copy:
+    def _copy(self, name: str, size: int, start: int) -> Copy:
         home = self._starts[name]
         return Copy(self._chunks[name], slice(home, home + size), slice(start, start + size))
-
-    def _add(self, copies: list[Copy], more: Copy) -> None:
-        """Add a copy; to the last one if it lies behind that, here and there."""
-        last = copies[-1] if copies else None
-        if last is not None and last.chunk is more.chunk:
-            gap = aligned(last.home.stop) - last.home.stop
-            if (
-                more.home.start - gap == last.home.stop
-                and more.staged.start - gap == last.staged.stop
-            ):
-                home = slice(last.home.start, more.home.stop)
-                copies[-1] = Copy(last.chunk, home, slice(last.staged.start, more.staged.stop))
-                return
-        copies.append(more)
 
     def _take(self, nbytes: int) -> int:
         if self._used + nbytes > self._chunk.size:
             # As much again as there is, so that there are few pieces, however many tensors.
-            size = max(CHUNK_NBYTES, nbytes, self._nbytes)
-            self._chunk, self._used = own_memory(size), 0
-            self._nbytes += size
+            self._chunk = own_memory(max(CHUNK_NBYTES, nbytes, self._nbytes))
+            self._used = 0
         start, self._used = self._used, self._used + aligned(nbytes)
         return start
+
+
+class _Known(NamedTuple):
+    key: tuple[list[str], list[int], list[int], list[int]]
+    moves: Moves
+
+
+def _add(copies: list[Copy], more: Copy) -> None:
+    """Add a copy; to the last one if it lies behind that, here and there."""
+    last = copies[-1] if copies else None
+    if last is not None and last.chunk is more.chunk:
+        gap = aligned(last.home.stop) - last.home.stop
+        begins = last.home.stop + gap, last.staged.stop + gap
+        if begins == (more.home.start, more.staged.start):
+            home = slice(last.home.start, more.home.stop)
+            copies[-1] = Copy(last.chunk, home, slice(last.staged.start, more.staged.stop))
+            return
+    copies.append(more)

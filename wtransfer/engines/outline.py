@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from wtransfer.transport.tensors import host_forms, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -64,6 +64,7 @@ class Outline:
         """Name -> number."""
         self.nbytes = sum(self.sizes)
         """Bytes of all."""
+        self._parts: dict[int, list[Part]] = {}
 
     @classmethod
     def of_metadata(cls, metadata: Sequence[ParamMeta]) -> Outline:
@@ -100,9 +101,12 @@ class Outline:
             self.forms[own],
         )
 
-    def parts(self, number: int) -> Iterator[Part]:
-        """Yield everything in parts of so many tensors."""
-        return (self.part(first, first + number) for first in range(0, len(self), number))
+    def parts(self, number: int) -> Sequence[Part]:
+        """Return everything in parts of so many tensors; made once."""
+        if number not in self._parts:
+            firsts = range(0, len(self), number)
+            self._parts[number] = [self.part(first, first + number) for first in firsts]
+        return self._parts[number]
 
     def __len__(self) -> int:
         return len(self.names)

@@ -181,8 +181,9 @@ class Sender:
 
     def plan(self, round_: Round, instead: WeightSource | None) -> Running:
         """Read what the source has, or `instead` has; the result is what is planned."""
-        read = functools.partial(self.source.plan, round_.version, instead)
-        return self._running("metadata", read, round_)
+        # Here and not on the other thread: that may begin after a stop.
+        self.source.begin(round_.version, instead)
+        return self._running("metadata", self.source.read, round_)
 
     def send(self, round_: Round) -> Running:
         """Let the engine send to every worker of `round_`."""

@@ -83,7 +83,8 @@ class WorkerSession:
         join: Address of a publisher; more can follow by `join()`.
         token: Shared secret. Default: ``WTRANSFER_TOKEN``, or the owner-only file that
             ``WTRANSFER_TOKEN_FILE`` names.
-        commit: ``"adopt"`` points parameters at the staged memory, ``"copy"`` writes into theirs.
+        commit: ``"adopt"`` points parameters at the staged memory (those of up to 16 KiB at memory
+            of their own, which is written), ``"copy"`` writes into theirs.
         keep_previous: Keep what is needed to go back if applying fails. Without it a failed commit
             leaves the session *empty*.
         cast: Allow updates in another floating dtype than the model's.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.leavable import LeavableThread
 from wtransfer.engines.shards import gathered, is_sharded, iter_shards, layout_between, ranks_of
-from wtransfer.engines.source import ShowingSource, as_source, shown
+from wtransfer.engines.source import as_source, look_at
 from wtransfer.engines.trainer_ranks import TrainerRanks
 from wtransfer.engines.whereabouts import Whereabouts, own_rank
 from wtransfer.errors import EngineError, SourceError, WTransferError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wtransfer.engines.interface import ParamMeta, WeightSource
-    from wtransfer.engines.source import Shown
+    from wtransfer.engines.source import Seen
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ CAUSE_GRACE_S = 1.0
 """Time in which the loss of a rank must show that has broken a collective."""
 
 
-class ShardedSource(ShowingSource):
+class ShardedSource:
     """Gathers what the ranks of a trainer hold, for the one that publishes.
 
     `Publisher` makes one of whatever it is given; make it yourself for another `listen` or `name`.
@@ -84,10 +84,9 @@ class ShardedSource(ShowingSource):
         self._metadata = self._source.metadata
         return self._metadata
 
-    def show(self) -> tuple[Sequence[ParamMeta], Shown | None]:
-        """Return the metadata, and the tensors if all of them are whole here."""
-        self._metadata, tensors = shown(self._source)
-        return self._metadata, tensors
+    def _look_at_all(self) -> tuple[Sequence[ParamMeta], Seen | None]:
+        self._metadata, seen = look_at(self._source)
+        return self._metadata, seen
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what this rank holds."""

@@ -25,35 +25,32 @@ WHOLE: Spread = (None, None, None)
 """Those of a tensor that every rank has all of."""
 
 
-class Shown(NamedTuple):
-    """All tensors of a source at one moment: the trainer's own, in host memory."""
-
-    tensors: list[torch.Tensor]
-    """In the order of the metadata that they were shown with."""
-    memory: FlatMemory
-    """Where they lie."""
-
-
-class ShowingSource:
-    """A source that may show all of its tensors at once.
+class Seen(NamedTuple):
+    """All tensors of a source as they were when its metadata was read: in host memory, flat.
 
     So who reads its metadata, and then everything, looks at each tensor but once.
     """
 
-    def show(self) -> tuple[Sequence[ParamMeta], Shown | None]:
-        """Return the metadata, and the tensors if they are all there, and lie flat."""
-        raise NotImplementedError
+    tensors: list[torch.Tensor]
+    """The trainer's own, in the order of the metadata."""
+    memory: FlatMemory
+    """Where they lie."""
 
 
-def shown(source: WeightSource) -> tuple[Sequence[ParamMeta], Shown | None]:
-    """Return a source's metadata, and its tensors if it shows them."""
-    # Not one that was derived: its metadata and its passes may be others.
-    if isinstance(source, ShowingSource) and "show" in vars(type(source)):
-        return source.show()
-    return source.metadata, None
+def look_at(source: WeightSource) -> tuple[Sequence[ParamMeta], Seen | None]:
+    """Return a source's metadata, and its tensors if it can show all of them at once."""
+    # Only one of ours, as we wrote it: of others the passes may yield something else.
+    look = vars(type(source)).get("_look_at_all")
+    if look is None or not _CHANGED.isdisjoint(getattr(source, "__dict__", ())):
+        return source.metadata, None
+    found: tuple[Sequence[ParamMeta], Seen | None] = look(source)
+    return found
 
 
-class StateDictSource(ShowingSource):
+_CHANGED = frozenset({"metadata", "iter_full"})
+
+
+class StateDictSource:
     """A mapping of names to tensors. It is read anew in every round.
 
     Args:
@@ -82,21 +79,17 @@ class StateDictSource(ShowingSource):
     @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and whole shape of every tensor; of a DTensor also who holds which part."""
-        return self._look()[0]
+        return self._look_at_all()[0]
 
-    def show(self) -> tuple[Sequence[ParamMeta], Shown | None]:
-        """Return the metadata, and the tensors if none is sharded, tied, or elsewhere."""
-        return self._look()
-
-    def _look(self) -> tuple[Sequence[ParamMeta], Shown | None]:
+    def _look_at_all(self) -> tuple[Sequence[ParamMeta], Seen | None]:
         tensors = self._tensors()
         apart = look_apart(tensors, self._apart)
         if apart is None:
             self._group(tensors)
         memory = apart.memory if apart is not None else None
-        shown = Shown(list(tensors.values()), memory) if memory is not None else None
+        seen = Seen(list(tensors.values()), memory) if memory is not None else None
         # The same objects as long as they are right: who compares them finds out at once.
-        return list(self._metadata), shown
+        return list(self._metadata), seen
 
     def _group(self, tensors: Mapping[str, torch.Tensor]) -> None:
         groups = self._grouping.of(tensors)
@@ -109,8 +102,8 @@ class StateDictSource(ShowingSource):
                 for tensor in (tensors[group.name],)
             ]
             self._groups, self._spreads = groups, spreads
-            # Tensors that are tied or sharded never fit it, and are grouped every time.
-            self._apart = Outline.of_metadata(self._metadata)
+            # Tied tensors never fit it, and are grouped every time; neither must sharded ones.
+            self._apart = Outline.of_metadata(() if spreads else self._metadata)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, the trainer's own or gathered ones.
@@ -142,9 +135,9 @@ class ModuleSource(StateDictSource):
         super().__init__({})
         self._module = module
 
-    def show(self) -> tuple[Sequence[ParamMeta], Shown | None]:
-        """Return the metadata, and the tensors if none is sharded, tied, or elsewhere."""
-        return self._look()
+    def _look_at_all(self) -> tuple[Sequence[ParamMeta], Seen | None]:
+        # In this class as well, since `look_at` asks the class itself.
+        return super()._look_at_all()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return module_tensors(self._module)

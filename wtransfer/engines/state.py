@@ -252,7 +252,7 @@ class Grouping:
 
 
 class Apart(NamedTuple):
-    """Tensors no two of which stand for the same elements."""
+    """Tensors no two of which begin at the same place."""
 
     memory: FlatMemory | None
     """Where they lie, if all lie flat."""
@@ -271,7 +271,7 @@ def look_apart(tensors: Mapping[str, torch.Tensor], outline: Outline) -> Apart |
     """
     if list(tensors) != outline.names:
         return None
-    memory, all_flat = FlatMemory([], []), True
+    memory, all_flat = FlatMemory([], [], []), True
     addresses: set[int] = set()
     every = iter(tensors.values())
     for part in outline.parts(PART):

@@ -70,10 +70,10 @@ class StateDictTarget:
     Args:
         tensors: Name -> tensor. Names of the same storage are written once.
         commit: ``"adopt"`` points a tensor at the staged memory, which costs nothing and needs no
-            second copy, but changes its address. Small tensors (`SMALL_NBYTES`) get memory of
-            their own by the first update, and the next ones are copied to there, which is faster.
-            ``"copy"`` writes into the existing memory: for models whose addresses somebody holds
-            (a captured graph, an optimizer's flat buffer).
+            second copy, but changes its address. A tensor of up to 16 KiB gets memory of its own
+            by the first update, to which later ones are copied: that is faster. ``"copy"`` writes
+            into the existing memory: for models whose addresses somebody holds (a captured graph,
+            an optimizer's flat buffer). An update must not lie in the model's own memory, ever.
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
             parts of a flat buffer, made in inference mode) are copied either way. Staged tensors
             that cannot be adopted (of another dtype or device, parts of a larger buffer) are
@@ -135,9 +135,11 @@ class StateDictTarget:
             if self._exchange(tensors):
                 return
             own, known = self._read()
+            self._adopted.forget_homes_but(known.by_name)
             self._taken.clear()
+            adopted = self._adopted.staged(own)
             for name, staged in tensors.items():
-                self._apply_one(known.by_name[name], own, staged)
+                self._apply_one(known.by_name[name], own, staged, adopted)
 
     def _exchange(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Adopt a whole update at once if nothing has to be asked of its tensors one by one."""
@@ -148,34 +150,50 @@ class StateDictTarget:
         )
 
     def _apply_one(
-        self, group: Group, own: Mapping[str, torch.Tensor], staged: torch.Tensor
+        self,
+        group: Group,
+        own: Mapping[str, torch.Tensor],
+        staged: torch.Tensor,
+        adopted: set[int],
     ) -> None:
         tensor = own[group.name]
         if staged.shape != tensor.shape:
             raise _changed(group.name, tensor, staged)
-        if self._points(group, tensor):
+        if self._points(group, tensor, adopted):
             self._adopt(group, own, staged)
         else:
+            if not self._adopted.is_home(group.name, tensor):
+                self._adopted.forget_home(group.name)
             _overwrite(tensor, staged)
 
     def capture(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors: the memory itself where it stays, else copies of it."""
         own, known = self._read()
-        return {
-            group.name: own[group.name].detach()
-            if self._points(group, own[group.name])
-            else own[group.name].detach().clone()
-            for group in known.groups
-        }
+        adopted = self._adopted.staged(own)
+        return {group.name: self._kept(group, own[group.name], adopted) for group in known.groups}
 
-    def _points(self, group: Group, tensor: torch.Tensor) -> bool:
-        """Whether an update points a tensor to other memory, and does not write into its own."""
-        if self._commit == "copy":
+    def _kept(self, group: Group, tensor: torch.Tensor, adopted: set[int]) -> torch.Tensor:
+        # A small one may be the home of another target of the same model, which writes into it.
+        stays = self._points(group, tensor, adopted) and tensor.nbytes > SMALL_NBYTES
+        return tensor.detach() if stays else tensor.detach().clone()
+
+    def _points(self, group: Group, tensor: torch.Tensor, staged: set[int]) -> bool:
+        """Whether an update points a tensor to other memory, and does not write into its own.
+
+        Args:
+            group: Its names.
+            tensor: The one of the first name.
+            staged: Where staged memory begins that the model points to.
+        """
+        if self._commit == "copy" or self._adopted.is_home(group.name, tensor):
             return False
-        if self._adopted.is_at(group.name, tensor.data_ptr()):
-            # What was adopted is never written into, whatever has come to share it since: a set
-            # that may have to be restored consists of the same memory. But not of homes.
-            return not self._adopted.is_home(group.name, tensor)
+        # What was adopted is never written into, whatever has come to share it since: a set that
+        # may have to be restored consists of the same memory.
+        if memory_address(tensor) in staged:
+            return True
+        if group.aliases and tensor.nbytes <= SMALL_NBYTES:
+            # Else an interrupt between two names would part them, and homes do not tie them again.
+            return False
         return not group.overlaps and stands_alone(tensor)
 
     def _adopt(self, group: Group, own: Mapping[str, torch.Tensor], staged: torch.Tensor) -> None:

@@ -181,29 +181,41 @@ class FlatMemory(NamedTuple):
 
     addresses: list[int]
     """First byte of each; says nothing of one that is empty."""
+    begins: list[int]
+    """First byte of each one's storage."""
     storages: list[torch.UntypedStorage]
-    """Keep the memory, whatever is done to the tensors."""
+    """Keep the memory when their tensors are gone; but anybody may have them take another."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> FlatMemory:
+        """Return where tensors in host memory begin, with strides or without."""
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        begins = list(map(torch.UntypedStorage.data_ptr, storages))
+        return cls(list(map(torch.Tensor.data_ptr, tensors)), begins, storages)
 
     def extend(self, more: FlatMemory) -> None:
         """Add what is known of further tensors."""
         self.addresses.extend(more.addresses)
+        self.begins.extend(more.begins)
         self.storages.extend(more.storages)
 
     def part(self, first: int, stop: int) -> FlatMemory:
         """Return what is known of the tensors from number `first` up to `stop`."""
-        return FlatMemory(self.addresses[first:stop], self.storages[first:stop])
+        own = slice(first, stop)
+        return FlatMemory(self.addresses[own], self.begins[own], self.storages[own])
 
     def is_there(self, sizes: Sequence[int]) -> bool:
-        """Whether the storages have all of these bytes; they may be cut and freed at any time.
+        """Whether all storages are where they were, and have so many bytes for each tensor.
 
         Cost: about 0.2 us per tensor.
         """
-        storage, found = torch.UntypedStorage, self.storages
-        begins = list(map(storage.data_ptr, found))
-        ends = map(operator.add, begins, map(storage.nbytes, found))
-        return all(map(operator.le, begins, self.addresses)) and all(
-            map(operator.le, map(operator.add, self.addresses, sizes), ends)
-        )
+        now = list(map(torch.UntypedStorage.data_ptr, self.storages))
+        return now == self.begins and self.is_whole(sizes)
+
+    def is_whole(self, sizes: Sequence[int]) -> bool:
+        """Whether the storages, if they are where they were, have so many bytes for each tensor."""
+        ends = map(operator.add, self.begins, map(torch.UntypedStorage.nbytes, self.storages))
+        return all(map(operator.le, map(operator.add, self.addresses, sizes), ends))
 
 
 def flat_memory(
@@ -222,9 +234,8 @@ def flat_memory(
     """
     if not are_flat(tensors, forms):
         return None
-    own = torch.Tensor
-    found = FlatMemory(list(map(own.data_ptr, tensors)), list(map(own.untyped_storage, tensors)))
-    return found if found.is_there(sizes) else None
+    found = FlatMemory.of(tensors)
+    return found if found.is_whole(sizes) else None
 
 
 def are_flat(tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.places import Places
 from wtransfer.engines.sharded import ShardedSource
-from wtransfer.engines.source import ModuleSource, StateDictSource, shown
+from wtransfer.engines.source import ModuleSource, StateDictSource, look_at
 from wtransfer.errors import RoundAbortedError, SourceError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
@@ -52,8 +53,8 @@ def drain(source):
 
 def test_tensors_are_shown_once_their_metadata_is_known(tensors):
     source = StateDictSource(tensors)
-    assert shown(source)[1] is None
-    metadata, found = shown(source)
+    assert look_at(source)[1] is None
+    metadata, found = look_at(source)
     assert [meta.name for meta in metadata] == list(tensors)
     assert all(a is b for a, b in zip(found.tensors, tensors.values(), strict=True))
     assert found.memory.addresses == [each.data_ptr() for each in tensors.values()]
@@ -65,8 +66,8 @@ def test_tensors_are_shown_once_their_metadata_is_known(tensors):
 )
 def test_every_source_of_ours_shows_them(tensors, wrap):
     source = wrap(tensors)
-    assert shown(source)[1] is None
-    assert shown(source)[1] is not None
+    assert look_at(source)[1] is None
+    assert look_at(source)[1] is not None
 
 
 def module(tensors):
@@ -93,7 +94,7 @@ def meta(tensors):
 def test_what_takes_a_closer_look_is_not_shown(tensors, change):
     change(tensors)
     source = StateDictSource(tensors)
-    assert [shown(source)[1] for _ in range(3)] == [None] * 3
+    assert [look_at(source)[1] for _ in range(3)] == [None] * 3
 
 
 class Doubled(StateDictSource):
@@ -107,6 +108,15 @@ class Doubled(StateDictSource):
 def test_a_class_with_passes_of_its_own_is_asked_for_them(tensors, wrap):
     source = DigestingSource(wrap(Doubled(tensors)))
     for _ in range(2):
+        source.plan()
+        assert contents(drain(source)) == contents({n: t * 2 for n, t in tensors.items()})
+
+
+def test_passes_that_were_put_in_the_place_of_ours_are_made(tensors):
+    inner = StateDictSource(tensors)
+    inner.iter_full = lambda: iter([(name, each * 2) for name, each in tensors.items()])
+    source = DigestingSource(ShardedSource(inner))
+    for _ in range(3):
         source.plan()
         assert contents(drain(source)) == contents({n: t * 2 for n, t in tensors.items()})
 
@@ -156,6 +166,49 @@ def test_memory_that_moves_after_it_was_shown_is_read_where_it_is(tensors, sourc
     tensors[name].untyped_storage().resize_(1 << 22)
     tensors[name].fill_(7)
     assert contents(drain(source)) == contents(tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", range(0, 4 << 20, 1 << 19))
+def test_memory_that_was_given_up_and_taken_anew_around_it_is_not_read_in_its_place(shift):
+    """A trainer that frees and gathers between plan and transfer has other bytes at the address."""
+    before = torch.zeros(shift + 64, dtype=torch.uint8)
+    tensors = {"t": torch.zeros(1 << 20, dtype=torch.uint8), "u": torch.zeros(4)}
+    source = DigestingSource(StateDictSource(tensors))
+    source.plan()
+    source.plan()
+    storage = tensors["t"].untyped_storage()
+    storage.resize_(0)
+    del before
+    storage.resize_(8 << 20)
+    tensors["t"].random_(0, 255)
+    assert contents(drain(source)) == contents(tensors)
+
+
+class Slow(UserDict):
+    """A mapping in which something happens while it is read."""
+
+    def __init__(self, tensors, meanwhile):
+        super().__init__(tensors)
+        self.meanwhile = meanwhile
+
+    def keys(self):
+        self.meanwhile()
+        return super().keys()
+
+
+def test_of_a_round_that_ended_while_its_metadata_was_read_nothing_is_kept(tensors):
+    slow = Slow(tensors, lambda: None)
+    source = DigestingSource(StateDictSource(slow))
+    source.plan()
+    slow.meanwhile = lambda: source.stop("for a test")
+    source.begin("next")
+    with pytest.raises(RoundAbortedError, match="for a test"):
+        source.read()
+    kept = weakref.ref(tensors["large"])
+    del tensors["large"], slow["large"]
+    gc.collect()
+    assert kept() is None
 
 
 def test_an_ended_round_goes_on_with_nothing_of_it(source):
