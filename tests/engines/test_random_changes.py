@@ -159,10 +159,12 @@ def play(seed):
             assert contents({name: tensors[name] for name in kept}) == kept
 
 
-MANY = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 1_000)]
+# Each of these has shown a mistake.
+SHOWN = [91, 183, 284, 399, 552]
+MANY = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1_000) if seed not in SHOWN]
 
 
-@pytest.mark.parametrize("seed", [*range(40), *MANY])
+@pytest.mark.parametrize("seed", [*SHOWN, *MANY])
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_every_update_arrives_whole(seed):
     play(seed)
