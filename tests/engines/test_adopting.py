@@ -105,6 +105,36 @@ def test_a_view_of_what_was_adopted_gets_no_update_written_into(model):
     assert tensors["head"].tolist() == [5.0]
 
 
+def exchange_turned(tensors):
+    a, b = tensors["a"], tensors["b"]
+    a.data, b.data = b.data.t(), a.data.t()
+
+
+def turn_and_move(tensors):
+    tensors["b"].data = tensors["a"].data.t()
+    tensors["a"].data = tensors["a"].data.clone()
+
+
+def put_turned(tensors):
+    tensors["b"] = tensors["a"].detach().t()
+    tensors["a"] = torch.zeros(3, 3)
+
+
+@pytest.mark.parametrize("change", [exchange_turned, turn_and_move, put_turned])
+def test_no_update_is_written_into_whoever_came_to_share_its_memory(small_nbytes, change):
+    outline = Outline(["a", "b"], [torch.float32] * 2, [(3, 3)] * 2)
+    tensors = {name: torch.zeros(3, 3) for name in "ab"}
+    target = StateDictTarget(tensors)
+    first = placed(1, outline)
+    for update in (placed(0, outline), first):
+        target.apply(update)
+    change(tensors)
+    target.apply(placed(2, outline))
+    assert contents(tensors) == filled(2, dict.fromkeys("ab", (3, 3)))
+    target.apply(first)
+    assert contents(tensors) == filled(1, dict.fromkeys("ab", (3, 3)))
+
+
 def test_the_way_back_is_as_whole_after_the_model_was_written_into(model):
     tensors, target = model
     before = placed(3)
@@ -489,6 +519,15 @@ def test_an_update_is_adopted_at_once_also_after_single_tensors(model, read):
     target.apply(placed(9))
     assert contents(tensors) == filled(9)
     assert len(read) == 1
+
+
+def test_what_was_adopted_under_names_that_are_gone_is_forgotten(model):
+    tensors, target = model
+    homes = target._adopted._homes
+    tensors["new"] = tensors.pop("a")
+    target.apply({name: torch.ones(each.shape) for name, each in tensors.items()})
+    assert "a" not in target._adopted._spots.by_name
+    assert not homes.has("a", tensors["new"].data_ptr(), 16)
 
 
 def test_a_model_that_copies_adopts_nothing(model):

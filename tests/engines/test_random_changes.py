@@ -142,7 +142,8 @@ def play(seed):
     target = StateDictTarget(tensors)
     before: list[Applied] = []
     for step in range(NUM_STEPS):
-        rng.choice(CHANGES)(rng, tensors, rng.choice(list(tensors)))
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            rng.choice(CHANGES)(rng, tensors, rng.choice(list(tensors)))
         part_overlaps(tensors)
         names = list(target.schema())
         rng.shuffle(names)

@@ -97,6 +97,17 @@ def test_what_takes_a_closer_look_is_not_shown(tensors, change):
     assert [look_at(source)[1] for _ in range(3)] == [None] * 3
 
 
+def test_a_source_that_becomes_empty_has_nothing_to_show_of_what_it_had(tensors):
+    tensors["t1"] = tensors["t1"].as_subclass(type("Own", (torch.Tensor,), {}))
+    source = DigestingSource(ShardedSource(tensors))
+    for _ in range(2):
+        source.plan()
+        assert len(drain(source)) == NUMBER + 1
+    tensors.clear()
+    assert source.plan().outline.names == []
+    assert source.digests() == []
+
+
 class Doubled(StateDictSource):
     """Yields other tensors than it was made of."""
 

@@ -271,6 +271,19 @@ def test_what_cannot_be_written_is_refused_and_named(commit, kind):
     assert caught.value.piece == "odd"
 
 
+def test_memory_that_was_freed_is_neither_written_nor_read(commit):
+    tensors = {"good": torch.zeros(2), "odd": torch.zeros(1 << 14)}
+    target = StateDictTarget(tensors, commit)
+    tensors["odd"].untyped_storage().resize_(0)
+    with pytest.raises(SchemaError, match=r"odd'?(:| is) without all of its memory") as caught:
+        target.apply({"odd": torch.ones(1 << 14)})
+    assert caught.value.piece == "odd"
+    with pytest.raises(SchemaError, match=r"odd'?(:| is) without all of its memory"):
+        target.capture()
+    with pytest.raises(SchemaError, match="odd: without all of its memory"):
+        StateDictTarget(tensors, commit)
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantised_tensors_are_refused_and_named(commit):
     odd = torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8)

@@ -82,27 +82,29 @@ class Adopted:
         """Whether this tensor lies in the home of this name."""
         return self._homes.has(name, tensor.data_ptr(), tensor.nbytes)
 
-    def forget_home(self, name: str) -> None:
-        """Let go of the home of this name, if it has one: its tensor does not lie there."""
+    def forget(self, name: str) -> None:
+        """Forget what was adopted under this name: it is not where its tensor lies."""
         self._homes.forget(name)
+        if name in self._spots.by_name:
+            del self._one_by_one()[name]
 
-    def forget_homes_but(self, names: Collection[str]) -> None:
-        """Let go of the homes of all other names: there are no such tensors any more."""
+    def forget_others(self, names: Collection[str]) -> None:
+        """Forget what was adopted under other names than these: there are no such tensors."""
+        for name in self._spots.by_name.keys() - names:
+            self.forget(name)
         self._homes.forget_others(names)
 
     def staged(self, own: Mapping[str, torch.Tensor]) -> set[int]:
-        """Return where staged memory begins that tensors of a model were pointed to, and lie in.
+        """Return where staged memory begins that tensors of a model show parts of.
+
+        It need not be their own: others may have come to share it, and have outlasted its owner.
 
         Args:
             own: The tensors of the model, by name.
         """
-        return {
-            place
-            for name, place in self._spots.by_name.items()
-            if name in own
-            and memory_address(own[name]) == place
-            and not self.is_home(name, own[name])
-        }
+        places = set(self._spots.by_name.values()).difference(self._homes.addresses)
+        found = map(memory_address, own.values()) if places else ()
+        return {place for place in found if place is not None and place in places}
 
     def is_all_of(self, own: Mapping[str, torch.Tensor], outline: Outline) -> bool:
         """Whether a model consists of what it has adopted, under these names and in these forms.

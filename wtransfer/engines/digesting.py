@@ -114,6 +114,7 @@ class DigestingSource:
                 self._metadata = metadata
                 self._known_digests = any(meta.digest is not None for meta in metadata)
         self._digests = [None] * len(self._metadata)
+        assert seen is None or len(seen.tensors) == len(self._metadata)
         with self._noting:
             # After a stop nothing is kept: it may have come while this was read.
             self._check_stopped()

@@ -96,6 +96,11 @@ class Homes:
         """Whether that place is the home of this name."""
         return self._addresses.get(name) == address and self._sizes.get(name) == nbytes
 
+    @property
+    def addresses(self) -> Collection[int]:
+        """First byte of each."""
+        return self._addresses.values()
+
     def moves(self, update: StagedTensors, places: list[int]) -> Moves:
         """Return how a model comes to an update that consists of places, none of them empty.
 

@@ -63,7 +63,7 @@ class StateDictSource:
         self._groups: tuple[Group, ...] = ()
         self._spreads: list[Spread] = []
         self._metadata: list[ParamMeta] = []
-        self._apart = Outline.of_metadata(())
+        self._apart: Outline | None = None
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return only_tensors(self._mapping)
@@ -83,7 +83,7 @@ class StateDictSource:
 
     def _look_at_all(self) -> tuple[Sequence[ParamMeta], Seen | None]:
         tensors = self._tensors()
-        apart = look_apart(tensors, self._apart)
+        apart = None if self._apart is None else look_apart(tensors, self._apart)
         if apart is None:
             self._group(tensors)
         memory = apart.memory if apart is not None else None
@@ -102,8 +102,9 @@ class StateDictSource:
                 for tensor in (tensors[group.name],)
             ]
             self._groups, self._spreads = groups, spreads
-            # Tied tensors never fit it, and are grouped every time; neither must sharded ones.
-            self._apart = Outline.of_metadata(() if spreads else self._metadata)
+            # Tied tensors never fit it, and are grouped every time. So are those of other types,
+            # which may be sharded.
+            self._apart = None if spreads else Outline.of_metadata(self._metadata)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, the trainer's own or gathered ones.

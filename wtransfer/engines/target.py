@@ -24,7 +24,7 @@ from wtransfer.engines.state import (
     unnamed_tensors,
 )
 from wtransfer.errors import SchemaError
-from wtransfer.transport.tensors import PLAIN_TYPES
+from wtransfer.transport.tensors import PLAIN_TYPES, lacks_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,9 +71,10 @@ class StateDictTarget:
         tensors: Name -> tensor. Names of the same storage are written once.
         commit: ``"adopt"`` points a tensor at the staged memory, which costs nothing and needs no
             second copy, but changes its address. A tensor of up to 16 KiB gets memory of its own
-            by the first update, to which later ones are copied: that is faster. ``"copy"`` writes
-            into the existing memory: for models whose addresses somebody holds (a captured graph,
-            an optimizer's flat buffer). An update must not lie in the model's own memory, ever.
+            by the first update, to which later ones are copied: that is faster; one with several
+            names is written where it is. ``"copy"`` writes into the existing memory: for models
+            whose addresses somebody holds (a captured graph, an optimizer's flat buffer). An update
+            must not lie in the model's own memory, ever.
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
             parts of a flat buffer, made in inference mode) are copied either way. Staged tensors
             that cannot be adopted (of another dtype or device, parts of a larger buffer) are
@@ -81,7 +82,7 @@ class StateDictTarget:
 
     Raises:
         SchemaError: Tensors that nothing can be written to: on the meta device, lazy, expanded,
-            sparse, quantised, wrappers of others.
+            sparse, quantised, wrappers of others, freed ones.
 
     Cost: about 3 us per tensor and call, beside what is copied; 1 us to find that nothing was done
     to a model that adopts, since it adopted the last update.
@@ -135,9 +136,9 @@ class StateDictTarget:
             if self._exchange(tensors):
                 return
             own, known = self._read()
-            self._adopted.forget_homes_but(known.by_name)
             self._taken.clear()
             adopted = self._adopted.staged(own)
+            self._adopted.forget_others(known.by_name.keys())
             for name, staged in tensors.items():
                 self._apply_one(known.by_name[name], own, staged, adopted)
 
@@ -163,19 +164,22 @@ class StateDictTarget:
             self._adopt(group, own, staged)
         else:
             if not self._adopted.is_home(group.name, tensor):
-                self._adopted.forget_home(group.name)
+                self._adopted.forget(group.name)
+            _check_memory(group.name, tensor)
             _overwrite(tensor, staged)
 
     def capture(self) -> Mapping[str, torch.Tensor]:
-        """Return the present tensors: the memory itself where it stays, else copies of it."""
+        """Return the present tensors: copies, or the memory that no update writes into."""
         own, known = self._read()
         adopted = self._adopted.staged(own)
         return {group.name: self._kept(group, own[group.name], adopted) for group in known.groups}
 
     def _kept(self, group: Group, tensor: torch.Tensor, adopted: set[int]) -> torch.Tensor:
         # A small one may be the home of another target of the same model, which writes into it.
-        stays = self._points(group, tensor, adopted) and tensor.nbytes > SMALL_NBYTES
-        return tensor.detach() if stays else tensor.detach().clone()
+        if self._points(group, tensor, adopted) and tensor.nbytes > SMALL_NBYTES:
+            return tensor.detach()
+        _check_memory(group.name, tensor)
+        return tensor.detach().clone()
 
     def _points(self, group: Group, tensor: torch.Tensor, staged: set[int]) -> bool:
         """Whether an update points a tensor to other memory, and does not write into its own.
@@ -289,6 +293,12 @@ def _overwrite(tensor: torch.Tensor, staged: torch.Tensor) -> None:
         tensor.copy_(staged)
 
 
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless all of a tensor's elements are there: it could be neither read nor written."""
+    if lacks_memory(tensor):
+        raise SchemaError(f"{name!r} is {_NO_MEMORY}", piece=name)
+
+
 def _changed(name: str, tensor: torch.Tensor, staged: torch.Tensor) -> SchemaError:
     return SchemaError(
         f"{name!r} has shape {list(tensor.shape)} by now, the update has {list(staged.shape)}",
@@ -338,7 +348,16 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
         return f"of layout {tensor.layout}"
     if type(tensor) not in PLAIN_TYPES and _only_wraps(tensor):
         return f"a {type(tensor).__name__}, which wraps others and has no memory of its own"
-    return "expanded: several of its elements are one" if _overlaps_itself(tensor) else None
+    return _amiss_in_memory(tensor)
+
+
+def _amiss_in_memory(tensor: torch.Tensor) -> str | None:
+    if _overlaps_itself(tensor):
+        return "expanded: several of its elements are one"
+    return _NO_MEMORY if lacks_memory(tensor) else None
+
+
+_NO_MEMORY = "without all of its memory: its storage was freed or cut"
 
 
 def _only_wraps(tensor: torch.Tensor) -> bool:

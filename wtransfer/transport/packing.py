@@ -113,6 +113,7 @@ def pack(
     Cost: about 1.2 us per tensor, and per byte 1.4 times a copy.
     """
     assert 0 <= starts[0] <= stops[-1] <= memory.size, "a place outside of its memory"
+    assert len(starts) == len(stops) == len(addresses), "a place for each tensor"
     sizes = map(operator.sub, stops, starts)
     targets = map(memory.ctypes.data.__add__, starts)
     # Lets go of the interpreter each time: a page of a mapped file may take for ever to come.
