@@ -157,6 +157,14 @@ class Rank:
 
     def holdings(self):
         """Count threads that Python does not know, and descriptors by kind; list TCP sockets."""
+        # A thread that ends is forgotten by Python a moment before it is gone.
+        before, now = None, self._holdings()
+        while now != before:
+            time.sleep(0.02)
+            before, now = now, self._holdings()
+        return now
+
+    def _holdings(self):
         descriptors = collections.Counter()
         for fd in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
