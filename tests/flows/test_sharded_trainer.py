@@ -252,7 +252,9 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(flow, failing, ranks):
     stopped = other.signal(signal.SIGSTOP)
     with failing("StallError") as stalled:
         first.answer()
-    assert "trainer rank 1 was lost: trainer rank 1 has been silent" in stalled.error.text
+    # Its silence and the wait for it end at nearly the same time; each names it.
+    told = ("trainer rank 1 has been silent", "no progress on trainer ranks [1]")
+    assert any(each in stalled.error.text for each in told)
     assert stalled.ended - stopped < 2.2
     flow.holds(worker, 0)
 
