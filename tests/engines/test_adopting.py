@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from wtransfer.engines.adopting import Adopted
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.staged import StagedTensors
@@ -16,6 +17,7 @@ from wtransfer.engines.state import Group
 from wtransfer.engines.target import NotedTensors, StateDictTarget
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
+from wtransfer.transport.buckets import aligned
 from wtransfer.transport.tensors import PART
 
 SHAPES = {"a": (4,), "b": (4,), "square": (3, 3), "scalar": (), "row": (1, 6)}
@@ -81,6 +83,17 @@ def test_update_after_update_is_adopted_without_another_look(model, read, small_
             assert tensor.data_ptr() == expected
         assert list(target.schema()) == list(SHAPES)
     assert read == []
+
+
+def test_of_names_that_a_model_has_no_more_nothing_is_kept():
+    adopted = Adopted()
+    for number in range(3):
+        names = [f"{number}.home", f"{number}.pointed"]
+        tensors = [adopted.give_home(names[0], torch.zeros(4)), torch.zeros(4)]
+        adopted.enter(names[1], tensors[1].data_ptr())
+        adopted.forget_others(names)
+        assert len(adopted._homes.addresses) == 1
+        assert list(adopted._spots.by_name) == names
 
 
 def test_what_an_update_consisted_of_is_never_written_into(model):
@@ -360,7 +373,7 @@ def test_a_tensor_and_an_update_that_shrink_alike_leave_the_way_back_whole(small
 
 
 def placed_at(outline, value):
-    starts = np.cumsum([0, *(-(-size // 64) * 64 for size in outline.sizes)]).tolist()
+    starts = np.cumsum([0, *map(aligned, outline.sizes)]).tolist()
     memory = np.full(starts[-1], value, dtype=np.float32).view(np.uint8)[: starts[-1]]
     update = StagedTensors(outline)
     assert update.put_places(memory, starts[:-1])

@@ -10,8 +10,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.collective import CollectiveInitInfo
 from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.gloo import GlooWeightTransferEngine
 from wtransfer.engines.gloo_trainer import GlooTrainerEngine, GlooTrainerInitInfo
 from wtransfer.engines.origin import Origin
 from wtransfer.engines.roster import Exchange
@@ -30,6 +32,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.faults import Fault
+from wtransfer.transport import rendezvous
 from wtransfer.transport.connections import listening
 from wtransfer.transport.rendezvous import host_rendezvous
 
@@ -246,6 +249,80 @@ def test_a_trainer_that_cannot_form_the_group_says_so_and_blames_no_worker(fleet
         made.publish("never")
     assert caught.value.worker is None
     assert time.monotonic() - begun < 10
+
+
+def test_a_worker_that_refuses_to_join_calls_the_meeting_off(fleet):
+    options = {"world_size": 5}
+    made = fleet({"weight": torch.ones(3)}, engine="gloo", options=options, deadline_s=20.0)
+    made.join()
+    begun = time.monotonic()
+    with pytest.raises(GroupError, match="wrong world size"):
+        made.publish("never")
+    assert time.monotonic() - begun < 5
+
+
+def test_a_worker_that_waits_for_the_other_ranks_is_free_when_it_is_aborted():
+    engine = GlooWeightTransferEngine(WeightTransferConfig(backend="gloo"), ParallelConfig())
+    errors = []
+
+    def join(info):
+        with pytest.raises(GroupError, match="called off") as caught:
+            engine.init_transfer_engine(info)
+        errors.append(caught.value)
+
+    for number in range(1, 3):
+        hosted, info = joining_info()
+        joining = threading.Thread(target=join, args=(info,))
+        joining.start()
+        while engine._rendezvous is None:
+            time.sleep(0.005)
+        time.sleep(0.2)
+        assert joining.is_alive()
+        begun = time.monotonic()
+        engine.abort_weight_update()
+        joining.join(10.0)
+        assert len(errors) == number
+        assert time.monotonic() - begun < 1.0
+        hosted.close()
+
+
+def joining_info():
+    """Return a meeting, whose host is here and never comes, and what workers are told of it."""
+    hosted = host_rendezvous("127.0.0.1")
+    return hosted, CollectiveInitInfo(hosted.host, hosted.port, hosted.name, world_size=2)
+
+
+@pytest.mark.parametrize("end", ["abort_weight_update", "shutdown"])
+@pytest.mark.parametrize("step", ["_reached", "own_address"])
+def test_what_ends_an_engine_before_it_has_a_group_is_not_lost(monkeypatch, step, end):
+    hosted, info = joining_info()
+    engine = GlooWeightTransferEngine(WeightTransferConfig(backend="gloo"), ParallelConfig())
+    original = getattr(rendezvous, step)
+
+    def ended_meanwhile(*args):
+        getattr(engine, end)()
+        return original(*args)
+
+    monkeypatch.setattr(rendezvous, step, ended_meanwhile)
+    with pytest.raises(GroupError, match="called off"):
+        engine.init_transfer_engine(info)
+    hosted.close()
+
+
+def test_a_group_that_was_formed_when_its_engine_ended_is_let_go_of(monkeypatch):
+    engine = GlooWeightTransferEngine(WeightTransferConfig(backend="gloo"), ParallelConfig())
+    hosted, info = joining_info()
+    closed = []
+
+    def formed(*_):
+        engine.shutdown()
+        return SimpleNamespace(close=lambda: closed.append(1))
+
+    monkeypatch.setattr(engine, "form_group", formed)
+    with pytest.raises(GroupError, match="called off"):
+        engine.init_transfer_engine(info)
+    assert closed == [1]
+    hosted.close()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

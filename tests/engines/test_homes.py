@@ -15,6 +15,7 @@ from wtransfer.engines import homes as homes_module
 from wtransfer.engines.homes import Homes
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.staged import StagedTensors
+from wtransfer.transport.buckets import aligned
 
 
 def update_of(sizes, starts, value=0):
@@ -44,7 +45,7 @@ def behind_each_other(sizes):
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end += -(-size // 64) * 64
+        end += aligned(size)
     return starts
 
 
@@ -97,7 +98,7 @@ def test_whatever_lies_wherever_comes_home(data):
     starts, end = [0] * len(sizes), 0
     for number, gap in zip(order, gaps, strict=False):
         starts[number] = end
-        end += -(-sizes[number] // 64) * 64 + gap
+        end += aligned(sizes[number]) + gap
     update = update_of(sizes, starts)
     known = data.draw(st.permutations(update.outline.names))
     chunk_nbytes = data.draw(st.sampled_from([128, 1024, 1 << 20]))
@@ -116,12 +117,13 @@ def test_how_an_update_comes_home_is_worked_out_once_while_all_is_alike():
     places = places_of(update, tensors)
     moves = homes.moves(update, places)
     assert homes.moves(update_of(SIZES, starts, 8), list(places)) is moves
+    shorter = update_of([*SIZES[:4], 4095], starts)
+    assert homes.moves(shorter, places).leaving == [False, False, False, False, True]
     later = update_of(SIZES, [start + 64 for start in starts])
     assert homes.moves(later, places).copies[0].staged.start == 64
     elsewhere = [0, *places[1:]]
     assert homes.moves(later, elsewhere).leaving == [True, False, False, False, False]
-    shorter = update_of([*SIZES[:4], 4095], starts)
-    assert homes.moves(shorter, places).leaving == [False, False, False, False, True]
+    assert not any(homes.moves(later, places).leaving)
     homes.forget("t0")
     assert homes.moves(later, places).leaving == [True, False, False, False, False]
 
@@ -129,8 +131,8 @@ def test_how_an_update_comes_home_is_worked_out_once_while_all_is_alike():
 def test_memory_goes_when_all_of_its_homes_are_forgotten_and_their_tensors_gone():
     homes, like = Homes(), torch.zeros(1 << 20, dtype=torch.uint8)
     tensors = [homes.give(name, like) for name in "ab"]
-    chunk = weakref.ref(homes._chunks["a"])
-    assert homes._chunks["b"] is not chunk()
+    chunk = weakref.ref(homes._homes["a"].chunk)
+    assert homes._homes["b"].chunk is not chunk()
     homes.forget_others({"b", "c"})
     assert chunk() is not None
     del tensors[0]
@@ -142,13 +144,13 @@ def test_what_is_taken_at_once_grows_with_what_there_is():
     homes, like = Homes(), torch.zeros(1 << 14, dtype=torch.uint8)
     for number in range(1024):
         homes.give(str(number), like)
-    assert len({id(chunk) for chunk in homes._chunks.values()}) == 5
+    assert len({id(home.chunk) for home in homes._homes.values()}) == 5
 
 
 def test_homes_that_are_given_anew_again_and_again_take_no_more_than_twice_their_bytes():
     homes, like = Homes(), torch.zeros(1 << 14, dtype=torch.uint8)
     for _ in range(20):
         tensors = [homes.give(str(number), like) for number in range(256)]
-        chunks = {id(chunk): chunk.nbytes for chunk in homes._chunks.values()}
+        chunks = {id(home.chunk): home.chunk.nbytes for home in homes._homes.values()}
         assert sum(chunks.values()) <= 3 * 256 * like.nbytes
     assert len(tensors) == 256

@@ -203,6 +203,21 @@ class Endless:
         self._source.stop("the test says so")
 
 
+@pytest.mark.parametrize("other", [(BUCKET_NBYTES * 2, 2), (BUCKET_NBYTES, 3)])
+def test_how_tensors_follow_each_other_is_kept_for_the_same_buckets_only(other):
+    source = DigestingSource(StateDictSource(filled([100] * 10)))
+    source.plan("v1")
+
+    def stream(nbytes, num_buckets, before=None):
+        rank = Endless(source)
+        options = {"num_buckets": num_buckets, "stream": before}
+        return Outgoing(source.metadata, rank, nbytes, **options).stream
+
+    first = stream(BUCKET_NBYTES, 2)
+    assert stream(BUCKET_NBYTES, 2, first) is first
+    assert stream(*other, first) is not first
+
+
 def test_a_round_that_was_ended_ends_the_sending():
     source = DigestingSource(StateDictSource(filled([100] * 10)))
     source.plan("v1")

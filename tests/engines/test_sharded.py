@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from wtransfer.errors import (
     ClosedError,
     NotInitializedError,
     ProtocolError,
+    RoundAbortedError,
     RoundBusyError,
     SourceError,
     StallError,
@@ -135,6 +137,25 @@ def test_the_publishers_deadline_holds_unless_the_source_has_one(own_s, expected
     source = wtransfer.ShardedSource({"w": torch.ones(2)}, deadline_s=own_s)
     with wtransfer.Publisher(source, deadline_s=300.0):
         assert source.deadline_s == expected_s
+
+
+class Shared(StateDictSource):
+    """A source whose sharded tensors another rank holds parts of as well."""
+
+    @property
+    def metadata(self):
+        found = super().metadata
+        both = {"owners": (0, 1), "mesh": SimpleNamespace(mesh=torch.tensor([0, 1]))}
+        return [dataclasses.replace(m, **both) if m.placements else m for m in found]
+
+
+def test_a_round_that_ends_before_it_waits_for_other_ranks_does_not_wait(sharded):
+    source = wtransfer.ShardedSource(Shared(sharded), store=dist.HashStore(), deadline_s=20.0)
+    source.begin("v1")
+    source.stop_waiting()
+    with pytest.raises(RoundAbortedError):
+        next(source.iter_full())
+    source.close()
 
 
 def test_what_is_not_sharded_passes_through():
@@ -255,6 +276,14 @@ def test_a_call_that_hangs_is_left_behind_and_none_overtakes_it():
     thread.close()
     with pytest.raises(ClosedError):
         thread.call(lambda: None, "the fifth", 5.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_call_is_made_on_the_stream_of_its_caller():
+    thread, stream = LeavableThread("wtransfer-test"), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert thread.call(torch.cuda.current_stream, "a look", 5.0) == stream
+    thread.close()
 
 
 # -- finding each other

@@ -312,3 +312,15 @@ def test_a_stopped_round_ends_between_two_runs():
     source.stop("a worker was lost")
     with pytest.raises(RoundAbortedError, match="a worker was lost"):
         list(passing)
+
+
+def test_a_round_that_has_ended_is_not_said_to_be_packed():
+    source, said = DigestingSource(StateDictSource({"a": torch.ones(4)})), []
+    source.on_packed = lambda: said.append(1)
+    source.plan("v1")
+    one_by_one = source.iter_into(lambda meta: np.empty(meta.nbytes, np.uint8))
+    next(one_by_one)
+    source.stop("the test says so")
+    with pytest.raises(RoundAbortedError, match="the test says so"):
+        next(one_by_one)
+    assert said == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import flow_stage
 import torch
@@ -70,6 +71,15 @@ class RankPuppet(TrainerPuppet):
         if fill:
             self.model.fill(number)
         return self.publisher.publish(f"v{number}", wait=wait)
+
+    def leave_meanwhile(self, number, after_s):
+        """Take part, and close on another thread after a time."""
+        leaving = threading.Timer(after_s, self.publisher.close)
+        leaving.start()
+        try:
+            return self.take_part(number)
+        finally:
+            leaving.join()
 
     def diverge(self, how):
         self.source.divergence = how

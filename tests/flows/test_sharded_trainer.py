@@ -68,6 +68,14 @@ def in_step(first, others):
     assert {1.0 + len(others)} == set(together([first, *others], "all_reduce"))
 
 
+def committing_when_told(flow, ranks):
+    """Return two ranks, and a worker that commits only when it is told to."""
+    first, other = ranks(engine="shm")
+    worker = flow.worker(auto=False)
+    first.ask("wait", n=1)
+    return first, other, worker
+
+
 # -- what works
 
 
@@ -99,16 +107,46 @@ def test_three_ranks_publish_as_well(flow, ranks):
 
 @pytest.mark.slow
 def test_a_rank_need_not_wait_for_the_commit(flow, ranks):
-    first, other = ranks(engine="shm")
-    worker = flow.worker(auto=False)
-    first.ask("wait", n=1)
+    first, other, worker = committing_when_told(flow, ranks)
     begin(first, [other], 1, wait=False)
     assert other.answer() == ""
     worker.ask("commit", within_s=5.0)
     assert first.answer()["ok"]
 
 
+@pytest.mark.slow
+def test_a_rank_that_does_not_wait_for_a_commit_may_come_for_the_next_round_before_it(flow, ranks):
+    first, other, worker = committing_when_told(flow, ranks)
+    begin(first, [other], 1, wait=False)
+    assert other.answer() == ""
+    for number in (2, 3):
+        other.order("take_part", number=number, wait=False)
+        time.sleep(0.3)
+        worker.ask("commit", within_s=5.0)
+        assert first.answer()["ok"]
+        first.order("publish", number=number)
+        assert other.answer() == ""
+    worker.ask("commit", within_s=5.0)
+    assert first.answer()["ok"]
+    flow.holds(worker, 3)
+    in_step(first, [other])
+
+
 # -- what fails, and what is left then
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_closed_while_it_waits_for_the_commit_is_free(flow, failing, ranks):
+    first, other, worker = committing_when_told(flow, ranks)
+    first.order("publish", number=1)
+    begun = time.monotonic()
+    other.order("leave_meanwhile", number=1, after_s=1.0)
+    with failing("ClosedError") as closed:
+        other.answer()
+    assert 0.9 < closed.ended - begun < 2.5
+    # It has done its part.
+    worker.ask("commit", within_s=5.0)
+    assert first.answer()["ok"]
 
 
 def fails_everywhere(failing, first, others, cls, text):
@@ -253,7 +291,10 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(flow, failing, ranks):
     with failing("StallError") as stalled:
         first.answer()
     # Its silence and the wait for it end at nearly the same time; each names it.
-    told = ("trainer rank 1 has been silent", "no progress on trainer ranks [1]")
+    told = (
+        "trainer rank 1 was lost: trainer rank 1 has been silent",
+        "no progress on trainer ranks [1] on the way to gather 'layers.",
+    )
     assert any(each in stalled.error.text for each in told)
     assert stalled.ended - stopped < 2.2
     flow.holds(worker, 0)

@@ -18,7 +18,12 @@ from wtransfer.errors import GroupError, StallError
 from wtransfer.transport import process_group
 from wtransfer.transport.connections import listening
 from wtransfer.transport.process_group import GlooCommunicator
-from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
+from wtransfer.transport.rendezvous import (
+    CONNECT_TIMEOUT_S,
+    Rendezvous,
+    host_rendezvous,
+    join_rendezvous,
+)
 from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
@@ -27,6 +32,7 @@ MIB = 1 << 20
 SETTLE_S = 5.0
 FLOW_S = 20.0
 ABORT_S = 1.0
+PATIENCE_S = 20.0
 ranks_module = runpy.run_path(str(HERE / "process_group_ranks.py"))
 Rank, form = ranks_module["Rank"], ranks_module["form"]
 
@@ -335,6 +341,72 @@ def test_a_rank_that_cannot_connect_says_so_and_leaves_nothing(leaves_nothing, m
     assert listening() == before
     rendezvous.close()
     assert caught.value.__traceback__ is not None
+
+
+@pytest.fixture
+def host(make_rank):
+    return make_rank()
+
+
+@pytest.fixture
+def stopping(host):
+    """A meeting whose host stops when both ranks have come, as seen by the other rank."""
+    told = host.ask("host")
+    joined = join_rendezvous(told["at"], told["port"], told["name"])
+    meet = joined.meet
+
+    def meet_and_stop(*args):
+        host.begin("meet", name=told["name"], rank=0, size=2, card=f"{HOST} 1")
+        cards = meet(*args)
+        host.stop()
+        return cards
+
+    joined.meet = meet_and_stop
+    yield joined
+    del joined.meet
+    joined.close()
+
+
+def test_a_rank_whose_host_stops_while_the_group_forms_gives_up_in_time(
+    stopping, leaves_nothing, monkeypatch
+):
+    monkeypatch.setattr(process_group, "CONNECT_TIMEOUT_S", 0.3)
+    begun = time.monotonic()
+    with pytest.raises(GroupError, match="rank 1 of 2 cannot connect"):
+        GlooCommunicator(stopping, 1, 2, host=HOST, timeout_s=10.0)
+    assert time.monotonic() - begun < 3.0
+
+
+def test_a_rank_whose_host_stops_while_the_group_forms_can_be_called_off(stopping, leaves_nothing):
+    errors = []
+
+    def form_it():
+        with pytest.raises(GroupError, match="this rendezvous was called off") as caught:
+            GlooCommunicator(stopping, 1, 2, host=HOST, timeout_s=10.0)
+        errors.append((caught.value, time.monotonic()))
+
+    forming = threading.Thread(target=form_it)
+    forming.start()
+    time.sleep(0.5)
+    assert forming.is_alive()
+    called_off = time.monotonic()
+    stopping.cancel()
+    forming.join(PATIENCE_S)
+    assert errors[0][1] - called_off < ABORT_S
+
+
+def test_dialing_a_host_that_has_stopped_can_be_called_off(host, leaves_nothing):
+    told = host.ask("host")
+    host.stop()
+    dialing = Rendezvous(told["at"], told["port"], told["name"])
+    calling_off = threading.Timer(0.5, dialing.cancel)
+    calling_off.start()
+    begun = time.monotonic()
+    with pytest.raises(GroupError, match="this rendezvous was called off"):
+        dialing.join()
+    # The store's own client dials again for some seconds, with pauses of its choice.
+    assert time.monotonic() - begun < CONNECT_TIMEOUT_S / 2
+    calling_off.join()
 
 
 # -- two ranks in this process

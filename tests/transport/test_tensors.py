@@ -216,11 +216,19 @@ def test_memory_that_was_cut_is_not_there(nbytes):
     parts = [buffer[:4], buffer[4:]]
     found = flat_memory(parts, forms(parts), [16, 16])
     assert found.is_there([16, 16])
-    assert found.part(1, 2).is_there([16])
+    assert found.part(slice(1, 2)).is_there([16])
     buffer.untyped_storage().resize_(nbytes)
     assert not found.is_there([16, 16])
-    assert not found.part(1, 2).is_there([16])
+    assert not found.part(slice(1, 2)).is_there([16])
     assert flat_memory(parts, forms(parts), [16, 16]) is None
+
+
+def test_memory_that_ends_before_a_tensor_does_is_not_there():
+    buffer = torch.zeros(8)
+    parts = [buffer[:4], buffer[4:]]
+    found = flat_memory(parts, forms(parts), [16, 16])
+    # As if it had been cut where it is.
+    assert not found.is_there([16, 17])
 
 
 def test_memory_that_was_taken_anew_is_not_there():

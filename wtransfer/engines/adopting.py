@@ -7,7 +7,6 @@ given them: to copy the next one to there is cheaper than to make tensors that p
 from __future__ import annotations
 
 import itertools
-import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +14,6 @@ import torch
 from wtransfer.engines.homes import Homes
 from wtransfer.engines.state import memory_address
 from wtransfer.transport.tensors import PART, are_flat
-
-_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -90,9 +87,9 @@ class Adopted:
 
     def forget_others(self, names: Collection[str]) -> None:
         """Forget what was adopted under other names than these: there are no such tensors."""
-        for name in self._spots.by_name.keys() - names:
-            self.forget(name)
         self._homes.forget_others(names)
+        for name in self._spots.by_name.keys() - names:
+            del self._one_by_one()[name]
 
     def staged(self, own: Mapping[str, torch.Tensor]) -> set[int]:
         """Return where staged memory begins that tensors of a model show parts of.
@@ -141,10 +138,13 @@ class Adopted:
 
         Cost: about 3 us per large tensor; 0.9 us and a copy per small one.
         """
-        outline, tensors = update.outline, _in_order(own, update.outline)
+        outline = update.outline
         known = self._known(own, outline) if update.all_apart else None
+        if known is None:
+            return False
+        tensors = _in_order(own, outline)
         # All is looked at once more: who has a home keeps its form, which may be another by now.
-        if known is None or not _is_at(tensors, outline, known):
+        if not _is_at(tensors, outline, known):
             return False
         moves = self._homes.moves(update, known)
         if update.memory is not None:
@@ -208,16 +208,14 @@ class Adopted:
 
 
 def _in_order(own: Mapping[str, torch.Tensor], outline: Outline) -> list[torch.Tensor]:
-    """Return those of a model's tensors that an outline names, in its order."""
-    if list(own) == outline.names:
-        return list(own.values())
-    return [own[name] for name in outline.names if name in own]
+    """Return a model's tensors, all of which an outline names, in its order."""
+    return list(map(own.__getitem__, outline.names))
 
 
 def _is_at(tensors: list[torch.Tensor], outline: Outline, known: list[int]) -> bool:
     """Whether each tensor lies where it was adopted, in its form."""
     for part in outline.parts(PART):
-        own = slice(part.first, part.first + len(part.names))
+        own = part.own
         # Others may have no address at all, or show one that says nothing about their elements.
         if not are_flat(tensors[own], part.forms):
             return False

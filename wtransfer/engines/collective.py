@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.interface import LoadWeights
     from wtransfer.transport.buckets import Layout
     from wtransfer.transport.communicator import Communicator
+    from wtransfer.transport.rendezvous import Rendezvous
 
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""
@@ -63,10 +64,7 @@ class CollectiveInitInfo(WeightTransferInitInfo):
     """When a rank gives a bucket up by itself."""
 
     def __post_init__(self) -> None:
-        for name in ("master_port", "world_size", "rank_offset", "packed_buffer_size_bytes"):
-            value = getattr(self, name)
-            if type(value) is not int or value <= 0:
-                raise ValueError(f"`{name}` is {value!r:.80}, expected a whole number > 0")
+        check_counts(self, "master_port", "world_size", "rank_offset", "packed_buffer_size_bytes")
         check_timeout(self.timeout_s)
 
 
@@ -113,14 +111,21 @@ class CollectiveWeightTransferEngine(
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
+        self._rendezvous: Rendezvous | None = None
+        self._aborted = False
         self._communicator: Communicator | None = None
         self._bucket_nbytes = 0
         self._memory = RecycledMemory()
         self._incoming = Incoming([], [], [])
 
     @abstractmethod
-    def form_group(self, init_info: TInfo, rank: int) -> Communicator:
+    def form_group(self, rendezvous: Rendezvous, init_info: TInfo, rank: int) -> Communicator:
         """Join the group as one of its ranks; called once per `init_transfer_engine`.
+
+        Args:
+            rendezvous: Where the ranks meet; cancelled by an abort.
+            init_info: What was agreed on.
+            rank: This worker's.
 
         Raises:
             GroupError: It cannot be formed.
@@ -147,10 +152,11 @@ class CollectiveWeightTransferEngine(
             PeerLostError: The trainer's rendezvous is gone.
             StallError: Ranks are missing.
         """
+        self._aborted = False
         self._leave()
         self._bucket_nbytes = init_info.packed_buffer_size_bytes
         rank = group_rank(self.parallel_config, init_info.rank_offset, init_info.world_size)
-        self._communicator = self.form_group(init_info, rank)
+        self._meet(init_info, rank)
 
     def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive the whole update, and hand out views bucket by bucket.
@@ -181,20 +187,62 @@ class CollectiveWeightTransferEngine(
             load_weights(incoming.landed(bucket, landing))
 
     def abort_weight_update(self) -> None:
-        """Break the group: whoever waits in it, here or elsewhere, gets an error."""
+        """Break the group, or call its forming off: whoever waits, here or there, gets an error."""
+        self._call_off()
         communicator = self._communicator
         if communicator is not None:
             communicator.abort()
 
     def shutdown(self) -> None:
-        """Leave the group; memory that a model still points to stays."""
+        """Leave the group, also one that is about to form; memory that a model points to stays."""
+        self._call_off()
         self._leave()
         self._memory.forget()
+
+    def _call_off(self) -> None:
+        """Let a group form no further."""
+        self._aborted = True
+        rendezvous = self._rendezvous
+        if rendezvous is not None:
+            rendezvous.cancel()
+
+    def _meet(self, init_info: TInfo, rank: int) -> None:
+        from wtransfer.transport.rendezvous import Rendezvous
+
+        where = init_info.master_address, init_info.master_port
+        self._rendezvous = rendezvous = Rendezvous(*where, init_info.rendezvous)
+        try:
+            self._check_aborted()
+            rendezvous.join()
+            self._communicator = self.form_group(rendezvous, init_info, rank)
+            # Who aborted just before this found neither a group nor anything to call off.
+            self._check_aborted()
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._rendezvous = None
+
+    def _check_aborted(self) -> None:
+        if self._aborted:
+            raise GroupError("the forming of the group was called off")
 
     def _leave(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()
+
+
+def check_counts(info: object, *names: str) -> None:
+    """Raise unless each of these fields is a number of things, as a peer says it.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    for name in names:
+        value = getattr(info, name)
+        if type(value) is not int or value <= 0:
+            raise ValueError(f"`{name}` is {value!r:.80}, expected a whole number > 0")
 
 
 def check_timeout(value: object) -> None:

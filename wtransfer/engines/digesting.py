@@ -184,7 +184,7 @@ class DigestingSource:
             yield meta.name, tensor.detach()
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what this rank holds. Sources are not sharded yet, so this is the whole."""
+        """Yield the same: what several ranks hold, the user's source has gathered."""
         return self.iter_full()
 
     def iter_into(self, allocate: Allocate | Places) -> Iterator[tuple[ParamMeta, Memory]]:
@@ -203,21 +203,22 @@ class DigestingSource:
 
     def copy_into(self, places: Places) -> Iterator[int]:
         """Do the same for who does not look at tensors one by one: yield how many are there."""
-        seen, self._seen = self._seen, None
-        if seen is not None and self._algorithm == "xxh3-128":
-            yield from self._packed_as_seen(places, seen)
-            self._tell_packed()
-            return
-        pairs = self._begin_pass()
-        if self._algorithm != "xxh3-128":
-            yield from self._copied(places, pairs)
-        elif isinstance(pairs, DictItems):
-            yield from self._packed_run_by_run(places, pairs)
-        else:
-            yield from self._packed_one_by_one(places, pairs)
+        yield from self._copies(places)
         self._tell_packed()
 
+    def _copies(self, places: Places) -> Iterator[int]:
+        seen, self._seen = self._seen, None
+        if seen is not None and self._algorithm == "xxh3-128":
+            return self._packed_as_seen(places, seen)
+        pairs = self._begin_pass()
+        if self._algorithm != "xxh3-128":
+            return self._copied(places, pairs)
+        if isinstance(pairs, DictItems):
+            return self._packed_run_by_run(places, pairs)
+        return self._packed_one_by_one(places, pairs)
+
     def _tell_packed(self) -> None:
+        self._check_stopped()
         # Not so for `iter_full`: there an engine may go on reading the tensors themselves.
         if self.on_packed is not None:
             self.on_packed()
@@ -234,9 +235,10 @@ class DigestingSource:
     def _packed_as_seen(self, places: Places, seen: Seen) -> Iterator[int]:
         """Do it for tensors that were looked at with the metadata, and need no second look."""
         for part, stop in self._runs(places):
-            first = part.first
-            if not self._pack(places, part, seen.memory.part(first, stop)):
-                run = zip(part.names, seen.tensors[first:stop], strict=True)
+            memory = seen.memory.part(part.own)
+            # Meanwhile it may have been freed, or taken anew elsewhere.
+            if not memory.is_there(part.sizes) or not self._pack(places, part, memory):
+                run = zip(part.names, seen.tensors[part.own], strict=True)
                 self._copy_each(places, run, part)
             yield stop
 
@@ -274,22 +276,20 @@ class DigestingSource:
             raise RoundAbortedError(f"the round was ended: {self._stopped}")
 
     def _pack(self, places: Places, part: Part, memory: FlatMemory) -> bool:
-        """Copy a part of the update to its places if all of its memory is there.
+        """Copy a part of the update, whose memory is there, to its places if it is small enough.
 
         Returns:
-            Whether it is, and they were copied.
+            Whether it is, and was copied.
         """
-        own = slice(part.first, part.first + len(part.names))
-        starts, stops = places.starts[own], places.stops[own]
-        if stops[-1] - starts[0] > RUN_NBYTES or not memory.is_there(part.sizes):
+        starts, stops = places.starts[part.own], places.stops[part.own]
+        if stops[-1] - starts[0] > RUN_NBYTES:
             return False
         self._note_all(part, *pack(places.memory, starts, stops, memory.addresses, part.dtypes))
         return True
 
     def _copy_each(self, places: Places, run: Pairs, part: Part) -> None:
         """Copy a part of the update one by one, which also says what is wrong with it."""
-        metadata = self._metadata[part.first : part.first + len(part.names)]
-        for meta, tensor in self._checked(run, metadata):
+        for meta, tensor in self._checked(run, self._metadata[part.own]):
             self._copy_one(meta, tensor, places(meta))
 
     def _packed_one_by_one(self, places: Places, pairs: Pairs) -> Iterator[int]:

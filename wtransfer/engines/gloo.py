@@ -20,6 +20,7 @@ from wtransfer.engines.collective import (
 
 if TYPE_CHECKING:
     from wtransfer.transport.communicator import Communicator
+    from wtransfer.transport.rendezvous import Rendezvous
 
 
 class GlooWeightTransferEngine(CollectiveWeightTransferEngine[CollectiveInitInfo]):
@@ -28,18 +29,18 @@ class GlooWeightTransferEngine(CollectiveWeightTransferEngine[CollectiveInitInfo
     init_info_cls = CollectiveInitInfo
     trainer_cls = "wtransfer.engines.gloo_trainer:GlooTrainerEngine"
 
-    def form_group(self, init_info: CollectiveInitInfo, rank: int) -> Communicator:
+    def form_group(
+        self, rendezvous: Rendezvous, init_info: CollectiveInitInfo, rank: int
+    ) -> Communicator:
         """Join the trainer's group."""
         from wtransfer.transport.process_group import GlooCommunicator
-        from wtransfer.transport.rendezvous import join_rendezvous, own_address
+        from wtransfer.transport.rendezvous import own_address
 
-        host, port = init_info.master_address, init_info.master_port
-        rendezvous = join_rendezvous(host, port, init_info.rendezvous)
         return GlooCommunicator(
             rendezvous,
             rank,
             init_info.world_size,
-            host=own_address(host, port),
+            host=own_address(rendezvous.host, rendezvous.port),
             timeout_s=JOIN_TIMEOUT_S,
             operation_timeout_s=init_info.timeout_s,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from wtransfer.transport.buckets import aligned
 from wtransfer.transport.tensors import own_memory, tensors_at
 
@@ -58,10 +60,7 @@ class Homes:
         self._chunk = own_memory(0)
         self._used = 0
         self._nbytes = 0
-        self._chunks: dict[str, ByteArray] = {}
-        self._starts: dict[str, int] = {}
-        self._addresses: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}
+        self._homes: dict[str, _Home] = {}
         self._last: _Known | None = None
 
     def give(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -74,32 +73,32 @@ class Homes:
         self.forget(name)
         start = self._take(like.nbytes)
         form = ([like.dtype], [tuple(like.shape)], [like.numel()])
-        home = next(tensors_at(self._chunk, [start], *form))
-        self._chunks[name], self._starts[name] = self._chunk, start
-        self._addresses[name], self._sizes[name] = home.data_ptr(), like.nbytes
+        tensor = next(tensors_at(self._chunk, [start], *form))
+        self._homes[name] = _Home(self._chunk, start, like.nbytes, tensor.data_ptr())
         self._nbytes += aligned(like.nbytes)
-        return home
+        return tensor
 
     def forget(self, name: str) -> None:
         """Let go of a home, if there is one of this name."""
-        if name in self._sizes:
-            self._nbytes -= aligned(self._sizes.pop(name))
-            del self._chunks[name], self._starts[name], self._addresses[name]
+        home = self._homes.pop(name, None)
+        if home is not None:
+            self._nbytes -= aligned(home.nbytes)
             self._last = None
 
     def forget_others(self, names: Collection[str]) -> None:
         """Let go of homes that are of none of these names."""
-        for name in [name for name in self._sizes if name not in names]:
+        for name in self._homes.keys() - names:
             self.forget(name)
 
     def has(self, name: str, address: int, nbytes: int) -> bool:
         """Whether that place is the home of this name."""
-        return self._addresses.get(name) == address and self._sizes.get(name) == nbytes
+        home = self._homes.get(name)
+        return home is not None and (home.address, home.nbytes) == (address, nbytes)
 
     @property
-    def addresses(self) -> Collection[int]:
+    def addresses(self) -> set[int]:
         """First byte of each."""
-        return self._addresses.values()
+        return {home.address for home in self._homes.values()}
 
     def moves(self, update: StagedTensors, places: list[int]) -> Moves:
         """Return how a model comes to an update that consists of places, none of them empty.
@@ -125,12 +124,9 @@ class Homes:
         moves = Moves([not self.has(name, place, size) for name, size, _, place in rows], [])
         for (name, size, start, _), leaves in zip(rows, moves.leaving, strict=True):
             if not leaves:
-                _add(moves.copies, self._copy(name, size, start))
+                home = self._homes[name]
+                _add(moves.copies, Copy(home.chunk, home.place, slice(start, start + size)))
         return moves
-
-    def _copy(self, name: str, size: int, start: int) -> Copy:
-        home = self._starts[name]
-        return Copy(self._chunks[name], slice(home, home + size), slice(start, start + size))
 
     def _take(self, nbytes: int) -> int:
         if self._used + nbytes > self._chunk.size:
@@ -139,6 +135,18 @@ class Homes:
             self._used = 0
         start, self._used = self._used, self._used + aligned(nbytes)
         return start
+
+
+# Not for the cyclic collector, like the pieces of a manifest: there are many.
+class _Home(msgspec.Struct, frozen=True, gc=False):
+    chunk: ByteArray
+    start: int
+    nbytes: int
+    address: int
+
+    @property
+    def place(self) -> slice:
+        return slice(self.start, self.start + self.nbytes)
 
 
 class _Known(NamedTuple):

@@ -96,14 +96,16 @@ class HostedEngine:
             # What was queued behind the hanging call belongs to later rounds: it moves along.
             waiting = self._mover.abandon()
             self._mover = MoverThread("wtransfer-engine")
-            self._engine = None
+            # Another one may have been made meanwhile.
+            left, self._engine = {id(each): each for each in (engine, self._engine)}, None
             for entry in waiting:
                 self._mover.resubmit(entry)
             if self._closed:
                 # `shutdown` has stopped the thread that hangs, or is about to; this one is new.
                 self._mover.stop()
-        if engine is not None:
-            _shutdown_in_background(engine)
+        for each in left.values():
+            if each is not None:
+                _shutdown_in_background(each)
 
     def shutdown(self) -> None:
         """Shut the engine down and end its thread; a hanging one is left behind."""

@@ -11,6 +11,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from wtransfer.deadline import Deadline
 from wtransfer.errors import ClosedError, StallError
 
 if TYPE_CHECKING:
@@ -22,16 +23,16 @@ T = TypeVar("T")
 class _Task:
     """A call and what came of it."""
 
-    def __init__(self, call: Callable[[], Any], device: int | None) -> None:
+    def __init__(self, call: Callable[[], Any], stream: Any) -> None:
         self.call = call
-        self.device = device
+        self.stream = stream
         self.done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            with _on_device(self.device):
+            with _on_stream(self.stream):
                 self.result = self.call()
         except BaseException as error:
             self.error = error
@@ -43,7 +44,8 @@ class LeavableThread:
     """One daemon thread that makes one call after the other, for callers that wait within bounds.
 
     While a call that was given up still runs, further ones are refused: collectives that overtake
-    each other are worse than none.
+    each other are worse than none. (`MoverThread` replaces a thread that hangs, since there each
+    round begins anew.) Calls use the caller's device and stream.
 
     Args:
         name: Name of the thread.
@@ -53,8 +55,9 @@ class LeavableThread:
         self._name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._left: tuple[_Task, str] | None = None
+        self._left: tuple[threading.Event, str] | None = None
         self._closed = False
+        self._closing = threading.Lock()
 
     def call(self, call: Callable[[], T], what: str, deadline_s: float) -> T:
         """Make a call and wait for it.
@@ -66,18 +69,22 @@ class LeavableThread:
 
         Raises:
             StallError: It has not returned in time, or an earlier one has not returned yet.
+            ClosedError: This was closed before.
         """
-        if self._closed:
-            raise ClosedError(f"cannot begin {what}: this was closed")
-        self._check_free(what, deadline_s)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        task = _Task(call, _present_device())
-        self._tasks.put(task)
-        # Until it has returned: also where an interruption ends the wait.
-        self._left = (task, what)
-        if not task.done.wait(deadline_s):
+        self._check_open(what)
+        deadline = Deadline(deadline_s)
+        self._check_free(what, deadline)
+        task = _Task(call, _present_stream())
+        with self._closing:
+            self._check_open(what)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._tasks.put(task)
+        # Until it has returned: also where an interruption ends the wait. What it returns is not
+        # kept for longer than that: it may be a tensor.
+        self._left = (task.done, what)
+        if not task.done.wait(deadline.remaining()):
             raise StallError(
                 f"no progress on {what} within {deadline_s:g} s; the call is left behind, and what "
                 "it waits for may be gone",
@@ -91,17 +98,22 @@ class LeavableThread:
 
     def close(self) -> None:
         """Let the thread end after what it is at."""
-        self._closed = True
-        self._tasks.put(None)
+        with self._closing:
+            self._closed = True
+            self._tasks.put(None)
 
-    def _check_free(self, what: str, deadline_s: float) -> None:
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"cannot begin {what}: this was closed")
+
+    def _check_free(self, what: str, deadline: Deadline) -> None:
         if self._left is None:
             return
-        task, earlier = self._left
-        if not task.done.wait(deadline_s):
+        done, earlier = self._left
+        if not done.wait(deadline.remaining()):
             raise StallError(
                 f"cannot begin {what}: {earlier} was given up and has not returned yet",
-                seconds=deadline_s,
+                seconds=deadline.seconds,
             )
         self._left = None
 
@@ -112,16 +124,21 @@ class LeavableThread:
             del task
 
 
-def _present_device() -> int | None:
+def _present_stream() -> Any:
+    """Return the caller's stream on its device; None where there is none."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    return torch.cuda.current_device()
+    return torch.cuda.current_stream()
 
 
-def _on_device(device: int | None) -> contextlib.AbstractContextManager[Any]:
-    """Make the caller's device this thread's: each thread begins with the first."""
+def _on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Make the caller's stream, and its device, this thread's.
+
+    Each thread begins with the first device and its default stream, which waits for no other: what
+    is gathered there would be read by the caller before it is there.
+    """
     import torch
 
-    return contextlib.nullcontext() if device is None else torch.cuda.device(device)
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -44,13 +44,11 @@ class LookAhead:
             # The model may be changing this moment.
             return
         try:
-            seen = _Seen(round_id, num_changes, self._read())
+            # Should it begin to change meanwhile, the count tells `schema`.
+            self._seen = _Seen(round_id, num_changes, self._read())
         except Exception as error:
             # It is raised when the plan is judged, to whom it concerns.
             logger.debug("the model cannot be updated as it is: %s", error)
-            return
-        # It may have begun to change while it was read; `schema` asks once more.
-        self._seen = seen if ledger.at_rest else None
 
     def schema(self, round_id: str) -> Mapping[str, TensorSpec] | None:
         """Return the schema for a round, whose claim is entered: as it was seen, or read now.

@@ -32,6 +32,11 @@ class Part(NamedTuple):
     forms: list[tuple[object, ...]]
     """Dtypes and shapes, as `have_forms` takes them."""
 
+    @property
+    def own(self) -> slice:
+        """Which numbers these are."""
+        return slice(self.first, self.first + len(self.names))
+
 
 class Outline:
     """Names and forms of an update's tensors, by number. All columns have the same length.

@@ -7,7 +7,8 @@ P is the rank that publishes, R any other that holds a part of its weights. One 
    tensor that differs.
 3. P `Pass`: both begin to iterate what they hold. R `Ready` when it has the next shard in hand and
    has checked it; P `Gather` once all have; then, and only then, all enter the collective.
-4. P `Packed`: nothing more is gathered. P `End`, for better or worse.
+4. P `Packed`: nothing more is gathered, and R may go on with its own affairs. P `End`, for better
+   or worse. Who arrives between the two has come for the next round.
 
 R may say `Failed` at any point; P then ends the round. Nobody is ever in a collective that another
 has not said to enter, so the trainer's own group stays in step whatever fails.

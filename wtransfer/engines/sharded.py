@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.engines.leavable import LeavableThread
@@ -67,6 +68,8 @@ class ShardedSource:
         """Longest wait for the other ranks and for a collective, in seconds."""
         self._has_own_deadline = deadline_s is not None
         self._ranks: TrainerRanks | None = None
+        self._making_ranks = threading.Lock()
+        self._stopped = False
         self._thread = LeavableThread("wtransfer-gather")
         self._version: str | None = None
         self._agreed = False
@@ -125,11 +128,14 @@ class ShardedSource:
     def begin(self, version: str) -> None:
         """State that a round has begun: the other ranks may come for it."""
         self._version, self._agreed, self._metadata = version, False, None
+        self._stopped = False
         if self._ranks is not None:
             self._ranks.begin(version)
 
     def stop_waiting(self) -> None:
         """Let a running pass end that waits for other ranks: its round has failed."""
+        # Also if it is only about to wait: see `_ranks_now`.
+        self._stopped = True
         if self._ranks is not None:
             self._ranks.stop_waiting()
 
@@ -183,16 +189,20 @@ class ShardedSource:
         return found - {own}
 
     def _ranks_now(self) -> TrainerRanks:
-        if self._ranks is None:
-            self._ranks = TrainerRanks(
-                self._whereabouts,
-                own_rank(),
-                listen=self._listen,
-                deadline_s=self.deadline_s * OWN_SHARE,
-            )
-            if self._version is not None:
-                self._ranks.begin(self._version)
-        return self._ranks
+        # A pass of a round and whoever ends that round may come at the same time.
+        with self._making_ranks:
+            if self._ranks is None:
+                self._ranks = TrainerRanks(
+                    self._whereabouts,
+                    own_rank(),
+                    listen=self._listen,
+                    deadline_s=self.deadline_s * OWN_SHARE,
+                )
+                if self._version is not None:
+                    self._ranks.begin(self._version)
+                if self._stopped:
+                    self._ranks.stop_waiting()
+            return self._ranks
 
     def _begin_pass(self, metadata: Sequence[ParamMeta], others: frozenset[int]) -> TrainerRanks:
         ranks = self._ranks_now()

@@ -271,7 +271,7 @@ def look_apart(tensors: Mapping[str, torch.Tensor], outline: Outline) -> Apart |
     """
     if list(tensors) != outline.names:
         return None
-    memory, all_flat = FlatMemory([], [], []), True
+    memory = FlatMemory([], [], [])
     addresses: set[int] = set()
     every = iter(tensors.values())
     for part in outline.parts(PART):
@@ -281,11 +281,10 @@ def look_apart(tensors: Mapping[str, torch.Tensor], outline: Outline) -> Apart |
             memory.extend(flat)
         elif not have_forms(own, part.forms):
             return None
-        all_flat = all_flat and flat is not None
-        addresses.update(flat.addresses if flat else map(torch.Tensor.data_ptr, own))
+        addresses.update(map(torch.Tensor.data_ptr, own) if flat is None else flat.addresses)
     if len(addresses) < len(outline) or 0 in addresses:
         return None
-    return Apart(memory if all_flat else None)
+    return Apart(memory if len(memory.addresses) == len(outline) else None)
 
 
 class _Grouped(NamedTuple):

@@ -96,7 +96,8 @@ class TrainerRank:
         name: Tells several publishers of one trainer apart; as in `ShardedSource`.
         store: A torch store that all ranks share. Default: the one of torch's default group, which
             is neither made nor destroyed here.
-        deadline_s: Longest wait for the publishing rank to begin, and for a collective to end.
+        deadline_s: Longest wait for the publishing rank to begin, counted from the end of its round
+            before, and for a collective to end.
     """
 
     def __init__(
@@ -123,16 +124,18 @@ class TrainerRank:
         Args:
             version: Label; the publishing rank's.
             wait: Whether to wait for the end. Without, it returns when this rank may change its
-                weights again; what becomes of the round is then told to the publishing rank only.
+                weights again; what becomes of the round is then told to the publishing rank only,
+                and the next call waits for that first.
 
         Returns:
             Fingerprint of what was published; empty if the end was not waited for, or if this rank
-            holds no part of what the publishing rank gathers.
+            has tensors, but no part of one that the publishing rank gathers.
 
         Raises:
             StallError: The publishing rank did not begin in time, or a collective hangs.
             PeerLostError: The publishing rank is gone.
             SourceError: The ranks do not have the same tensors; the first that differs is named.
+            ClosedError: `close` was called meanwhile.
             WTransferError: The round was aborted; the error is the publishing rank's.
         """
         self._check_usable()
@@ -158,6 +161,9 @@ class TrainerRank:
         self.close()
 
     def _publish(self, version: str, *, wait: bool) -> str:
+        # Who failed and came again at once would be taken into the round that fails; and who left
+        # early would lose from its deadline what the others take for the end.
+        self._link.await_end()
         deadline = Deadline(self._deadline_s)
         metadata = tuple(self._source.metadata)
         note = self._link.connect(deadline)
@@ -171,11 +177,14 @@ class TrainerRank:
         part = _Part(self._source, metadata, note.rank, self._thread, self._deadline_s)
         self._link.send(Arrive(call, rank, version, digest_of(mine)))
         try:
-            return self._obey(call, part, mine, deadline, wait=wait)
+            end = self._obey(call, part, mine, deadline, wait=wait)
         except BaseException as error:
             # Also a KeyboardInterrupt: the others must not wait for this rank.
             self._link.tell_failed(call, error)
             raise
+        if end.error is not None:
+            raise end.error.rebuild()
+        return end.fingerprint
 
     def _obey(
         self,
@@ -185,14 +194,13 @@ class TrainerRank:
         deadline: Deadline,
         *,
         wait: bool,
-    ) -> str:
+    ) -> End:
+        """Do as the publishing rank says, up to the end; of one not waited for nothing is known."""
         begun: Deadline | None = deadline
         while True:
             order = self._link.next_order(call, begun)
             if isinstance(order, End):
-                if order.error is not None:
-                    raise order.error.rebuild()
-                return order.fingerprint
+                return order
             if isinstance(order, Begin):
                 # From here on it is the publishing rank's round that has deadlines.
                 begun = None
@@ -200,7 +208,7 @@ class TrainerRank:
                 self._link.send(Description(call, layout))
             elif isinstance(order, Packed):
                 if not wait:
-                    return ""
+                    return End(call)
             elif isinstance(order, (Pass, Gather)):
                 self._follow(call, part, order)
             else:
@@ -312,15 +320,19 @@ class _RankLink:
         self._refusal: WTransferError | None = None
         self._orders: queue.SimpleQueue[msgspec.Struct | WTransferError] = queue.SimpleQueue()
         self._call = 0
+        self._in_round = False
+        self._closed = False
 
     def connect(self, deadline: Deadline) -> Note:
         """Return the note of the publishing rank, once it is connected to.
 
         Raises:
             StallError: It is not there in time.
+            ClosedError: `close` was called.
         """
         while True:
             with self._changed:
+                self._check_open()
                 if self._connection is not None and self._note is not None:
                     return self._note
             self._look(deadline)
@@ -331,9 +343,22 @@ class _RankLink:
                 if self._connection is None and deadline.expired:
                     raise self._absent(deadline.seconds)
 
+    def await_end(self) -> None:
+        """Wait until the round of the last call is over, whoever has left that call.
+
+        It has deadlines of its own; a publishing rank that is lost ends it as well.
+
+        Raises:
+            ClosedError: `close` was called.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_round)
+            self._check_open()
+
     def begin_call(self, call: int) -> None:
         """Take orders for this call only."""
         with self._changed:
+            self._check_open()
             self._call = call
             self._orders = queue.SimpleQueue()
 
@@ -343,6 +368,7 @@ class _RankLink:
         Raises:
             StallError: None came in time.
             PeerLostError: The publishing rank is gone.
+            ClosedError: `close` was called.
         """
         try:
             order = self._orders.get(timeout=None if deadline is None else deadline.remaining())
@@ -362,12 +388,18 @@ class _RankLink:
 
         Raises:
             PeerLostError: It is gone.
+            ClosedError: `close` was called.
         """
         with self._changed:
+            self._check_open()
             connection = self._connection
         if connection is None:
             raise PeerLostError("the publishing rank of this trainer is gone")
-        connection.send(message)
+        try:
+            connection.send(message)
+        except PeerLostError:
+            self._check_open()
+            raise
 
     def tell_failed(self, call: int, error: BaseException) -> None:
         """Let the publishing rank know that this one cannot go on, if it is still there."""
@@ -375,14 +407,25 @@ class _RankLink:
             error = RoundAbortedError(f"interrupted by {type(error).__name__}: {error}")
         try:
             self.send(Failed(call, ErrorInfo.of(error)))
-        except PeerError as lost:
+        except (PeerError, ClosedError) as lost:
             logger.info("the publishing rank was not told: %s", lost)
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up for good: whoever waits for orders is told."""
+        with self._changed:
+            self._closed = True
+            self._orders.put(ClosedError("this TrainerRank was closed"))
+        self._hang_up()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this TrainerRank was closed")
+
+    def _hang_up(self) -> None:
         with self._changed:
             dialer, self._dialer = self._dialer, None
-            self._connection = None
+            self._connection, self._in_round = None, False
+            self._changed.notify_all()
         if dialer is not None:
             dialer.close()
 
@@ -392,8 +435,9 @@ class _RankLink:
         note = self._thread.call(self._whereabouts.look, what, within_s)
         if note is None or note == self._note:
             return
-        self.close()
+        self._hang_up()
         with self._changed:
+            self._check_open()
             self._note = note
             self._refusal = None
             self._dialer = Dialer(
@@ -434,7 +478,8 @@ class _RankLink:
         with self._changed:
             if connection is not self._connection:
                 return
-            self._connection = None
+            self._connection, self._in_round = None, False
+            self._changed.notify_all()
             lost = PeerLostError(f"the publishing rank of this trainer was lost: {error}")
             lost.__cause__ = error
             self._orders.put(lost)
@@ -442,8 +487,12 @@ class _RankLink:
     def _on_message(self, _connection: Connection, message: msgspec.Struct) -> None:
         with self._changed:
             # What belongs to an earlier call has lost its meaning.
-            if getattr(message, "call", None) == self._call:
-                self._orders.put(message)
+            if getattr(message, "call", None) != self._call:
+                return
+            if isinstance(message, (Begin, End)):
+                self._in_round = isinstance(message, Begin)
+                self._changed.notify_all()
+            self._orders.put(message)
 
     def _on_refused(self, error: WTransferError) -> None:
         self._refusal = error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,20 +10,18 @@ from wtransfer.engines.messages import ErrorInfo
 from wtransfer.engines.rank_messages import (
     RANK_CODEC,
     Arrive,
-    Begin,
     Describe,
     Description,
-    End,
     Failed,
     Gather,
     Packed,
     Pass,
     Ready,
 )
+from wtransfer.engines.rank_round import RankRound, Visit
 from wtransfer.engines.shards import check_equal, digest_of
 from wtransfer.engines.whereabouts import token_of_link
 from wtransfer.errors import (
-    PeerError,
     PeerLostError,
     ProtocolError,
     RoundAbortedError,
@@ -42,44 +39,8 @@ if TYPE_CHECKING:
     from wtransfer.engines.whereabouts import Whereabouts
     from wtransfer.transport.channel import Connection
 
-logger = logging.getLogger(__name__)
-
 MAX_UNHEARD = 1024
 """Errors that are kept for ranks that have yet to come."""
-
-
-class Visit:
-    """One call of `TrainerRank.publish` in another process.
-
-    Args:
-        connection: To that process.
-        arrive: What it said.
-    """
-
-    def __init__(self, connection: Connection, arrive: Arrive) -> None:
-        self.connection = connection
-        self.arrive = arrive
-        self.ready: tuple[int, int] | None = None
-        """Pass and tensor that it is ready to gather."""
-        self.layout: Layout | None = None
-        """How its tensors lie, once it was asked."""
-        self.error: WTransferError | None = None
-        """Why it cannot go on."""
-        self.over = False
-        """Whether it was told the end."""
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Send; a process that is gone shows on its connection, which is where it is looked for."""
-        try:
-            self.connection.send(message)
-        except PeerError as error:
-            logger.info("%s was not sent: %s", type(message).__name__, error)
-
-    def end(self, error: ErrorInfo | None, fingerprint: str = "") -> None:
-        """Tell it the end, once."""
-        if not self.over:
-            self.over = True
-            self.send(End(self.arrive.call, error, fingerprint))
 
 
 class TrainerRanks:
@@ -100,9 +61,9 @@ class TrainerRanks:
         self.rank = rank
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
-        self._visits: dict[int, Visit] = {}
-        self._version: str | None = None
-        self._stopped = False
+        self._round: RankRound | None = None
+        self._waiting: dict[int, Visit] = {}
+        self._last_here: dict[int, str] = {}
         self._num_passes = 0
         self._unheard: dict[tuple[int, str], ErrorInfo] = {}
         self._listener = Listener(
@@ -122,12 +83,14 @@ class TrainerRanks:
             raise
 
     def begin(self, version: str) -> None:
-        """State that a round is under way; ranks that come for another one are sent away."""
+        """State that a round is under way; ranks that have come for another one are sent away."""
         with self._changed:
-            self._version, self._stopped = version, False
             self._unheard = {key: e for key, e in self._unheard.items() if key[1] != version}
-            for visit in self._visits.values():
-                self._greet(visit)
+            self._round = RankRound(version, self._unheard)
+            waiting, self._waiting = self._waiting, {}
+            for visit in waiting.values():
+                self._greet(self._round, visit)
+            self._changed.notify_all()
 
     def gather_layouts(self, ranks: Collection[int], layout_for: Callable[[int], Layout]) -> None:
         """Wait until all ranks have come, and check that their tensors lie as ours do.
@@ -140,16 +103,18 @@ class TrainerRanks:
         self._until(ranks, self._has_come, self._late_text)
         for rank in sorted(ranks):
             mine = layout_for(rank)
-            if self._visit(rank).arrive.layout != digest_of(mine):
-                self._compare(rank, mine)
+            with self._changed:
+                visit = self._now().visits[rank]
+            if visit.arrive.layout != digest_of(mine):
+                self._compare(visit, mine)
 
     def begin_pass(self, ranks: Collection[int]) -> int:
         """Let every rank begin to iterate; return the number of the pass."""
         with self._changed:
-            self._check_round()
+            here = self._now().visits
             self._num_passes += 1
             for rank in ranks:
-                visit = self._visit(rank)
+                visit = here[rank]
                 visit.send(Pass(visit.arrive.call, self._num_passes))
             return self._num_passes
 
@@ -163,13 +128,13 @@ class TrainerRanks:
         """
         self._until(
             ranks,
-            lambda rank: self._visit(rank).ready == (number, index),
+            lambda rank: self._now().visits[rank].ready == (number, index),
             lambda missing: f"trainer ranks {missing} on the way to gather {name!r}",
         )
         with self._changed:
-            self._check_round()
+            here = self._now().visits
             for rank in ranks:
-                visit = self._visit(rank)
+                visit = here[rank]
                 visit.send(Gather(visit.arrive.call, number, index))
 
     def lost(self, ranks: Collection[int], within_s: float) -> WTransferError | None:
@@ -181,14 +146,17 @@ class TrainerRanks:
     def stop_waiting(self) -> None:
         """Let every wait of this round raise; `end` is still to come."""
         with self._changed:
-            self._stopped = True
+            if self._round is not None:
+                self._round.stopped = True
             self._changed.notify_all()
 
     def packed(self) -> None:
         """Tell every rank of the round that it may change its weights again."""
         with self._changed:
-            for visit in self._current():
-                visit.send(Packed(visit.arrive.call))
+            if self._round is not None:
+                self._round.packed = True
+                for visit in self._round.visits.values():
+                    visit.send(Packed(visit.arrive.call))
 
     def end(
         self,
@@ -198,7 +166,7 @@ class TrainerRanks:
         ranks: Collection[int] = (),
         fingerprint: str = "",
     ) -> None:
-        """End the round of `version`, and tell all that have come for it or will.
+        """End the round of `version`, and tell all that take part, or will come for it.
 
         Args:
             version: Label of the round.
@@ -206,14 +174,15 @@ class TrainerRanks:
             ranks: Who was expected: those that come later are told the error then.
             fingerprint: Identity of what was published.
         """
+        info = None if error is None else ErrorInfo.of(error)
         with self._changed:
-            self._version = None
-            if error is None:
-                # All took part, so none is behind.
-                self._unheard.clear()
-                self._dismiss(version, None, fingerprint)
+            ended, self._round = self._round or RankRound(version, {}), None
+            for visit in ended.visits.values():
+                visit.end(info, fingerprint)
+            if info is None:
+                self._succeeded(ended, fingerprint)
             else:
-                self._fail(version, error, ranks)
+                self._note_unheard(version, info, set(ranks) - ended.visits.keys())
             self._changed.notify_all()
 
     def refuse(self, version: str, error: BaseException, ranks: Collection[int]) -> None:
@@ -221,9 +190,14 @@ class TrainerRanks:
 
         Another one may be under way, and goes on.
         """
+        info = ErrorInfo.of(error)
         with self._changed:
-            if self._version != version:
-                self._fail(version, error, ranks)
+            told = {r for r, visit in self._waiting.items() if visit.arrive.version == version}
+            for rank in told:
+                self._waiting.pop(rank).end(info)
+            # Who has yet to come for one of the same label, has yet to come for that one.
+            if self._round is None or self._round.version != version:
+                self._note_unheard(version, info, set(ranks) - told)
 
     def close(self) -> None:
         """Stop listening; ranks that wait are told."""
@@ -241,42 +215,57 @@ class TrainerRanks:
 
     def _on_close(self, connection: Connection, error: WTransferError | None) -> None:
         with self._changed:
-            for rank, visit in self._visits.items():
-                if visit.connection is connection and not visit.over and visit.error is None:
+            for rank, visit in self._here.items():
+                if visit.connection is connection and visit.error is None:
                     # Silence is no proof of death: the process may be stopped.
                     cls = StallError if isinstance(error, StallError) else PeerLostError
                     visit.error = cls(f"trainer rank {rank} was lost: {error}")
                     visit.error.__cause__ = error
+            # Who has only waited may come again.
+            gone = [r for r, visit in self._waiting.items() if visit.connection is connection]
+            for rank in gone:
+                del self._waiting[rank]
             self._changed.notify_all()
 
     def _arrived(self, visit: Visit) -> None:
-        rank = visit.arrive.rank
+        rank, version = visit.arrive.rank, visit.arrive.version
         visit.connection.peer = f"trainer rank {rank}"
-        self._visits[rank] = visit
+        self._last_here[rank] = version
         # Once: whoever comes again, comes for another attempt.
-        error = self._unheard.pop((rank, visit.arrive.version), None)
+        error = self._unheard.pop((rank, version), None)
         if error is not None:
             visit.end(error)
+        elif self._round is None or not self._is_for(self._round, visit):
+            self._waiting[rank] = visit
         else:
-            self._greet(visit)
+            self._greet(self._round, visit)
 
-    def _greet(self, visit: Visit) -> None:
-        """Let a rank take part in the round that is under way, if it came for that one."""
-        if self._version is None or visit.over:
-            return
+    def _is_for(self, round_: RankRound, visit: Visit) -> bool:
+        """Whether a rank comes to, or instead of, the round under way, and not to a later one."""
+        if visit.arrive.rank in round_.visits:
+            # It has failed, was lost, or has done its part: how its part ended stands.
+            return False
+        return not round_.packed or visit.arrive.version == round_.version
+
+    def _greet(self, round_: RankRound, visit: Visit) -> None:
+        """Let a rank take part in a round, if it came for that one."""
         theirs = visit.arrive.version
-        if theirs == self._version:
-            visit.send(Begin(visit.arrive.call))
+        if theirs == round_.version:
+            round_.take(visit)
             return
         error = RoundAbortedError(
-            f"trainer rank {self.rank} publishes {self._version!r}, rank {visit.arrive.rank} "
+            f"trainer rank {self.rank} publishes {round_.version!r}, rank {visit.arrive.rank} "
             f"called publish({theirs!r}); all must call it for the same versions in turn"
         )
         visit.end(ErrorInfo.of(error))
 
     def _answered(self, connection: Connection, message: msgspec.Struct) -> None:
         call = getattr(message, "call", None)
-        for visit in self._visits.values():
+        for rank, visit in list(self._waiting.items()):
+            if visit.connection is connection and visit.arrive.call == call:
+                # It waits no longer, which is all that it can say; it may come again.
+                del self._waiting[rank]
+        for visit in self._here.values():
             if visit.connection is connection and visit.arrive.call == call:
                 self._take(visit, message)
 
@@ -290,6 +279,20 @@ class TrainerRanks:
         else:
             raise ProtocolError(f"a rank of the trainer does not send {type(message).__name__}")
 
+    def _succeeded(self, ended: RankRound, fingerprint: str) -> None:
+        """Enter that a round is over in which all took part: of what failed before none is behind.
+
+        Whoever was lost in it, and asks for it again, is told now.
+        """
+        for key, error in ended.unheard_before.items():
+            if self._unheard.get(key) is error:
+                del self._unheard[key]
+        for rank, visit in list(self._waiting.items()):
+            part = ended.visits.get(rank)
+            is_same = visit.arrive.version == ended.version
+            if is_same and part is not None and part.error is not None:
+                self._waiting.pop(rank).end(None, fingerprint)
+
     # -- waiting
 
     def _until(
@@ -302,7 +305,7 @@ class TrainerRanks:
         deadline = Deadline(self._deadline_s)
         with self._changed:
             while True:
-                self._check_round()
+                self._now()
                 if (error := self._first_error(ranks)) is not None:
                     raise error
                 missing = sorted(rank for rank in ranks if not done(rank))
@@ -315,33 +318,39 @@ class TrainerRanks:
                     )
                 self._changed.wait(deadline.remaining())
 
-    def _check_round(self) -> None:
-        if self._version is None or self._stopped:
+    def _now(self) -> RankRound:
+        """Return the round that is under way.
+
+        Raises:
+            RoundAbortedError: There is none, or it is to wait no more.
+        """
+        if self._round is None or self._round.stopped:
             raise RoundAbortedError("the round is over; its weights are not gathered any further")
+        return self._round
+
+    @property
+    def _here(self) -> dict[int, Visit]:
+        """Who takes part in the round that is under way, by rank."""
+        return {} if self._round is None else self._round.visits
 
     def _first_error(self, ranks: Collection[int]) -> WTransferError | None:
-        visits = (self._visits.get(rank) for rank in sorted(ranks))
-        errors = (v.error for v in visits if v and v.arrive.version == self._version)
+        errors = (self._here[rank].error for rank in sorted(ranks) if rank in self._here)
         return next((error for error in errors if error is not None), None)
 
     def _has_come(self, rank: int) -> bool:
-        visit = self._visits.get(rank)
-        return visit is not None and not visit.over and visit.arrive.version == self._version
+        return rank in self._here
 
     def _late_text(self, missing: list[int]) -> str:
-        seen = {
-            rank: visit.arrive.version
-            for rank in missing
-            if (visit := self._visits.get(rank)) is not None
-        }
+        version = self._now().version
+        seen = {rank: self._last_here[rank] for rank in missing if rank in self._last_here}
         others = "".join(f"; rank {r} was last here for {v!r}" for r, v in seen.items())
         return (
             f"the arrival of trainer ranks {missing}, which hold parts of the weights: each must "
-            f"call TrainerRank.publish({self._version!r}) when rank {self.rank} publishes{others};"
+            f"call TrainerRank.publish({version!r}) when rank {self.rank} publishes{others};"
         )
 
-    def _compare(self, rank: int, mine: Layout) -> None:
-        visit = self._visit(rank)
+    def _compare(self, visit: Visit, mine: Layout) -> None:
+        rank = visit.arrive.rank
         visit.send(Describe(visit.arrive.call))
         self._until(
             [rank],
@@ -352,25 +361,7 @@ class TrainerRanks:
         check_equal(mine, visit.layout, f"rank {self.rank}", f"rank {rank}")
         raise ProtocolError(f"trainer rank {rank} has the same layout under another digest")
 
-    def _visit(self, rank: int) -> Visit:
-        return self._visits[rank]
-
-    def _current(self) -> list[Visit]:
-        version = self._version
-        return [v for v in self._visits.values() if not v.over and v.arrive.version == version]
-
-    def _fail(self, version: str, error: BaseException, ranks: Collection[int]) -> None:
-        info = ErrorInfo.of(error)
-        told = self._dismiss(version, info, "")
-        self._unheard |= {(rank, version): info for rank in ranks if rank not in told}
+    def _note_unheard(self, version: str, error: ErrorInfo, ranks: Collection[int]) -> None:
+        self._unheard |= {(rank, version): error for rank in ranks}
         while len(self._unheard) > MAX_UNHEARD:
             del self._unheard[next(iter(self._unheard))]
-
-    def _dismiss(self, version: str, error: ErrorInfo | None, fingerprint: str) -> set[int]:
-        """Tell the end to all that have come for a version; return who they are."""
-        told = set()
-        for rank, visit in self._visits.items():
-            if visit.arrive.version == version and not visit.over:
-                visit.end(error, fingerprint)
-                told.add(rank)
-        return told

@@ -7,13 +7,17 @@ none; whoever can write there can take the trainer's collectives apart as well.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from wtransfer.errors import NotInitializedError, ProtocolError
+from wtransfer.errors import NotInitializedError, PeerLostError, ProtocolError
 from wtransfer.transport.auth import new_token, resolve_token
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -52,26 +56,37 @@ class Whereabouts:
         self._given = store
 
     def leave(self, rank: int, address: str, token: str) -> None:
-        """Leave a note; it replaces an older one."""
+        """Leave a note; it replaces an older one.
+
+        Raises:
+            PeerLostError: The store is gone.
+        """
         known = resolve_token(None, os.environ) == token
         note = Note(rank, address, "" if known else token)
-        self._store().set(self._key, msgspec.json.encode(note).decode())
+        with _naming_store():
+            self._store().set(self._key, msgspec.json.encode(note).decode())
 
     def look(self) -> Note | None:
         """Return the note, if there is one by now.
 
         Raises:
+            PeerLostError: The store is gone.
             ProtocolError: There is something else in its place.
         """
-        store = self._store()
-        if not store.check([self._key]):
+        written = self._read()
+        if written is None:
             return None
         try:
-            return msgspec.json.decode(store.get(self._key), type=Note)
+            return msgspec.json.decode(written, type=Note)
         except msgspec.MsgspecError as error:
             raise ProtocolError(
                 f"the trainer's store holds something else under {self._key!r}: {error}"
             ) from error
+
+    def _read(self) -> bytes | None:
+        store = self._store()
+        with _naming_store():
+            return store.get(self._key) if store.check([self._key]) else None
 
     def _store(self) -> Any:
         if self._given is not None:
@@ -88,6 +103,16 @@ class Whereabouts:
 
         # Torch offers no public way to the store that it was given.
         return distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def _naming_store() -> Iterator[None]:
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerLostError(f"the trainer's store is gone: {error}") from error
 
 
 def token_of_link() -> str:

@@ -27,6 +27,7 @@ import torch.distributed
 from wtransfer.errors import GroupError
 from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
 from wtransfer.transport.connections import Endpoint, hang_up, listening
+from wtransfer.transport.rendezvous import GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -292,9 +293,15 @@ class GlooCommunicator:
         options._devices = [self._device]  # noqa: SLF001
         options._timeout = dt.timedelta(seconds=CONNECT_TIMEOUT_S)  # noqa: SLF001
         try:
-            group = dist.ProcessGroupGloo(rendezvous.store, self.rank, self.size, options)
+            # Gloo bounds its waits for ranks, but not those for the store's answers.
+            with rendezvous.waiting(CONNECT_TIMEOUT_S + GRACE_S, self._endpoints):
+                group = dist.ProcessGroupGloo(rendezvous.store, self.rank, self.size, options)
         except RuntimeError as error:
             raise GroupError(f"rank {self.rank} of {self.size} cannot connect: {error}") from error
+        except GroupError:
+            # Called off just when it was made: this frame would keep it as long as the error.
+            group = None
+            raise
         finally:
             options._devices = []  # noqa: SLF001
         return group

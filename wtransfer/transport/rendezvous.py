@@ -25,7 +25,9 @@ from wtransfer.transport.addresses import ListeningSocket, tcp_text
 from wtransfer.transport.connections import hang_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
+
+    from wtransfer.transport.connections import Endpoint
 
 dist: Any = torch.distributed  # whose stores torch does not declare
 
@@ -38,6 +40,8 @@ REACHED_S = 3.0
 ended in between, the store's client goes on trying."""
 GRACE_S = 0.5
 """How much later than at its deadline a meeting ends whose host does not answer."""
+AGAIN_S = 0.1
+"""Time between two looks for connections to end."""
 
 
 class Rendezvous:
@@ -46,30 +50,60 @@ class Rendezvous:
     Made by `host_rendezvous` on one rank and by `join_rendezvous` on the others.
 
     Args:
-        store: The store.
-        host: Its host.
+        host: Host of the store.
         port: Its port.
         name: Under which the keys of this meeting stand.
+        store: The store; None: `join` is to be called.
     """
 
-    def __init__(self, store: Any, host: str, port: int, name: str) -> None:
+    def __init__(self, host: str, port: int, name: str, store: Any = None) -> None:
         self.host = host
         self.port = port
         self.name = name
-        self._store: Any = dist.PrefixStore(name, store)
+        self._store: Any = None if store is None else dist.PrefixStore(name, store)
+        self._closed = False
         self._cancelled = threading.Event()
-        self._meeting = False
+        self._guard: _Guard | None = None
 
     @property
     def store(self) -> Any:
         """The keys of this meeting.
 
         Raises:
-            GroupError: The meeting is over.
+            GroupError: The meeting is over, or was not joined yet.
         """
-        if self._store is None:
-            raise GroupError("this rendezvous was closed")
-        return self._store
+        store = self._store
+        if store is None:
+            self._check_cancelled()
+            raise GroupError("this rendezvous was not joined yet")
+        return store
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Connect to the store.
+
+        Args:
+            timeout_s: Longest wait for the host, in seconds; None: `CONNECT_TIMEOUT_S`.
+
+        Raises:
+            GroupError: The meeting was called off, or its host answered too late.
+            PeerLostError: Nobody listens there, or who does is stopped.
+        """
+        timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
+        self.host = _reached(self.host, self.port)
+        try:
+            with self.waiting(timeout_s):
+                store = dist.TCPStore(
+                    self.host,
+                    self.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=dt.timedelta(seconds=min(timeout_s, REACHED_S)),
+                )
+                store.set_timeout(dt.timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            where = tcp_text((self.host, self.port))
+            raise PeerLostError(f"no rendezvous at {where}: {error}") from error
+        self._store = dist.PrefixStore(self.name, store)
 
     def meet(self, rank: int, size: int, card: str, timeout_s: float) -> list[str]:
         """Leave a card and wait until every rank has left one.
@@ -89,30 +123,59 @@ class Rendezvous:
             StallError: Ranks are missing; the error names them.
         """
         deadline = Deadline(timeout_s)
-        self._meeting = True
         try:
-            with _hanging_up(self.host, self.port, timeout_s + GRACE_S):
+            with self.waiting(timeout_s + GRACE_S):
                 return self._meet(rank, size, card, deadline)
         except dist.DistError as error:
-            if self._cancelled.is_set():
-                raise GroupError("the rendezvous was called off") from error
             where = tcp_text((self.host, self.port))
             deadline.check(f"the rendezvous at {where}: its host does not answer")
             raise PeerLostError(f"the rendezvous at {where} is gone: {error}") from error
+
+    @contextlib.contextmanager
+    def waiting(self, limit_s: float, others: Collection[Endpoint] = ()) -> Iterator[None]:
+        """Bound what waits for the host without a bound of its own, such as a group that forms.
+
+        The connections to it end after a time, and when the meeting is called off. One thing waits
+        at a time.
+
+        Args:
+            limit_s: The time, in seconds.
+            others: Who else is waited for.
+
+        Raises:
+            GroupError: The meeting was called off, whatever error that has led to, or the time was
+                over just when the wait was.
+        """
+        guard = self._guard = _Guard({(self.host, self.port), *others}, limit_s)
+        try:
+            self._check_cancelled()
+            yield
+        except RuntimeError:
+            self._check_cancelled()
+            raise
         finally:
-            self._meeting = False
+            guard.dismiss()
+            self._guard = None
+        if guard.has_acted:
+            self._check_cancelled()
+            raise GroupError(f"the host of this rendezvous took longer than {limit_s:g} s")
 
     def cancel(self) -> None:
-        """Let a running `meet` raise; any thread may call it."""
+        """Let whoever waits here raise, now or later; any thread may call it."""
         self._cancelled.set()
-        if self._meeting:
-            # It may wait for an answer of the host.
-            hang_up({(self.host, self.port)})
+        guard = self._guard
+        if guard is not None:
+            guard.act()
 
     def close(self) -> None:
         """Cancel, and let go of the store; on its host it ends with the last group that uses it."""
+        self._closed = True
         self.cancel()
         self._store = None
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise GroupError(f"this rendezvous was {'closed' if self._closed else 'called off'}")
 
     def _meet(self, rank: int, size: int, card: str, deadline: Deadline) -> list[str]:
         entry = f"{secrets.token_hex(4)} {card}"
@@ -124,8 +187,8 @@ class Rendezvous:
             )
         keys = [f"rank{each}" for each in range(size)]
         while not self.store.check(keys):
-            if self._cancelled.wait(POLL_S):
-                raise GroupError("the rendezvous was called off")
+            self._cancelled.wait(POLL_S)
+            self._check_cancelled()
             if deadline.expired:
                 missing = [each for each in range(size) if not self.store.check([keys[each]])]
                 deadline.check(f"the arrival of ranks {missing} of {size}")
@@ -158,36 +221,21 @@ def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
         timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
         master_listen_fd=listener.socket.detach(),
     )
-    return Rendezvous(store, bound_host, bound_port, f"wtransfer/{secrets.token_hex(16)}")
+    return Rendezvous(bound_host, bound_port, f"wtransfer/{secrets.token_hex(16)}", store)
 
 
 def join_rendezvous(host: str, port: int, name: str, timeout_s: float | None = None) -> Rendezvous:
-    """Connect to a store.
+    """Connect to a store; as `Rendezvous.join`.
 
     Args:
         host: Its host.
         port: Its port.
         name: Of the meeting.
         timeout_s: Longest wait for the host, in seconds; None: `CONNECT_TIMEOUT_S`.
-
-    Raises:
-        PeerLostError: Nobody listens there.
     """
-    host = _reached(host, port)
-    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
-    try:
-        with _hanging_up(host, port, timeout_s):
-            store = dist.TCPStore(
-                host,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=dt.timedelta(seconds=min(timeout_s, REACHED_S)),
-            )
-            store.set_timeout(dt.timedelta(seconds=timeout_s))
-    except (dist.DistError, RuntimeError) as error:
-        raise PeerLostError(f"no rendezvous at {tcp_text((host, port))}: {error}") from error
-    return Rendezvous(store, host, port, name)
+    rendezvous = Rendezvous(host, port, name)
+    rendezvous.join(timeout_s)
+    return rendezvous
 
 
 def own_address(host: str, port: int) -> str:
@@ -201,21 +249,46 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-@contextlib.contextmanager
-def _hanging_up(host: str, port: int, after_s: float) -> Iterator[None]:
-    """End the connections to a store after a time.
+class _Guard:
+    """Ends the connections to a store, and to others, after a time or when it is told to.
 
-    Its client waits for an answer without bound: its time-out is for connecting only. A host that
-    is stopped, or cut off, would hold it for ever.
+    A store's client waits for an answer without bound: its time-out is for connecting only. A host
+    that is stopped, or cut off, would hold it for ever. And where a connection ends it makes
+    another, for as long as that time-out lasts: so they are ended again and again.
+
+    Args:
+        endpoints: Of the connections.
+        limit_s: The time, in seconds.
     """
-    timer = threading.Timer(after_s, hang_up, [{(host, port)}])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
+
+    def __init__(self, endpoints: Collection[Endpoint], limit_s: float) -> None:
+        self.has_acted = False
+        """Whether any connection may have ended."""
+        self._endpoints = endpoints
+        self._limit_s = limit_s
+        self._due = threading.Event()
+        self._dismissed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="wtransfer-guard", daemon=True)
+        self._thread.start()
+
+    def act(self) -> None:
+        """End the connections from now on."""
+        self._due.set()
+
+    def dismiss(self) -> None:
+        """Let nothing more be ended, nor be ending, when this returns."""
+        self._dismissed.set()
+        self._due.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._due.wait(self._limit_s)
+        while not self._dismissed.is_set():
+            self.has_acted = True
+            # Where no descriptor is left to look with, there may be one the next time.
+            with contextlib.suppress(OSError):
+                hang_up(self._endpoints)
+            self._dismissed.wait(AGAIN_S)
 
 
 def _reached(host: str, port: int) -> str:

@@ -199,9 +199,8 @@ class FlatMemory(NamedTuple):
         self.begins.extend(more.begins)
         self.storages.extend(more.storages)
 
-    def part(self, first: int, stop: int) -> FlatMemory:
-        """Return what is known of the tensors from number `first` up to `stop`."""
-        own = slice(first, stop)
+    def part(self, own: slice) -> FlatMemory:
+        """Return what is known of the tensors with these numbers."""
         return FlatMemory(self.addresses[own], self.begins[own], self.storages[own])
 
     def is_there(self, sizes: Sequence[int]) -> bool:

@@ -65,8 +65,8 @@ class LoudTrainer(NCCLTrainerEngine):
 class LoudEngine(NCCLWeightTransferEngine):
     trainer_cls = LoudTrainer
 
-    def form_group(self, init_info, rank):
-        return groups.member(init_info.rendezvous, rank, init_info.world_size)
+    def form_group(self, rendezvous, init_info, rank):
+        return groups.member(rendezvous.name, rank, init_info.world_size)
 
 
 @pytest.mark.slow

@@ -58,7 +58,10 @@ def test_exactly_one_rendezvous_is_given(engine, meeting, why):
     ("changes", "why"),
     [
         ({"world_size": 1}, "`rank_offset` is 1 and `world_size` 1"),
-        ({"rank_offset": 0}, "`rank_offset` is 0 and `world_size` 2"),
+        ({"rank_offset": 0}, "`rank_offset` is 0, expected a whole number > 0"),
+        ({"rank_offset": True}, "`rank_offset` is True, expected a whole number > 0"),
+        ({"world_size": 2.0}, "`world_size` is 2.0, expected a whole number > 0"),
+        ({"packed_buffer_size_bytes": 1.5}, "`packed_buffer_size_bytes` is 1.5"),
         ({"packed": False}, "packed is false"),
         ({"packed_buffer_size_bytes": 0}, "`packed_buffer_size_bytes` is 0"),
         ({"timeout_s": "600"}, "`timeout_s` is '600', expected seconds > 0"),

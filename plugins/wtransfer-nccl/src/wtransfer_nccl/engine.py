@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.interface import LoadWeights
     from wtransfer.transport.buckets import Layout
     from wtransfer.transport.communicator import Communicator
+    from wtransfer.transport.rendezvous import Rendezvous
 
     from wtransfer_nccl.devices import Lane
 
@@ -75,15 +76,15 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         with self._lane.entered():
             super().init_transfer_engine(init_info)
 
-    def form_group(self, init_info: NCCLWeightTransferInitInfo, rank: int) -> Communicator:
+    def form_group(
+        self, rendezvous: Rendezvous, init_info: NCCLWeightTransferInitInfo, rank: int
+    ) -> Communicator:
         """Join the trainer's group."""
-        from wtransfer.transport.rendezvous import join_rendezvous
-
         from wtransfer_nccl.group import form
 
         return form(
             init_info.communicator,
-            join_rendezvous(init_info.master_address, init_info.master_port, init_info.rendezvous),
+            rendezvous,
             rank,
             init_info.world_size,
             device=self._entered_lane().device,

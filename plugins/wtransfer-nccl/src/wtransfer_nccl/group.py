@@ -18,7 +18,7 @@ import torch.distributed
 from wtransfer.deadline import Deadline
 from wtransfer.errors import GroupError
 from wtransfer.transport.process_group import GlooCommunicator
-from wtransfer.transport.rendezvous import own_address
+from wtransfer.transport.rendezvous import GRACE_S, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,9 +154,12 @@ class NCCLCommunicator:
         deadline = Deadline(timeout_s)
         # NCCL waits for missing ranks without saying which: so it is asked when all are there.
         rendezvous.meet(rank, size, f"{device}", timeout_s)
-        self._group: Any = self._make(rendezvous.store, operation_timeout_s)
+        self._group: Any = None
         try:
-            self._connect(device, deadline)
+            # Where NCCL waits for the store's answers, it waits without a bound.
+            with rendezvous.waiting(deadline.remaining() + GRACE_S):
+                self._group = self._make(rendezvous.store, operation_timeout_s)
+                self._connect(device, deadline)
         except BaseException:
             self.close()
             raise
@@ -203,9 +206,10 @@ class NCCLCommunicator:
         return GroupError(f"rank {self.rank} of {self.size}: {why}")
 
     def _begin(self, begin: Callable[[Any], Any], tensor: torch.Tensor) -> NCCLPending:
+        group = self._group  # which a close lets go of at any time
         self.check()
         try:
-            return NCCLPending(begin(self._group), self, tensor)
+            return NCCLPending(begin(group), self, tensor)
         except RuntimeError as error:
             raise self.failure(f"{error}") from error
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from wtransfer.engines.collective import (
     CollectiveInitInfo,
     CollectiveUpdateInfo,
+    check_counts,
     check_timeout,
 )
 from wtransfer.engines.collective_trainer import CollectiveTrainerInitInfo
@@ -62,14 +63,11 @@ class NCCLWeightTransferInitInfo(CollectiveInitInfo):
         check_rendezvous(self.master_address, self.master_port, self.nccl_unique_id_b64)
         check_choices(self.communicator, self.atomic, packed=self.packed)
         check_timeout(self.timeout_s)
-        if self.world_size <= self.rank_offset or self.rank_offset < 1:
+        check_counts(self, "world_size", "rank_offset", "packed_buffer_size_bytes")
+        if self.world_size <= self.rank_offset:
             raise ValueError(
                 f"`rank_offset` is {self.rank_offset} and `world_size` {self.world_size}; the "
                 "group needs a rank of the trainer before the first worker, and a worker"
-            )
-        if self.packed_buffer_size_bytes <= 0:
-            raise ValueError(
-                f"`packed_buffer_size_bytes` is {self.packed_buffer_size_bytes}, expected > 0"
             )
 
     def check_joinable(self) -> None:
