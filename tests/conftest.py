@@ -54,6 +54,15 @@ def _watch() -> Unpickled:
 UNPICKLED = _watch()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def unpickled():
     """The record of what was unpickled, in all processes of this run."""

@@ -40,15 +40,7 @@ def same(one, other):
     return torch.equal(one.view(torch.uint8).cpu(), other.view(torch.uint8).cpu())
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_go_to_rows_and_back(layout, device):
     caches = {"a": fill(LAYOUTS[layout]().to(device), 1), "b": fill(plain().to(device), 2)}

@@ -278,7 +278,7 @@ def test_a_call_that_hangs_is_left_behind_and_none_overtakes_it():
         thread.call(lambda: None, "the fifth", 5.0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_call_is_made_on_the_stream_of_its_caller():
     thread, stream = LeavableThread("wtransfer-test"), torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -111,7 +111,7 @@ class Rig:
         """Give every byte of the cache a value."""
         torch.manual_seed(seed)
         for tensor in self.tensors:
-            values = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8)
+            values = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8, device="cpu")
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
         return self
 
@@ -126,7 +126,7 @@ class Rig:
     def block(self, number, group=0):
         """Return the bytes of a block."""
         return b"".join(
-            tensor[number].contiguous().view(torch.uint8).numpy().tobytes()
+            tensor[number].cpu().contiguous().view(torch.uint8).numpy().tobytes()
             for tensor in self.groups[group]
         )
 

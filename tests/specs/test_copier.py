@@ -22,12 +22,13 @@ CACHES = {
 }
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "device", pytest.param("gpu", marks=pytest.mark.gpu)])
 def side(request, monkeypatch):
-    """Both ways to get at a cache; torch's `cpu` is the device that there is everywhere."""
+    """All ways to get at a cache; torch's `cpu` is the device that there is everywhere."""
     if request.param == "device":
         monkeypatch.setattr(caches, "HostPages", DevicePages)
-    return request.param
+    with torch.device("cuda" if request.param == "gpu" else "cpu"):
+        yield request.param
 
 
 @pytest.fixture(params=CACHES)

@@ -140,7 +140,7 @@ def test_the_cpu_is_worked_on_in_bounded_chunks(monkeypatch):
     assert sizes == [module.CHUNK_NBYTES, module.CHUNK_NBYTES, 3]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_device_gives_the_same_digits():
     data = torch.randint(0, 256, (module.DEVICE_CHUNK_NBYTES + 4099,), dtype=torch.uint8)
     assert wsum64(data.cuda()) == wsum64(data)

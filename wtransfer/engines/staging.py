@@ -176,7 +176,7 @@ class Staging:
         if tensor.device.type != "cpu":
             kept = tensor.clone()
             return kept, digest(kept, algorithm)
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype)
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return kept, copy_digest(byte_view(kept), tensor, algorithm).hexdigest
 
     def verify(self, digests: Sequence[str], canonical: Mapping[str, str]) -> list[str]:

@@ -28,7 +28,7 @@ def contents(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return a tensor of random bits, the same for the same seed.
+    """Return a tensor of random bits, the same for the same seed, on the default device.
 
     Floats may be NaN or infinite: every pattern of bits has to travel.
 
@@ -38,11 +38,14 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
         seed: Any integer.
     """
     generator = torch.Generator().manual_seed(seed)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
     tensor = torch.empty(shape, dtype=dtype)
-    bits = tensor.view(-1).view(torch.uint8)
-    bits.copy_(torch.randint(0, 256, bits.shape, generator=generator, dtype=torch.uint8))
+    as_bytes = tensor.view(-1).view(torch.uint8)
+    end = 2 if dtype is torch.bool else 256
+    # Drawn by the host, so that it is the same everywhere.
+    drawn = torch.randint(
+        0, end, as_bytes.shape, generator=generator, dtype=torch.uint8, device="cpu"
+    )
+    as_bytes.copy_(drawn)
     return tensor
 
 

@@ -61,6 +61,8 @@ class EngineConformance:
     """Its trainer class, where the worker class does not name it."""
     options: ClassVar[dict[str, Any]] = {}
     """Options of the trainer side."""
+    device: ClassVar[str] = "cpu"
+    """Where the trainer's tensors lie, and the workers', as ``torch.device`` takes it."""
     deadline_s: ClassVar[float] = 10.0
     """Bound on every wait, in seconds. Raise it for engines that start slowly."""
 
@@ -69,6 +71,12 @@ class EngineConformance:
         check_excused(cls, EngineConformance)
 
     # -- what the tests get
+
+    @pytest.fixture(autouse=True)
+    def _tensors_on_device(self) -> Iterator[None]:
+        """What a test makes lies there, unless it says otherwise."""
+        with torch.device(self.device):
+            yield
 
     @pytest.fixture
     def worker_cls(self) -> type:

@@ -88,7 +88,7 @@ class MemoryEngine(WeightTransferEngine[MemoryInitInfo, MemoryUpdateInfo]):
 
         tensors = _SHELVES[self._shelf]
         largest = max((tensors[name].nbytes for name in update_info.names), default=0)
-        buffer = torch.empty(largest, dtype=torch.uint8)
+        buffer = torch.empty(largest, dtype=torch.uint8, device="cpu")
         for name in update_info.names:
             tensor = tensors[name]
             view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -315,7 +315,7 @@ def _carry_out_all(to_do: _ToDo, group: Any) -> None:
 
 
 def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _before(place: int) -> int:

@@ -301,7 +301,7 @@ def tensor_from(
         raise ManifestError(f"shape {tuple(shape)} has a negative dimension")
     numel = math.prod(shape)
     if numel == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     try:
         flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
         return flat if len(shape) == 1 else flat.view(tuple(shape))
@@ -333,7 +333,7 @@ def tensors_at(
     place = torch.frombuffer
     for start, dtype, shape, numel in zip(starts, dtypes, shapes, numels, strict=True):
         if numel == 0:
-            yield torch.empty(shape, dtype=dtype)
+            yield torch.empty(shape, dtype=dtype, device="cpu")
             continue
         flat = place(memory, dtype=dtype, count=numel, offset=start)
         yield flat if len(shape) == 1 else flat.view(shape)

@@ -32,6 +32,7 @@ DEVICE_CHUNK_NBYTES = 4 * 1024 * 1024
 
 _WORD_NBYTES = 4
 _NUM_LANES = 2
+_HOST = torch.device("cpu")
 
 
 def _signed(word: int) -> int:
@@ -50,7 +51,7 @@ class WeightedSum:
         device: Where the pieces lie; only the two sums are ever copied from there.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device = _HOST) -> None:
         self._lanes = torch.zeros(_NUM_LANES, dtype=torch.int64, device=device)
         self._nbytes = 0
 

@@ -92,7 +92,7 @@ class CachePages:
         # On a device an index that is out of range would end the process, not the load.
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise IndexError(f"blocks {block_ids} of {self.num_blocks}")
-        return torch.tensor(block_ids, dtype=torch.int64)
+        return torch.tensor(block_ids, dtype=torch.int64, device="cpu")
 
 
 def _as_bytes(name: str, cache: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def read_open(fd: int, places: Sequence[Place], shown: str) -> list[tuple[str, t
 
 
 def _empty(place: Place) -> torch.Tensor:
-    return torch.empty(place.piece.shape, dtype=torch_dtype(place.piece.dtype))
+    return torch.empty(place.piece.shape, dtype=torch_dtype(place.piece.dtype), device="cpu")
 
 
 def _fill(fd: int, rows: list[tuple[Place, torch.Tensor]], shown: str) -> None:

@@ -1,0 +1,95 @@
+"""Weights on a GPU by the engines that move host memory: copied from there, and back to there.
+
+What moves them from GPU to GPU is `plugins/wtransfer-nccl`.
+"""
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+from wtransfer.testing.contents import contents
+from wtransfer.testing.engine import EngineConformance
+from wtransfer.testing.fleet import Fleet
+
+if not torch.cuda.is_available():
+    # Once, and not for each test of three kits.
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+BUSY_CYCLES = 1_000_000_000
+"""Of the GPU's clock: about half a second."""
+
+
+class TestShm(EngineConformance):
+    engine = "shm"
+    device = "cuda"
+
+
+class TestGloo(EngineConformance):
+    engine = "gloo"
+    device = "cuda"
+
+
+class TestFile(EngineConformance):
+    engine = "file"
+    device = "cuda"
+    options: ClassVar = {}
+
+    @pytest.fixture(autouse=True)
+    def folder_of_its_own(self, tmp_path):
+        self.options = {"path": str(tmp_path / "store")}
+
+
+@pytest.fixture
+def fleet():
+    source = {"weight": torch.zeros(1 << 20, device="cuda"), "bias": torch.ones(3, device="cuda")}
+    with Fleet(source) as made:
+        yield made
+
+
+@pytest.fixture
+def stream():
+    """A stream that is the thread's, and has something to do first."""
+    made = torch.cuda.Stream()
+    with torch.cuda.stream(made):
+        torch.cuda._sleep(BUSY_CYCLES)
+        yield made
+    made.synchronize()
+
+
+def test_what_the_trainers_stream_has_yet_to_compute_is_sent(fleet, stream):
+    member = fleet.join()
+    fleet.source["weight"].add_(1)
+    assert not stream.query(), "the GPU is faster than this test thinks"
+    round_ = fleet.publisher.publish("v1", wait=False)
+    assert fleet.finish(round_).ok
+    assert bool((member.model["weight"] == 1).all())
+
+
+@pytest.mark.parametrize("commit", ["adopt", "copy"])
+def test_what_the_models_stream_has_yet_to_compute_is_computed_on_the_old_weights(
+    fleet, commit, request
+):
+    member = fleet.join(commit=commit)
+    model = member.model
+    fleet.source["weight"].add_(1)
+    round_ = fleet.publisher.publish("v1", wait=False)
+    stream = request.getfixturevalue("stream")
+    before = model["weight"].clone()
+    assert not stream.query(), "the GPU is faster than this test thinks"
+    assert member.session.commit_pending(10.0)
+    after = model["weight"].clone()
+    assert fleet.finish(round_).ok
+    stream.synchronize()
+    assert not before.any()
+    assert contents({"weight": after}) == contents({"weight": fleet.source["weight"]})
+
+
+def test_a_model_of_both_kinds_of_memory_is_updated_where_it_is():
+    """What is offloaded to the host, adopts; what is on the device, is copied there."""
+    source = {"here": torch.ones(5000), "there": torch.ones(5000, device="cuda")}
+    with Fleet(source) as fleet:
+        member = fleet.join({"here": torch.zeros(5000, device="cuda"), "there": torch.zeros(5000)})
+        assert fleet.publish("v1").ok
+        assert member.contents == contents(source)
+        assert [each.device.type for each in member.model.values()] == ["cuda", "cpu"]
