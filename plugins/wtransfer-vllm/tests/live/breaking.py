@@ -1,6 +1,7 @@
 """What a test adds to vLLM's workers (``worker_extension_cls``)."""
 
 import builtins
+import time
 import types
 
 
@@ -18,6 +19,20 @@ class Breaking:
             return whole(_until(weights, at, getattr(builtins, error)))
 
         model.load_weights = types.MethodType(load_weights, model)
+
+    def pace(self, step_s):
+        """Let every step take so long at least, from here on; 0: as fast as it can."""
+        runner = self.model_runner
+        vars(runner).pop("execute_model", None)
+        if not step_s:
+            return
+        execute_model = runner.execute_model
+
+        def execute_slowly(*args, **options):
+            time.sleep(step_s)
+            return execute_model(*args, **options)
+
+        runner.execute_model = execute_slowly
 
 
 def _until(weights, at, error):

@@ -17,7 +17,10 @@ TRAINER = Path(__file__).with_name("trainer.py")
 START_S = 240.0
 ANSWER_S = 120.0
 NUM_RUNNING = 100
-"""Tokens of a request that is to be running at a commit: other processes do not wait for us."""
+"""Tokens of a request that is to be running at a commit."""
+PACE_S = 0.03
+"""Length of its steps until then: other processes do not wait for us, and ours may have to wait for
+a processor for longer than that many steps take by themselves."""
 RANKS_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 """Without it vLLM wants a NUMA node for each rank."""
 
@@ -213,8 +216,14 @@ def check_update(engine, publish, tokens, label):
         What `publish` returned.
     """
     alone = engine.run_on("alone")
-    engine.before_commit = lambda: engine.run_on("running", num_steps=10)
+
+    def run_slowly():
+        engine.do("rpc", "pace", PACE_S)
+        engine.run_on("running", num_steps=10)
+
+    engine.before_commit = run_slowly
     published = publish()
+    engine.do("rpc", "pace", 0)
     # Beside the first request, which runs on: it must see nothing of its old KV.
     engine.do("begin", "after", PROMPTS[0], 16)
     served = engine.do("step", 2 * NUM_RUNNING)["tokens"]
