@@ -10,6 +10,7 @@ from wtransfer.engines.store.versions import VersionStore
 from wtransfer.testing.faults import Faults
 from wtransfer.testing.fleet import Fleet
 from wtransfer.testing.memory import MemoryEngine
+from wtransfer.transport.rendezvous import host_rendezvous
 
 FAULTS = Faults()
 
@@ -34,6 +35,12 @@ def faults():
     """What shall go wrong in the engines of this test."""
     yield FAULTS
     FAULTS.disarm()
+
+
+@pytest.fixture(scope="session")
+def libuv():
+    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
+    host_rendezvous("127.0.0.1").close()
 
 
 @pytest.fixture(autouse=True)

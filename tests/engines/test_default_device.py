@@ -7,7 +7,8 @@ import torch
 
 from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.testing.fleet import Fleet
-from wtransfer.transport.rendezvous import host_rendezvous
+
+pytestmark = pytest.mark.usefixtures("libuv")
 
 
 class ThreadsElsewhere(threading.Thread):
@@ -16,12 +17,6 @@ class ThreadsElsewhere(threading.Thread):
     def run(self):
         with torch.device("meta"):
             super().run()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def made_once_in_a_process():
-    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
-    host_rendezvous("127.0.0.1").close()
 
 
 @pytest.fixture

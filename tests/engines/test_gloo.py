@@ -36,11 +36,7 @@ from wtransfer.transport import rendezvous
 from wtransfer.transport.connections import listening
 from wtransfer.transport.rendezvous import host_rendezvous
 
-
-@pytest.fixture(scope="module", autouse=True)
-def made_once_in_a_process():
-    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
-    host_rendezvous("127.0.0.1").close()
+pytestmark = pytest.mark.usefixtures("libuv")
 
 
 @pytest.mark.slow  # nccl's logic passes the same kit over the same groups each time
@@ -304,6 +300,16 @@ def test_what_ends_an_engine_before_it_has_a_group_is_not_lost(monkeypatch, step
         return original(*args)
 
     monkeypatch.setattr(rendezvous, step, ended_meanwhile)
+    with pytest.raises(GroupError, match="called off"):
+        engine.init_transfer_engine(info)
+    hosted.close()
+
+
+def test_an_engine_that_was_shut_down_meets_nobody_however_late_it_begins():
+    """A thread that was left behind may come to it any time."""
+    hosted, info = joining_info()
+    engine = GlooWeightTransferEngine(WeightTransferConfig(backend="gloo"), ParallelConfig())
+    engine.shutdown()
     with pytest.raises(GroupError, match="called off"):
         engine.init_transfer_engine(info)
     hosted.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +35,7 @@ from wtransfer.host import hooks
 from wtransfer.manifest import Manifest
 from wtransfer.testing.memory import MemoryEngine
 from wtransfer.transport.channel import Listener
+from wtransfer.transport.rendezvous import host_rendezvous
 
 TIMEOUT_S = 10
 
@@ -244,6 +247,59 @@ def test_the_answer_to_an_init_goes_to_the_publisher_that_sent_it(publisher, joi
     failing.set()
     # Both count their generations from one: only the second one's answer may arrive.
     assert isinstance(publisher.hear((Ready, Refused)), Ready)
+
+
+@pytest.mark.usefixtures("libuv")
+@pytest.mark.parametrize("end", ["worker leaves", "publisher is lost", "round is aborted"])
+def test_a_group_that_forms_is_called_off_when_nobody_wants_it_any_more(publisher, join, end):
+    session, meeting = join(), host_rendezvous("127.0.0.1")
+    at = {"master_address": meeting.host, "master_port": meeting.port, "rendezvous": meeting.name}
+    publisher.send(Init(1, "gloo", None, None, 0, 1, {**at, "world_size": 2}))
+    eventually(lambda: meeting.store.check(["rank1"]))
+    assert num_waiting_for_ranks() == 1
+    begun = time.monotonic()
+    if end == "worker leaves":
+        session.close()
+    elif end == "publisher is lost":
+        publisher.connection.close()
+    else:
+        publisher.send(Abort("r", "another worker was refused"))
+    eventually(lambda: not num_waiting_for_ranks())
+    assert time.monotonic() - begun < 1.0
+    meeting.close()
+
+
+def num_waiting_for_ranks():
+    return sum(thread.name == "wtransfer-guard" for thread in threading.enumerate())
+
+
+def eventually(holds):
+    end = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_an_abort_never_reaches_the_engine_that_comes_after_the_one_that_was_meant():
+    hosted, aborted = HostedEngine(0, 1, None), []
+
+    def engine(name):
+        return SimpleNamespace(
+            abort_weight_update=lambda: aborted.append(name), shutdown=lambda: None
+        )
+
+    class EndsMeanwhile(threading.Event):
+        """Looks as if its task ran, which then ends, and another has made its engine."""
+
+        def is_set(self):
+            hosted._engine = engine("after")
+            self.set()
+            return False
+
+    hosted._engine = engine("meant")
+    hosted.abort(EndsMeanwhile())
+    assert aborted == ["meant"]
+    hosted.shutdown()
 
 
 def test_a_thread_that_was_given_up_gets_no_engine():

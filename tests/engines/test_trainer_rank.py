@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
+from wtransfer.engines.source import StateDictSource
 from wtransfer.engines.trainer_rank import TrainerRank
 from wtransfer.engines.trainer_ranks import TrainerRanks
 from wtransfer.engines.whereabouts import Whereabouts
-from wtransfer.errors import ClosedError, PeerLostError, SourceError
+from wtransfer.errors import ClosedError, PeerLostError, SourceError, StallError
 from wtransfer.transport.rendezvous import host_rendezvous
+
+pytestmark = pytest.mark.usefixtures("libuv")
 
 DEADLINE_S = 10.0
 QUIET_S = 0.4
 PUBLISHING = 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def made_once_in_a_process():
-    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
-    host_rendezvous("127.0.0.1").close()
 
 
 @pytest.fixture
@@ -120,6 +118,48 @@ def test_who_was_told_an_error_may_try_the_same_again_at_once(publishing, publis
     assert ranks.lost({0}, QUIET_S) is None
     ranks.end("v1", None, fingerprint="abc")
     assert coming.result(DEADLINE_S) == "abc"
+
+
+class SlowSource(StateDictSource):
+    """A source whose metadata takes as long as it is told, as that of a large model does."""
+
+    def __init__(self):
+        super().__init__({})
+        self.asked, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+
+    @property
+    def metadata(self):
+        self.asked.set()
+        assert self.may_go_on.wait(DEADLINE_S)
+        return super().metadata
+
+
+def test_a_round_that_begins_just_when_its_call_is_given_up_holds_up_no_later_call(
+    publishing, store
+):
+    ranks, source = publishing(), SlowSource()
+    with (
+        TrainerRank(source, store=store, deadline_s=2 * QUIET_S) as rank,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        calls = [pool.submit(rank.publish, "v1")]
+        while not ranks._waiting:
+            time.sleep(0.005)
+        with ranks._changed:  # whatever the rank says next, is not heard yet
+            with pytest.raises(StallError, match="did not call publish"):
+                calls[0].result(DEADLINE_S)
+            source.asked.clear()
+            source.may_go_on.clear()
+            calls = [pool.submit(rank.publish, "v1") for _ in range(2)]
+            assert source.asked.wait(DEADLINE_S)
+            ranks.begin("v1")
+        time.sleep(QUIET_S)  # it hears of the round that it has given up
+        source.may_go_on.set()
+        ranks.end("v1", SourceError("rank 0 gave up"), ranks={0})
+        for call in calls:
+            with pytest.raises(StallError, match="did not call publish"):
+                call.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("waits_for", ["publishing rank", "begin", "end", "end of the last"])

@@ -123,6 +123,42 @@ def test_a_round_that_did_not_begin_leaves_one_that_has_alone(ranks):
     assert one.hears_nothing()
     two.come(1, "v2")
     assert two.hears() == End(1, ErrorInfo.of(BROKEN))
+    two.come(2, "v1")
+    assert two.hears() == Begin(2)
+
+
+def test_who_waits_is_told_once_of_a_round_that_did_not_begin(ranks):
+    made, one, _ = ranks
+    one.come(1, "v1")
+    assert one.hears_nothing()
+    made.refuse("v1", BROKEN, {1})
+    assert one.hears() == End(1, ErrorInfo.of(BROKEN))
+    one.come(2, "v1")
+    assert one.hears_nothing()
+
+
+def test_errors_of_before_a_success_are_behind(ranks):
+    made, one, _ = ranks
+    made.begin("v1")
+    made.end("v1", BROKEN, ranks={1})
+    made.begin("v2")
+    one.come(1, "v2")
+    assert one.hears() == Begin(1)
+    made.end("v2", None)
+    assert one.hears() == End(1, None)
+    one.come(2, "v1")
+    assert one.hears_nothing()
+
+
+def test_who_has_done_its_part_and_comes_again_is_not_told_of_that_one(ranks):
+    made, one, _ = ranks
+    begin(made, one)
+    made.packed()
+    assert one.hears() == Packed(1)
+    one.come(2, "v1")
+    made.end("v1", None, fingerprint="abc")
+    assert one.hears() == End(1, None, "abc")
+    assert one.hears_nothing()
 
 
 def test_what_was_refused_during_a_round_is_told_after_its_success(ranks):

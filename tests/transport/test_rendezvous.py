@@ -5,6 +5,7 @@ import os
 import runpy
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,12 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.transport import rendezvous as rendezvous_module
-from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous, own_address
+from wtransfer.transport.rendezvous import (
+    Rendezvous,
+    host_rendezvous,
+    join_rendezvous,
+    own_address,
+)
 from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
@@ -190,6 +196,59 @@ def test_a_listener_that_never_answers_is_given_up(monkeypatch):
         with pytest.raises(PeerLostError, match=f"no rendezvous at tcp:{HOST}:{port}"):
             join_rendezvous(HOST, port, "name")
         assert time.monotonic() - begun < 2.0
+
+
+@pytest.fixture
+def unreached():
+    """A port where nobody answers: whoever dials waits, as for a host that is switched off."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((HOST, 0))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_dialing_who_does_not_answer_ends_in_time(unreached):
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match=f"tcp:{HOST}:{unreached}: no answer within 0.3 s"):
+        join_rendezvous(HOST, unreached, "name", 0.3)
+    assert 0.2 < time.monotonic() - begun < 1.0
+
+
+def test_dialing_who_does_not_answer_can_be_called_off(unreached):
+    joining = Rendezvous(HOST, unreached, "name")
+    with ThreadPoolExecutor(1) as pool:
+        join = pool.submit(joining.join)
+        time.sleep(0.2)
+        assert not join.done()
+        joining.cancel()
+        cancelled = time.monotonic()
+        with pytest.raises(GroupError, match="called off"):
+            join.result(10.0)
+    assert time.monotonic() - cancelled < 1.0
+
+
+def test_an_unknown_name_is_said():
+    with pytest.raises(PeerLostError, match=r"no rendezvous at tcp:no-such-host\.invalid:1: "):
+        join_rendezvous("no-such-host.invalid", 1, "name")
+
+
+def test_an_interrupt_leaves_nobody_who_hangs_up(meeting, monkeypatch):
+    """A guard that is left would end the connections of later meetings."""
+    start = threading.Thread.start
+
+    def start_and_be_interrupted(self):
+        start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt), meeting[0].waiting(60.0):
+        raise AssertionError("it was interrupted before")
+    # The fixtures see that no thread is left.
 
 
 def test_a_port_in_use_is_named_at_once_and_nothing_stays_half_open():

@@ -140,6 +140,13 @@ def test_the_cpu_is_worked_on_in_bounded_chunks(monkeypatch):
     assert sizes == [module.CHUNK_NBYTES, module.CHUNK_NBYTES, 3]
 
 
+def test_bytes_of_the_host_are_worked_on_there_whatever_the_default_device_is():
+    with torch.device("meta"):
+        total = WeightedSum()
+        total.update(memoryview(bytearray(b"abc")))
+        assert total.hexdigest() == VECTORS[b"abc"]
+
+
 @pytest.mark.gpu
 def test_a_device_gives_the_same_digits():
     data = torch.randint(0, 256, (module.DEVICE_CHUNK_NBYTES + 4099,), dtype=torch.uint8)

@@ -113,6 +113,7 @@ class CollectiveWeightTransferEngine(
         super().__init__(config, parallel_config)
         self._rendezvous: Rendezvous | None = None
         self._aborted = False
+        self._is_shut_down = False
         self._communicator: Communicator | None = None
         self._bucket_nbytes = 0
         self._memory = RecycledMemory()
@@ -195,6 +196,8 @@ class CollectiveWeightTransferEngine(
 
     def shutdown(self) -> None:
         """Leave the group, also one that is about to form; memory that a model points to stays."""
+        # Also one that begins just now: no later `init_transfer_engine` resets this.
+        self._is_shut_down = True
         self._call_off()
         self._leave()
         self._memory.forget()
@@ -224,7 +227,7 @@ class CollectiveWeightTransferEngine(
             self._rendezvous = None
 
     def _check_aborted(self) -> None:
-        if self._aborted:
+        if self._aborted or self._is_shut_down:
             raise GroupError("the forming of the group was called off")
 
     def _leave(self) -> None:

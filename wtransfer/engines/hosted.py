@@ -81,9 +81,10 @@ class HostedEngine:
         Args:
             running: Set when the task that must end has ended.
         """
+        # In this order: an engine that was there before the task's end is not a later task's.
+        engine = self._engine
         if running.is_set():
             return
-        engine = self._engine
         guarded("abort_weight_update", getattr(engine, "abort_weight_update", None))
         if running.wait(UNBLOCK_GRACE_S):
             return
@@ -106,6 +107,16 @@ class HostedEngine:
         for each in left.values():
             if each is not None:
                 _shutdown_in_background(each)
+
+    def leave_group(self, making: threading.Event) -> None:
+        """Let go of an engine whose group has lost a rank, or its round: there will be another.
+
+        Args:
+            making: Set when the engine has been made; if its group still forms, that is called off.
+        """
+        if getattr(self._engine, "needs_generation", False):
+            self.abort_in_background(making)
+        self.submit(self._end_group)
 
     def shutdown(self) -> None:
         """Shut the engine down and end its thread; a hanging one is left behind."""
@@ -156,12 +167,6 @@ class HostedEngine:
             self.make(self._init)
         if self._own() is None:
             raise NotInitializedError("not initialized: the worker has no weight transfer engine")
-
-    def end_group(self) -> None:
-        """Let go of an engine whose group has lost a rank, or its round: there will be another."""
-        if getattr(self._own(), "needs_generation", False):
-            self._drop()
-            self._init = None
 
     @property
     def copies(self) -> bool:
@@ -223,6 +228,11 @@ class HostedEngine:
             raise
         except BaseException as error:
             raise engine_error(method, error, plugin) from error
+
+    def _end_group(self) -> None:
+        if getattr(self._own(), "needs_generation", False):
+            self._drop()
+            self._init = None
 
     def _drop(self) -> None:
         with self._lock:

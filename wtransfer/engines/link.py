@@ -114,6 +114,8 @@ class Link:
         self._dialer.close()
         self._coming = None
         self._end_reception("the worker closed its session")
+        # What it still does while it is made, such as to wait for a group's ranks, ends as well.
+        self._engine.abort_in_background(self._making)
         self._engine.shutdown()
 
     # -- on the channel's thread
@@ -128,7 +130,7 @@ class Link:
         if connection is self._connection:
             self._connection = self._coming = None
             self._end_reception(f"the publisher was lost: {error}")
-            self._engine.submit(self._engine.end_group)
+            self._engine.leave_group(self._making)
             if self._committing is not None and self._session.num_ranks > 1:
                 self._ledger.orphan(self, self._committing)
 
@@ -224,7 +226,7 @@ class Link:
             return
         # Also of a round that ended between its init and its plan: its group is there, too. The
         # abort comes before the init of another, on the same connection, so the group is that one.
-        self._engine.submit(self._engine.end_group)
+        self._engine.leave_group(self._making)
 
     def _on_release(self, release: Release) -> None:
         self._ledger.release(release.round_id)

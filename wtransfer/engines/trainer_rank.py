@@ -359,7 +359,9 @@ class _RankLink:
         """Take orders for this call only."""
         with self._changed:
             self._check_open()
-            self._call = call
+            # The last call's round may have begun just now, when this rank had given it up: its end
+            # would not be heard any more, and is not waited for.
+            self._call, self._in_round = call, False
             self._orders = queue.SimpleQueue()
 
     def next_order(self, call: int, deadline: Deadline | None) -> msgspec.Struct:

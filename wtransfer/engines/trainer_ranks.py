@@ -241,7 +241,7 @@ class TrainerRanks:
             self._greet(self._round, visit)
 
     def _is_for(self, round_: RankRound, visit: Visit) -> bool:
-        """Whether a rank comes to, or instead of, the round under way, and not to a later one."""
+        """Whether a rank is answered by the round under way; else it waits for a later one."""
         if visit.arrive.rank in round_.visits:
             # It has failed, was lost, or has done its part: how its part ended stands.
             return False

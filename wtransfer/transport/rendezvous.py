@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
+import os
 import secrets
+import select
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,7 @@ from wtransfer.transport.addresses import ListeningSocket, tcp_text
 from wtransfer.transport.connections import hang_up
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from wtransfer.transport.connections import Endpoint
 
@@ -38,6 +41,10 @@ CONNECT_TIMEOUT_S = 20.0
 REACHED_S = 3.0
 """Longest wait for a second connection to the host, which has just taken the first one: if it has
 ended in between, the store's client goes on trying."""
+LEAST_S = 0.1
+"""Left to the store's client, however long it took to reach its host."""
+DIAL_MS = 20
+"""Milliseconds between two looks at a host that has yet to answer."""
 GRACE_S = 0.5
 """How much later than at its deadline a meeting ends whose host does not answer."""
 AGAIN_S = 0.1
@@ -74,7 +81,7 @@ class Rendezvous:
         """
         store = self._store
         if store is None:
-            self._check_cancelled()
+            self.check()
             raise GroupError("this rendezvous was not joined yet")
         return store
 
@@ -89,9 +96,10 @@ class Rendezvous:
             PeerLostError: Nobody listens there, or who does is stopped.
         """
         timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
-        self.host = _reached(self.host, self.port)
+        deadline = Deadline(timeout_s)
+        self.host = _reached(self.host, self.port, deadline, self.check)
         try:
-            with self.waiting(timeout_s):
+            with self.waiting(max(deadline.remaining(), LEAST_S)):
                 store = dist.TCPStore(
                     self.host,
                     self.port,
@@ -148,16 +156,17 @@ class Rendezvous:
         """
         guard = self._guard = _Guard({(self.host, self.port), *others}, limit_s)
         try:
-            self._check_cancelled()
+            guard.start()
+            self.check()
             yield
-        except RuntimeError:
-            self._check_cancelled()
+        except Exception:
+            self.check()
             raise
         finally:
             guard.dismiss()
             self._guard = None
         if guard.has_acted:
-            self._check_cancelled()
+            self.check()
             raise GroupError(f"the host of this rendezvous took longer than {limit_s:g} s")
 
     def cancel(self) -> None:
@@ -173,7 +182,12 @@ class Rendezvous:
         self.cancel()
         self._store = None
 
-    def _check_cancelled(self) -> None:
+    def check(self) -> None:
+        """Raise if the meeting was called off.
+
+        Raises:
+            GroupError: It was.
+        """
         if self._cancelled.is_set():
             raise GroupError(f"this rendezvous was {'closed' if self._closed else 'called off'}")
 
@@ -188,7 +202,7 @@ class Rendezvous:
         keys = [f"rank{each}" for each in range(size)]
         while not self.store.check(keys):
             self._cancelled.wait(POLL_S)
-            self._check_cancelled()
+            self.check()
             if deadline.expired:
                 missing = [each for each in range(size) if not self.store.check([keys[each]])]
                 deadline.check(f"the arrival of ranks {missing} of {size}")
@@ -269,6 +283,9 @@ class _Guard:
         self._due = threading.Event()
         self._dismissed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wtransfer-guard", daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait for either."""
         self._thread.start()
 
     def act(self) -> None:
@@ -279,7 +296,9 @@ class _Guard:
         """Let nothing more be ended, nor be ending, when this returns."""
         self._dismissed.set()
         self._due.set()
-        self._thread.join()
+        # An interrupt may have come before it was there: then it ends by itself, if it ever is.
+        with contextlib.suppress(RuntimeError):
+            self._thread.join()
 
     def _run(self) -> None:
         self._due.wait(self._limit_s)
@@ -291,16 +310,49 @@ class _Guard:
             self._dismissed.wait(AGAIN_S)
 
 
-def _reached(host: str, port: int) -> str:
-    """Return the host as a number.
+def _reached(host: str, port: int, deadline: Deadline, check: Callable[[], object]) -> str:
+    """Return the host as a number, once somebody there has answered.
 
     Raises at once where nobody listens; the store's own client would try for its time-out.
+
+    Args:
+        host: Number or name.
+        port: Its port.
+        deadline: Divided among the addresses that a name has.
+        check: Called again and again; may raise.
     """
+    error: OSError = OSError("the name has no address")
     try:
-        with socket.create_connection((host, port), CONNECT_TIMEOUT_S) as probe:
-            return str(probe.getpeername()[0])
-    except OSError as error:
-        raise PeerLostError(
-            f"no rendezvous at {tcp_text((host, port))}: {error}; the trainer has to listen where "
-            "this host can dial it (option host=)"
-        ) from error
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as unknown:
+        found, error = [], unknown
+    for number, (family, kind, protocol, _, address) in enumerate(found):
+        limit = Deadline(deadline.remaining() / (len(found) - number))
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                _dial(probe, address, limit, check)
+            return str(address[0])
+        except GroupError:
+            # The meeting's end, which is a connection's error as well, and no address's.
+            raise
+        except OSError as failed:
+            error = failed
+    raise PeerLostError(
+        f"no rendezvous at {tcp_text((host, port))}: {error}; the trainer has to listen where "
+        "this host can dial it (option host=)"
+    ) from error
+
+
+def _dial(probe: socket.socket, address: Any, limit: Deadline, check: Callable[[], object]) -> None:
+    probe.setblocking(False)
+    code = probe.connect_ex(address)
+    if code == errno.EINPROGRESS:
+        answer = select.poll()
+        answer.register(probe, select.POLLOUT)
+        while not answer.poll(DIAL_MS):
+            check()
+            if limit.expired:
+                raise TimeoutError(f"no answer within {limit.seconds:.3g} s")
+        code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))

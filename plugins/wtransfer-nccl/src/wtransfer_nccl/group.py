@@ -81,6 +81,10 @@ def form(
     )
 
 
+def _go_on() -> None:
+    pass
+
+
 class NCCLPending:
     """One of NCCL's operations.
 
@@ -95,19 +99,21 @@ class NCCLPending:
         self._group = group
         self._tensor = tensor
 
-    def wait(self, deadline: Deadline | None = None) -> None:
+    def wait(self, check: Callable[[], object] = _go_on) -> None:
         """Wait until the device has done it, not only until a stream would wait for it.
 
         An operation that an abort has cut off looks done to the device; whether it was is not
         asked of NCCL but of the digests.
+
+        Args:
+            check: Called again and again; may raise.
 
         Raises:
             GroupError: The group was aborted, or torch has given it up.
         """
         while not self._work.is_completed():
             self._group.check()
-            if deadline is not None:
-                deadline.check("the first broadcast of a new NCCL group")
+            check()
             time.sleep(POLL_S)
         self._group.check()
         try:
@@ -159,7 +165,7 @@ class NCCLCommunicator:
             # Where NCCL waits for the store's answers, it waits without a bound.
             with rendezvous.waiting(deadline.remaining() + GRACE_S):
                 self._group = self._make(rendezvous.store, operation_timeout_s)
-                self._connect(device, deadline)
+                self._connect(device, rendezvous, deadline)
         except BaseException:
             self.close()
             raise
@@ -222,9 +228,14 @@ class NCCLCommunicator:
         except (RuntimeError, ValueError) as error:
             raise self.failure(f"NCCL cannot be started: {error}") from error
 
-    def _connect(self, device: torch.device, deadline: Deadline) -> None:
+    def _connect(self, device: torch.device, rendezvous: Rendezvous, deadline: Deadline) -> None:
         """Broadcast one byte: at its first operation NCCL connects, and shows what is wrong."""
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait(deadline)
+
+        def check() -> None:
+            rendezvous.check()
+            deadline.check("the first broadcast of a new NCCL group")
+
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0).wait(check)
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ class PinnedLanding:
     """
 
     def __init__(self, nbytes: int, part_nbytes: int, lane: Lane) -> None:
-        self._memory = allocated(nbytes, pin_memory=lane.on_cuda)
+        self._memory = allocated(nbytes, device="cpu", pin_memory=lane.on_cuda)
         self._lane = lane
         # As many as are under way at a time; a part's turn ends before its slot's next begins.
         take = functools.partial(allocated, min(part_nbytes, nbytes), device=lane.device)
