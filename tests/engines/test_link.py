@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import wtransfer
+from wtransfer.engines import hosted as hosted_module
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.hosted import HostedEngine
 from wtransfer.engines.ledger import Held, Ledger, Pending
@@ -300,6 +301,81 @@ def test_an_abort_never_reaches_the_engine_that_comes_after_the_one_that_was_mea
     hosted.abort(EndsMeanwhile())
     assert aborted == ["meant"]
     hosted.shutdown()
+
+
+def stuck_engine():
+    """Return an engine that no abort ends, and what was done to it."""
+    done = []
+    return SimpleNamespace(
+        abort_weight_update=lambda: done.append("abort"), shutdown=lambda: done.append("shutdown")
+    ), done
+
+
+def test_a_task_that_was_given_up_takes_no_later_engine_with_it(monkeypatch):
+    monkeypatch.setattr(hosted_module, "UNBLOCK_GRACE_S", 0.05)
+    hosted, gate = HostedEngine(0, 1, None), threading.Event()
+    hosted._engine, done = stuck_engine()
+    hanging = hosted.submit(lambda: gate.wait(TIMEOUT_S))
+    hosted.abort(hanging)
+    eventually(lambda: done == ["abort", "shutdown"])
+    hosted._engine, done = stuck_engine()
+    hosted.abort(hanging)
+    assert done == []
+    gate.set()
+    hosted.shutdown()
+
+
+def test_a_task_that_had_yet_to_run_can_still_be_given_up(monkeypatch):
+    """Not it, but what it stood behind was left."""
+    monkeypatch.setattr(hosted_module, "UNBLOCK_GRACE_S", 0.05)
+    hosted, gate, ran = HostedEngine(0, 1, None), threading.Event(), threading.Event()
+    hosted.submit(lambda: gate.wait(TIMEOUT_S))
+    queued = hosted.submit(lambda: gate.wait(TIMEOUT_S))
+    hosted.submit(ran.set)
+    hosted.abort(queued)
+    hosted.abort(queued)
+    assert ran.wait(TIMEOUT_S / 2)
+    gate.set()
+    hosted.shutdown()
+
+
+def test_an_engine_that_was_replaced_meanwhile_is_not_shut_down_twice(monkeypatch):
+    monkeypatch.setattr(hosted_module, "UNBLOCK_GRACE_S", 0.2)
+    hosted, gate = HostedEngine(0, 1, None), threading.Event()
+    (first, done), (second, done_to_second) = stuck_engine(), stuck_engine()
+    hosted._engine = first
+
+    def make():
+        # After an abort that meant the first one.
+        eventually(lambda: done == ["abort"])
+        hosted._drop()
+        hosted._engine = second
+        gate.wait(TIMEOUT_S)
+
+    hosted.abort(hosted.submit(make))
+    eventually(lambda: done_to_second == ["shutdown"])
+    assert done == ["abort", "shutdown"]
+    gate.set()
+    hosted.shutdown()
+
+
+def test_a_process_that_ends_closes_its_session_though_it_gets_no_more_threads(
+    publisher, join, monkeypatch
+):
+    """As Python refuses them from 3.12 on."""
+    session, gate = join(), threading.Event()
+    GATES.init.put(lambda: gate.wait(TIMEOUT_S))
+    publisher.init()
+    eventually(GATES.init.empty)
+
+    def refuse(_thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as ending:
+        ending.setattr(threading.Thread, "start", refuse)
+        session.close()
+    gate.set()
+    eventually(lambda: "wtransfer-engine" not in [each.name for each in threading.enumerate()])
 
 
 def test_a_thread_that_was_given_up_gets_no_engine():

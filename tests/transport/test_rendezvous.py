@@ -232,6 +232,13 @@ def test_dialing_who_does_not_answer_can_be_called_off(unreached):
     assert time.monotonic() - cancelled < 1.0
 
 
+def test_who_is_dialed_is_known_by_the_address_that_has_answered(meeting):
+    """By which its connections are found; the kernel takes a wildcard for this machine."""
+    joined = join_rendezvous("0.0.0.0", meeting[0].port, meeting[0].name)
+    assert joined.host == HOST
+    joined.close()
+
+
 def test_an_unknown_name_is_said():
     with pytest.raises(PeerLostError, match=r"no rendezvous at tcp:no-such-host\.invalid:1: "):
         join_rendezvous("no-such-host.invalid", 1, "name")

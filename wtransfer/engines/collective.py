@@ -227,7 +227,9 @@ class CollectiveWeightTransferEngine(
             self._rendezvous = None
 
     def _check_aborted(self) -> None:
-        if self._aborted or self._is_shut_down:
+        if self._is_shut_down:
+            raise GroupError("this engine was shut down; its group was called off")
+        if self._aborted:
             raise GroupError("the forming of the group was called off")
 
     def _leave(self) -> None:

@@ -70,10 +70,16 @@ class HostedEngine:
 
     def abort_in_background(self, running: threading.Event) -> None:
         """Do what `abort` does on a thread of its own: it may take a while."""
-        if not running.is_set():
-            threading.Thread(
-                target=self.abort, args=(running,), name="wtransfer-abort", daemon=True
-            ).start()
+        if running.is_set():
+            return
+        thread = threading.Thread(
+            target=self.abort, args=(running,), name="wtransfer-abort", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # A process that ends gets no more threads; what it closes then must not stop here.
+            logger.warning("engine %s is not aborted: %s", self.name, error)
 
     def abort(self, running: threading.Event) -> None:
         """Unblock the engine; if it does not return in time, leave its thread behind.
@@ -81,10 +87,11 @@ class HostedEngine:
         Args:
             running: Set when the task that must end has ended.
         """
-        # In this order: an engine that was there before the task's end is not a later task's.
-        engine = self._engine
-        if running.is_set():
-            return
+        with self._lock:
+            # In this order: an engine that was there before the task's end is not a later task's.
+            engine = self._engine
+            if running.is_set() or running in self._given_up:
+                return
         guarded("abort_weight_update", getattr(engine, "abort_weight_update", None))
         if running.wait(UNBLOCK_GRACE_S):
             return
@@ -92,27 +99,27 @@ class HostedEngine:
             # A second abort of the same call must not take the thread that came after it.
             if running.is_set() or running in self._given_up:
                 return
-            self._given_up.add(running)
             logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
             # What was queued behind the hanging call belongs to later rounds: it moves along.
             waiting = self._mover.abandon()
+            if all(task.done is not running for task in waiting):
+                self._given_up.add(running)
             self._mover = MoverThread("wtransfer-engine")
-            # Another one may have been made meanwhile.
-            left, self._engine = {id(each): each for each in (engine, self._engine)}, None
-            for entry in waiting:
-                self._mover.resubmit(entry)
+            # Whoever has put another one in the place of the first, has shut that one down.
+            left, self._engine = self._engine, None
+            for task in waiting:
+                self._mover.resubmit(task)
             if self._closed:
                 # `shutdown` has stopped the thread that hangs, or is about to; this one is new.
                 self._mover.stop()
-        for each in left.values():
-            if each is not None:
-                _shutdown_in_background(each)
+        if left is not None:
+            _shutdown_in_background(left)
 
     def leave_group(self, making: threading.Event) -> None:
         """Let go of an engine whose group has lost a rank, or its round: there will be another.
 
         Args:
-            making: Set when the engine has been made; if its group still forms, that is called off.
+            making: Set when the engine has been made; if its group forms already, that ends.
         """
         if getattr(self._engine, "needs_generation", False):
             self.abort_in_background(making)

@@ -361,7 +361,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """Clean up after a round's data has arrived; called before verification."""
 
     def abort_weight_update(self) -> None:  # optional by contract
-        """Unblock a running ``receive_weights``. Called from another thread."""
+        """Unblock a running ``init_transfer_engine`` or ``receive_weights``.
+
+        Called from another thread, at any time: also before either, and beside ``shutdown``.
+        """
 
 
 class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):

@@ -313,7 +313,8 @@ class _Guard:
 def _reached(host: str, port: int, deadline: Deadline, check: Callable[[], object]) -> str:
     """Return the host as a number, once somebody there has answered.
 
-    Raises at once where nobody listens; the store's own client would try for its time-out.
+    Raises at once where nobody listens; the store's own client would try for its time-out. Only
+    the look-up of a name has the system's bound.
 
     Args:
         host: Number or name.
@@ -331,7 +332,7 @@ def _reached(host: str, port: int, deadline: Deadline, check: Callable[[], objec
         try:
             with socket.socket(family, kind, protocol) as probe:
                 _dial(probe, address, limit, check)
-            return str(address[0])
+                return str(probe.getpeername()[0])
         except GroupError:
             # The meeting's end, which is a connection's error as well, and no address's.
             raise
@@ -352,7 +353,7 @@ def _dial(probe: socket.socket, address: Any, limit: Deadline, check: Callable[[
         while not answer.poll(DIAL_MS):
             check()
             if limit.expired:
-                raise TimeoutError(f"no answer within {limit.seconds:.3g} s")
+                raise TimeoutError(f"no answer within {limit.seconds:.1f} s")
         code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise OSError(code, os.strerror(code))

@@ -81,9 +81,12 @@ def test_a_trainer_stopped_halfway_does_not_stop_generation(server, models, fres
     checkpoints = {name: models / name / "model.safetensors" for name in ("A", "B")}
     with closing(Trainer("shm", hosts=[server.url], deadline_s=STALL_S)) as trainer:
         assert trainer.publish_to_hosts(checkpoints["A"], "A") == ["committed"]
+        # It cannot be over before the trainer has stopped.
+        server.pace(0.03)
         running = Stream(server.url, PROMPTS[1], 450)
         trainer.tell(checkpoints["B"], "B", "stop")
         with stopped(trainer) as since:
+            server.pace(0)
             gaps = gaps_of_streams(server, running, since, until=since + STALL_S + 1)
             # Whole and old, although half of the new weights lies ready.
             assert (server.tokens(PROMPTS), server.label()) == (fresh["A"], "A")

@@ -10,10 +10,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 from wtransfer.engines.clients import HttpClient
 
+HERE = Path(__file__).parent
 START_S = 240.0
 ANSWER_S = 60.0
 
@@ -42,11 +44,14 @@ class Server:
             "--host": "127.0.0.1",
             "--port": str(port),
             "--weight-transfer-config": json.dumps({"backend": backend}),
+            "--worker-extension-cls": "breaking.Breaking",
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         command += [*(word for pair in options.items() for word in pair), *more]
+        paths = filter(None, [str(HERE), os.environ.get("PYTHONPATH")])
         environ = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -89,6 +94,11 @@ class Server:
     def label(self):
         """Return the weights' label, as it says it."""
         return HttpClient(self.url).weight_info()["weight_version"]
+
+    def pace(self, step_s):
+        """Let every step of the model take so long at least, from here on."""
+        order = {"method": "pace", "args": [step_s]}
+        httpx.post(f"{self.url}/collective_rpc", json=order, timeout=ANSWER_S).raise_for_status()
 
     def close(self):
         """End it and whatever it started."""
