@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from wtransfer.errors import (
     AddressError,
@@ -313,6 +314,22 @@ def test_a_host_that_ends_between_two_connections_holds_nobody(monkeypatch):
         with pytest.raises(PeerLostError, match="no rendezvous at"):
             join_rendezvous(HOST, listener.getsockname()[1], "anywhere")
     assert time.monotonic() - begun < 5.0
+
+
+def test_a_store_that_takes_its_time_is_connected_to_all_the_same(meeting, monkeypatch):
+    """Torch looks names up meanwhile, which takes seconds where an answer is lost."""
+    client, tried = dist.TCPStore, []
+
+    def slow_client(*args, timeout, **options):
+        tried.append(timeout.total_seconds())
+        if timeout.total_seconds() < 5.0:
+            raise dist.DistNetworkError("The client socket has timed out")
+        return client(*args, timeout=timeout, **options)
+
+    monkeypatch.setattr(dist, "TCPStore", slow_client)
+    assert meeting[1]().host == HOST
+    assert tried[0] == rendezvous_module.REACHED_S
+    assert len(tried) == 2
 
 
 def test_who_has_joined_waits_for_the_others_as_long_as_it_was_told(meeting):

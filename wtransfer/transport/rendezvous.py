@@ -39,8 +39,9 @@ POLL_S = 0.005
 CONNECT_TIMEOUT_S = 20.0
 """Longest wait for the host."""
 REACHED_S = 3.0
-"""Longest wait for a second connection to the host, which has just taken the first one: if it has
-ended in between, the store's client goes on trying."""
+"""How long the store's client may try at first: it goes on trying for that long where the host has
+ended meanwhile. But it also asks for the name of every address it connects to, which takes five
+seconds where an answer is lost; then it may try for as long as the host is there."""
 LEAST_S = 0.1
 """Left to the store's client, however long it took to reach its host."""
 DIAL_MS = 20
@@ -97,21 +98,17 @@ class Rendezvous:
         """
         timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
         deadline = Deadline(timeout_s)
-        self.host = _reached(self.host, self.port, deadline, self.check)
-        try:
-            with self.waiting(max(deadline.remaining(), LEAST_S)):
-                store = dist.TCPStore(
-                    self.host,
-                    self.port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=dt.timedelta(seconds=min(timeout_s, REACHED_S)),
-                )
-                store.set_timeout(dt.timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            where = tcp_text((self.host, self.port))
-            raise PeerLostError(f"no rendezvous at {where}: {error}") from error
-        self._store = dist.PrefixStore(self.name, store)
+        # Again only if the first time was too short: see `REACHED_S`.
+        for limit_s in (REACHED_S, timeout_s):
+            self.host = _reached(self.host, self.port, deadline, self.check)
+            try:
+                self._store = self._connected(limit_s, timeout_s, deadline)
+            except RuntimeError as error:
+                if limit_s >= timeout_s or deadline.expired:
+                    where = tcp_text((self.host, self.port))
+                    raise PeerLostError(f"no rendezvous at {where}: {error}") from error
+            else:
+                return
 
     def meet(self, rank: int, size: int, card: str, timeout_s: float) -> list[str]:
         """Leave a card and wait until every rank has left one.
@@ -190,6 +187,19 @@ class Rendezvous:
         """
         if self._cancelled.is_set():
             raise GroupError(f"this rendezvous was {'closed' if self._closed else 'called off'}")
+
+    def _connected(self, limit_s: float, timeout_s: float, deadline: Deadline) -> Any:
+        left_s = max(deadline.remaining(), LEAST_S)
+        with self.waiting(left_s):
+            store = dist.TCPStore(
+                self.host,
+                self.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=dt.timedelta(seconds=min(limit_s, left_s)),
+            )
+            store.set_timeout(dt.timedelta(seconds=timeout_s))
+            return dist.PrefixStore(self.name, store)
 
     def _meet(self, rank: int, size: int, card: str, deadline: Deadline) -> list[str]:
         entry = f"{secrets.token_hex(4)} {card}"
