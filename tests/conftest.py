@@ -19,6 +19,10 @@ AUDIT = Path(__file__).parent / "audit"
 # process that a test starts and interrupts. With a handler here, they begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Torch's store asks for the name of every address that it connects to, and an answer that is lost
+# costs it five seconds: tests of waits that end in time would take that for their own.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 
 class Unpickled:
     """Where every interpreter of the test run notes what it unpickles (FAULTS 25)."""
