@@ -88,6 +88,17 @@ class TroubledEngine(MemoryEngine):
         TROUBLE.at("shutdown")
 
 
+class UnhurriedTrainer(TroubledTrainer):
+    def send_weights(self):
+        super().send_weights()
+        # The waits for workers are over, also for one that was given up at its deadline.
+        time.sleep(0.6)
+
+
+class UnhurriedEngine(TroubledEngine):
+    trainer_cls = UnhurriedTrainer
+
+
 @pytest.fixture(scope="module")
 def troubled():
     WeightTransferEngineFactory.register_engine("tests-troubled", TroubledEngine)
@@ -163,3 +174,15 @@ def test_an_engine_that_returns_after_it_was_left_behind_changes_nothing(two_wor
     trouble.hanging.join(5)
     assert two_workers.publish("v3").ok
     assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+
+
+def test_an_engine_is_not_late_when_it_has_waited_for_a_worker_that_was_given_up(
+    fleet, weights, trouble
+):
+    WeightTransferEngineFactory.register_engine("tests-unhurried", UnhurriedEngine)
+    made = fleet(weights, engine="tests-unhurried", deadline_s=1.0, on_lost_worker="drop")
+    for _ in range(2):
+        made.join()
+    trouble.step, trouble.hangs = "receive", True
+    report = made.publish("v1")
+    assert sorted(worker.outcome for worker in report.workers) == ["committed", "dropped"]

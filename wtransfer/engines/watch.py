@@ -60,6 +60,7 @@ class Watch:
         self._origin = origin
         self._rules = rules
         self._num_waiting = 0
+        self._waited_at = 0.0
         self._broken_at: float | None = None
 
     def until(self, done: Callable[[Exchange], bool], what: str) -> None:
@@ -70,6 +71,8 @@ class Watch:
                 self._wait(done, what)
             finally:
                 self._num_waiting -= 1
+                # Whoever was waited for, the engine is not late before it had time of its own.
+                self._waited_at = time.monotonic()
 
     def supervise(self, running: Running, what: str) -> None:
         """Wait for a call into the trainer's engine; raise what ends the round."""
@@ -171,7 +174,8 @@ class Watch:
 
     def _check_engine(self, begun: float, what: str) -> None:
         moved = max((each.moved_at for each in self._seating.exchanges()), default=begun)
-        if self._idle_s(begun, moved, self._sender.source.moved_at) > self._rules.deadline_s:
+        last = max(begun, moved, self._sender.source.moved_at, self._waited_at)
+        if self._idle_s(last) > self._rules.deadline_s:
             engine = f"the trainer's engine {self._sender.name!r}"
             raise self._stall(engine, what, plugin=self._sender.plugin)
 
