@@ -96,15 +96,14 @@ class Rendezvous:
             GroupError: The meeting was called off, or its host answered too late.
             PeerLostError: Nobody listens there, or who does is stopped.
         """
-        timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(CONNECT_TIMEOUT_S if timeout_s is None else timeout_s)
         # Again only if the first time was too short: see `REACHED_S`.
-        for limit_s in (REACHED_S, timeout_s):
+        for limit_s in (REACHED_S, deadline.seconds):
             self.host = _reached(self.host, self.port, deadline, self.check)
             try:
-                self._store = self._connected(limit_s, timeout_s, deadline)
+                self._store = self._connected(limit_s, deadline)
             except RuntimeError as error:
-                if limit_s >= timeout_s or deadline.expired:
+                if limit_s >= deadline.seconds or deadline.expired:
                     where = tcp_text((self.host, self.port))
                     raise PeerLostError(f"no rendezvous at {where}: {error}") from error
             else:
@@ -188,7 +187,7 @@ class Rendezvous:
         if self._cancelled.is_set():
             raise GroupError(f"this rendezvous was {'closed' if self._closed else 'called off'}")
 
-    def _connected(self, limit_s: float, timeout_s: float, deadline: Deadline) -> Any:
+    def _connected(self, limit_s: float, deadline: Deadline) -> Any:
         left_s = max(deadline.remaining(), LEAST_S)
         with self.waiting(left_s):
             store = dist.TCPStore(
@@ -198,7 +197,7 @@ class Rendezvous:
                 wait_for_workers=False,
                 timeout=dt.timedelta(seconds=min(limit_s, left_s)),
             )
-            store.set_timeout(dt.timedelta(seconds=timeout_s))
+            store.set_timeout(dt.timedelta(seconds=deadline.seconds))
             return dist.PrefixStore(self.name, store)
 
     def _meet(self, rank: int, size: int, card: str, deadline: Deadline) -> list[str]:

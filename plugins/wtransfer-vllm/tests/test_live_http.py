@@ -11,7 +11,7 @@ from contextlib import closing
 import httpx
 import pytest
 import wtransfer
-from engines import PROMPTS, Trainer
+from engines import PACE_S, PROMPTS, Trainer
 from server import Server
 from sources import HalfwaySource
 from stream import Stream, events
@@ -82,7 +82,7 @@ def test_a_trainer_stopped_halfway_does_not_stop_generation(server, models, fres
     with closing(Trainer("shm", hosts=[server.url], deadline_s=STALL_S)) as trainer:
         assert trainer.publish_to_hosts(checkpoints["A"], "A") == ["committed"]
         # It cannot be over before the trainer has stopped.
-        server.pace(0.03)
+        server.pace(PACE_S)
         running = Stream(server.url, PROMPTS[1], 450)
         trainer.tell(checkpoints["B"], "B", "stop")
         with stopped(trainer) as since:

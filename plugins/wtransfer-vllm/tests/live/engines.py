@@ -32,6 +32,11 @@ PROMPTS = [
 """Longer than one block of the KV cache (32 to 128 tokens on CPU), and shorter."""
 
 
+def python_path():
+    """Return the path by which other processes find what is in this folder."""
+    return os.pathsep.join(filter(None, [str(HOST.parent), os.environ.get("PYTHONPATH")]))
+
+
 class HostError(Exception):
     """What the engine's process raised."""
 
@@ -45,9 +50,7 @@ class Engine:
         environ = {
             **os.environ,
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes > 1)),
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(HOST.parent), os.environ.get("PYTHONPATH")])
-            ),
+            "PYTHONPATH": python_path(),
             **(env or {}),
         }
         command = [sys.executable, str(HOST), place, json.dumps(options)]

@@ -10,12 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
+from engines import python_path
 from wtransfer.engines.clients import HttpClient
 
-HERE = Path(__file__).parent
 START_S = 240.0
 ANSWER_S = 60.0
 
@@ -48,10 +47,9 @@ class Server:
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         command += [*(word for pair in options.items() for word in pair), *more]
-        paths = filter(None, [str(HERE), os.environ.get("PYTHONPATH")])
         environ = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": python_path(),
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
