@@ -398,6 +398,30 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     """Whether what it keeps is named with the weights that computed it, so that it needs not be
     told when they change. If not, a host has everything forgotten then, by ``reset_cache``."""
 
+    requires_kv_delivery: ClassVar[bool] = False
+    """Whether a request must hand on what it has computed. If so, a host computes a request that is
+    preempted meanwhile once more; if not, what is lost is only a later miss."""
+
+    example_options: ClassVar[Mapping[str, Any]] = {}
+    """Options that a configuration needs at least, with values to replace; ``wtransfer plugins
+    show`` prints them within a configuration to copy."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
+        """Return the layout that the KV cache must have, as vLLM names it; None: any."""
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return whether `wait_for_layer_load` or `save_kv_layer` does something.
+
+        A host that captures a whole forward pass as one graph then leaves gaps for these calls.
+
+        Args:
+            extra_config: The options.
+        """
+        return True
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         named = (cls.scheduler_cls, cls.worker_cls)

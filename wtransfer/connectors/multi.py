@@ -22,11 +22,15 @@ while a step's metadata are built ends that step, and the host must not go on as
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.connectors.interface import KVConnectorBase_V1
+from wtransfer.connectors.several.children import OPTION
+from wtransfer.host.registry import registry
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from wtransfer.connectors.interface import KVConnectorRole
 
 
@@ -40,6 +44,18 @@ class MultiConnector(KVConnectorBase_V1):
 
     scheduler_cls = "wtransfer.connectors.several.scheduler:SeveralScheduler"
     worker_cls = "wtransfer.connectors.several.worker:SeveralWorker"
+    example_options: ClassVar[Mapping[str, Any]] = {
+        "connectors": [
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 8 << 30},
+            },
+            {
+                "kv_connector": "SharedStorageConnector",
+                "kv_connector_extra_config": {"shared_storage_path": "/mnt/kv"},
+            },
+        ]
+    }
 
     def __init__(
         self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
@@ -47,3 +63,14 @@ class MultiConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         # Of this one object: it depends on who its children are.
         self.names_weights = self.side.children.names_weights  # type: ignore[misc]
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        """Return whether one of them works layer by layer."""
+        for fields in extra_config.get(OPTION) or ():
+            options = fields.get("kv_connector_extra_config") or {}
+            place = fields.get("kv_connector_module_path")
+            child = registry("connectors").get_or_import(fields["kv_connector"], place)
+            if child.requires_piecewise_for_cudagraph(options):
+                return True
+        return False

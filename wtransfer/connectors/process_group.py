@@ -11,7 +11,7 @@ let it run on a network of your own, or through a tunnel.
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import msgspec
 
@@ -25,6 +25,8 @@ from wtransfer.transport.addresses import tcp_text
 from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from wtransfer.connectors.relay.desk import Desk
     from wtransfer.connectors.relay.link import Here
     from wtransfer.connectors.relay.shelf import Shelf
@@ -112,3 +114,4 @@ class ProcessGroupConnector(KVConnectorBase_V1):
     scheduler_cls = ProcessGroupScheduler
     worker_cls = ProcessGroupWorker
     names_weights = True
+    example_options: ClassVar[Mapping[str, Any]] = {"host": "10.0.0.1"}

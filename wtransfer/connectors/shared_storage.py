@@ -19,7 +19,12 @@ hits, and time: reading and writing is done within the step, so a slow disk make
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, ClassVar
+
 from wtransfer.connectors.interface import KVConnectorBase_V1
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class SharedStorageConnector(KVConnectorBase_V1):
@@ -28,3 +33,9 @@ class SharedStorageConnector(KVConnectorBase_V1):
     scheduler_cls = "wtransfer.connectors.storage.scheduler:StorageScheduler"
     worker_cls = "wtransfer.connectors.storage.worker:StorageWorker"
     names_weights = True
+    example_options: ClassVar[Mapping[str, Any]] = {"shared_storage_path": "/mnt/kv"}
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return False: blocks come and go whole, all layers at once."""
+        return False

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+import importlib_metadata
 
 from wtransfer.errors import PluginError, UnknownBackendError
 from wtransfer.host.discovery import Record
 from wtransfer.host.kinds import DISCOVERED
 from wtransfer.host.registry import Registry, host
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 DECLARED = ("devices", "multi_host", "tensors_valid_until", "needs_generation", "trainer_cls")
 """Class attributes by which a backend states what it can do."""
 
+HOSTS = "wtransfer.hosts"
+"""Entry-point group of serving engines: functions of a backend's kind, its name and its example
+options, that return what to write there, by words."""
 COLUMNS = ("kind", "name", "distribution", "version", "origin", "status")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -118,7 +125,19 @@ def _card(registry: Registry, record: Record, name: str) -> dict[str, Any]:
     except PluginError as error:
         return {**card, **_failure(error)}
     declared = {each: _spell(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
-    return {**card, "usable": True, "class": _spell(cls), "declared": declared}
+    hosts = _in_hosts(record, getattr(cls, "example_options", {}))
+    return {**card, "usable": True, "class": _spell(cls), "declared": declared, "hosts": hosts}
+
+
+def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return what each serving engine that is installed here says of a backend."""
+    found = {}
+    for entry in importlib_metadata.entry_points(group=HOSTS):
+        try:
+            found[entry.name] = entry.load()(record.kind, record.name, options)
+        except Exception as error:  # noqa: PERF203  # each by itself
+            found[entry.name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
 
 
 def _failure(error: PluginError) -> dict[str, Any]:
@@ -150,8 +169,10 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _spell_card(card: dict[str, Any]) -> str:
-    lines = {k: v for k, v in card.items() if k not in ("usable", "error", "declared")}
+    lines = {k: v for k, v in card.items() if k not in ("usable", "error", "declared", "hosts")}
     lines |= card.get("declared", {})
+    for host_name, facts in card.get("hosts", {}).items():
+        lines |= {f"{host_name}: {word}": text for word, text in facts.items()}
     error = card.get("error")
     if error is not None:
         lines["error"] = f"{error['class']}: {error['message']}"

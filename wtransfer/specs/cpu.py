@@ -10,7 +10,7 @@ Linux, one host, one user. Nothing has a name in the file system, so nothing can
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.errors import OffloadingOptionError
 from wtransfer.specs.arena.headers import HeaderForm
@@ -24,6 +24,8 @@ from wtransfer.specs.interface import OffloadingSpec
 from wtransfer.specs.manager import CPUOffloadingManager
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from wtransfer.config import OffloadingConfig
     from wtransfer.specs.interface import CanonicalKVCaches
 
@@ -37,6 +39,8 @@ class CPUOffloadingSpec(OffloadingSpec):
     Raises:
         OffloadingOptionError: An option is missing or cannot be used, or is too small for a block.
     """
+
+    example_options: ClassVar[Mapping[str, Any]] = {"cpu_bytes_to_use": 8 << 30}
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

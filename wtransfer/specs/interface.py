@@ -224,7 +224,8 @@ class CanonicalKVCacheTensor:
     """Memory that holds one page of every block."""
 
     tensor: torch.Tensor
-    """Shape ``(num_blocks, ...)``; the pages of a block lie together."""
+    """Shape ``(num_blocks, ...)``; the pages of a block lie together. `OffloadingConnector` gives
+    bytes: uint8, ``(num_blocks, page_size_bytes)``."""
     page_size_bytes: int
     """Bytes of a page, padding included."""
 

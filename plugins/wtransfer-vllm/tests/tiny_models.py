@@ -12,22 +12,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-HIDDEN, INNER, VOCAB, KEYS, LAYERS = 128, 256, 320, 64, 2
+HIDDEN, VOCAB, LAYERS = 128, 320, 2
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
     "vocab_size": VOCAB,
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "bos_token_id": 256,
     "eos_token_id": 257,
@@ -36,42 +31,64 @@ CONFIG = {
 }
 
 
-def weights(seed: int, *, tied: bool = False) -> dict[str, torch.Tensor]:
+def config(layers: int, hidden: int, *, tied: bool) -> dict[str, object]:
+    """Return a model's configuration."""
+    return CONFIG | {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "head_dim": hidden // 4,
+        "tie_word_embeddings": tied,
+    }
+
+
+def weights(
+    seed: int, *, tied: bool = False, layers: int = LAYERS, hidden: int = HIDDEN
+) -> dict[str, torch.Tensor]:
     """Return a model's weights under the names of its checkpoint."""
+    inner, keys = 2 * hidden, hidden // 2
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 0.3) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
 
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
     made = {
-        "model.embed_tokens.weight": random(VOCAB, HIDDEN, scale=1.0),
-        "lm_head.weight": random(VOCAB, HIDDEN),
+        "model.embed_tokens.weight": random(VOCAB, hidden, scale=1.0),
+        "lm_head.weight": random(VOCAB, hidden),
         "model.norm.weight": ones.clone(),
     }
     if tied:
         made["lm_head.weight"] = made["model.embed_tokens.weight"].clone()
-    for index in range(LAYERS):
+    for index in range(layers):
         layer = f"model.layers.{index}."
         made |= {
-            layer + "self_attn.q_proj.weight": random(HIDDEN, HIDDEN),
-            layer + "self_attn.k_proj.weight": random(KEYS, HIDDEN),
-            layer + "self_attn.v_proj.weight": random(KEYS, HIDDEN),
-            layer + "self_attn.o_proj.weight": random(HIDDEN, HIDDEN),
-            layer + "mlp.gate_proj.weight": random(INNER, HIDDEN),
-            layer + "mlp.up_proj.weight": random(INNER, HIDDEN),
-            layer + "mlp.down_proj.weight": random(HIDDEN, INNER),
+            layer + "self_attn.q_proj.weight": random(hidden, hidden),
+            layer + "self_attn.k_proj.weight": random(keys, hidden),
+            layer + "self_attn.v_proj.weight": random(keys, hidden),
+            layer + "self_attn.o_proj.weight": random(hidden, hidden),
+            layer + "mlp.gate_proj.weight": random(inner, hidden),
+            layer + "mlp.up_proj.weight": random(inner, hidden),
+            layer + "mlp.down_proj.weight": random(hidden, inner),
             layer + "input_layernorm.weight": ones.clone(),
             layer + "post_attention_layernorm.weight": ones.clone(),
         }
     return made
 
 
-def make(folder: Path, seed: int, *, tied: bool = False, without: str | None = None) -> Path:
+def make(
+    folder: Path,
+    seed: int,
+    *,
+    tied: bool = False,
+    without: str | None = None,
+    layers: int = LAYERS,
+    hidden: int = HIDDEN,
+) -> Path:
     """Write a model that vLLM can load, perhaps without a tensor."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied}))
-    tensors = weights(seed, tied=tied)
+    (folder / "config.json").write_text(json.dumps(config(layers, hidden, tied=tied)))
+    tensors = weights(seed, tied=tied, layers=layers, hidden=hidden)
     tensors.pop(without, None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, ClassVar
+
 from wtransfer.connectors.interface import KVConnectorBase_V1
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class OffloadingConnector(KVConnectorBase_V1):
@@ -20,3 +25,9 @@ class OffloadingConnector(KVConnectorBase_V1):
     scheduler_cls = "wtransfer.connectors.offloading.scheduler:OffloadingScheduler"
     worker_cls = "wtransfer.connectors.offloading.worker:OffloadingSide"
     names_weights = True
+    example_options: ClassVar[Mapping[str, Any]] = {"cpu_bytes_to_use": 8 << 30}
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return False: blocks come and go whole, all layers at once."""
+        return False

@@ -9,6 +9,7 @@ from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import ConnectorRoleError
+from wtransfer.specs.copying.pages import page_of
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.fenced import FencedSpec
 from wtransfer.specs.interface import (
@@ -50,8 +51,13 @@ class OffloadingSide(ConnectorWorker):
         self._num_unknown = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the spec's worker."""
-        tensors = [CanonicalKVCacheTensor(each, each[0].nbytes) for each in kv_caches.values()]
+        """Make the spec's worker, which sees the caches as bytes.
+
+        Raises:
+            OffloadingOptionError: A cache cannot be copied by block.
+        """
+        rows = [page_of(each, each[0].nbytes).rows for each in kv_caches.values()]
+        tensors = [CanonicalKVCacheTensor(each, each.shape[1]) for each in rows]
         pages = [CanonicalKVCacheRef(i, each.page_size_bytes) for i, each in enumerate(tensors)]
         self._made = self._spec.get_worker(CanonicalKVCaches(tensors, [pages]))
 

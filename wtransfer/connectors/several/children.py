@@ -161,8 +161,7 @@ def _config_of(config: Any, number: int, fields: Mapping[str, Any]) -> Any:
         raise ConnectorOptionError(
             f"{OPTION}[{number}] ({fields['kv_connector']}): {error}; the fields are {known}"
         ) from error
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return dataclasses.replace(config, kv_transfer_config=transfer)
     child = copy.copy(config)
-    child.kv_transfer_config = transfer
+    # A copy of a frozen one is ours to finish. To construct it anew would run a host's own checks.
+    object.__setattr__(child, "kv_transfer_config", transfer)
     return child

@@ -1,9 +1,21 @@
-"""What was computed with old weights is forgotten."""
+"""Forget what was computed with old weights: vLLM's prefix and encoder caches, and connectors' KV.
+
+Called in the engine core between two steps, right after the weights have changed. The order is what
+keeps every later step right:
+
+1.  The connector's scheduler side hears which weights the workers have now, so that whatever is
+    planned from here on is planned for them, and no worker has to refuse it.
+2.  Requests whose loads are under way start over once those loads have ended, whatever has come of
+    them: their blocks hold KV of the old weights.
+3.  Running requests are preempted and computed anew, and no block is found by its hash any more.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
+
+from wtransfer_vllm import names
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
@@ -11,22 +23,63 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its
 def forget_kv(core: Any) -> None:
     """Drop every cached block and encoder output; running requests are computed anew.
 
-    Called in the engine core between two steps. If vLLM cannot let go of all blocks (requests that
-    wait for remote KV hold some), nothing more is served from the prefix cache until it can. A
-    connector that does not say that it has forgotten is not asked for KV until it does.
+    If vLLM cannot let go of a block's hash, nothing more is served from the prefix cache until it
+    can. A connector of vLLM's own that does not say that it has forgotten is not asked for KV until
+    it does.
 
     Args:
         core: vLLM's ``EngineCore``.
     """
-    connector = getattr(core.scheduler, "connector", None)
-    if connector is not None:
+    scheduler = core.scheduler
+    connector = getattr(scheduler, "connector", None)
+    if has_our_connector(core):
+        tell_connector(core)
+    elif connector is not None:
         _answer_nothing(connector, stale=not _forget_stored(connector))
+    _restart_loading(scheduler)
     forgotten = _forget_blocks(core)
-    manager = getattr(core.scheduler, "kv_cache_manager", None)
+    manager = getattr(scheduler, "kv_cache_manager", None)
     if manager is not None:
         _keep_from_serving(manager, keep=not forgotten)
     if getattr(core.vllm_config.model_config, "is_multimodal_model", True):
         core.reset_encoder_cache()
+
+
+def has_our_connector(core: Any) -> bool:
+    """Whether vLLM's KV connector is one of wtransfer's."""
+    transfer = getattr(core.vllm_config, "kv_transfer_config", None)
+    return transfer is not None and names.is_ours("connectors", transfer.kv_connector)
+
+
+def tell_connector(core: Any) -> None:
+    """Tell the connector's scheduler side which weights each worker has, as at the start.
+
+    If that fails, the connector is not asked for KV until it has worked.
+    """
+    connector = core.scheduler.connector
+    try:
+        by_rank: dict[Any, Any] = {}
+        for each in core.model_executor.get_kv_connector_handshake_metadata():
+            by_rank.update(each or {})
+        connector.set_xfer_handshake_metadata_pp_aware(by_rank)
+    except Exception:
+        logger.exception("the KV connector cannot be told of the weights' change")
+        _answer_nothing(connector, stale=True)
+    else:
+        _answer_nothing(connector, stale=False)
+
+
+def _restart_loading(scheduler: Any) -> None:
+    """Have requests that wait for KV start over when their loads have ended.
+
+    vLLM does so with a request whose load has failed. That none of its tokens counts as computed
+    also keeps its blocks from being looked for among those that a worker reports as not loaded, by
+    which ``kv_load_failure_policy`` would end the request with an error.
+    """
+    for request in getattr(scheduler, "requests", {}).values():
+        if request.status.name == "WAITING_FOR_REMOTE_KVS":
+            request.num_computed_tokens = 0
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
 
 
 def _forget_blocks(core: Any) -> bool:
@@ -36,7 +89,16 @@ def _forget_blocks(core: Any) -> bool:
         if core.reset_prefix_cache(True, False) is not False:  # vLLM's order
             return True
     except Exception as error:
+        logger.info("%s", error)
+    try:
+        # Requests that wait for their loads, or that have ended and are still being saved, hold
+        # blocks. The running ones are preempted by now, and without its hash no block is found.
+        manager = core.scheduler.kv_cache_manager
+        manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+    except Exception as error:
         logger.error("vLLM could not forget its KV cache: %s", error)  # noqa: TRY400
+    else:
+        return True
     logger.error("the prefix cache may be stale; it is not read until the next commit")
     return False
 
@@ -55,8 +117,7 @@ def _answer_nothing(connector: Any, *, stale: bool) -> None:
     name = "get_num_new_matched_tokens"
     if stale:
         logger.warning(
-            "%s does not say that it has forgotten what it stored; it is not asked for KV until it "
-            "does",
+            "%s may have KV of other weights; it is not asked for KV until it is known not to",
             type(connector).__name__,
         )
         setattr(connector, name, lambda *_args, **_kwargs: (0, False))

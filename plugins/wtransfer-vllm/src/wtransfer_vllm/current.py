@@ -8,7 +8,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from wtransfer_vllm.invitation import InitInfo, UpdateInfo
 from wtransfer_vllm.member import Member
-from wtransfer_vllm.names import engine_name
+from wtransfer_vllm.names import our_name
 from wtransfer_vllm.place import place_of
 from wtransfer_vllm.target import VllmTarget
 
@@ -41,7 +41,7 @@ class VllmEngine(WeightTransferEngine):
         super().__init__(config, vllm_config, device, model)
         self.member = Member(
             VllmTarget(model, vllm_config),
-            engine_name(config.backend),
+            our_name("engines", config.backend),
             place_of(vllm_config.parallel_config, vllm_config.instance_id),
         )
 

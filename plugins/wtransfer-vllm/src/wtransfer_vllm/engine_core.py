@@ -13,13 +13,14 @@ import logging
 import os
 import secrets
 import socket
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from wtransfer_vllm.caches import forget_kv
+from wtransfer_vllm.caches import forget_kv, has_our_connector, tell_connector
 from wtransfer_vllm.invitation import addressed, is_foreign, read_invitation
 from wtransfer_vllm.names import is_ours
-from wtransfer_vllm.outcome import commit_left, has_left, lose_weights, outcome_of
+from wtransfer_vllm.outcome import commit_left, has_left, lose_weights, outcome_of, rename_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,8 @@ FINISH = "finish_weight_update"
 SHUTDOWN = "shutdown_weight_transfer_engine"
 REPLACING = frozenset({"reload_weights", "reset_weights"})
 """Workers' methods that put other weights into the model behind our back."""
+WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
+"""Workers' methods within which another weight backend writes into the model."""
 LED = ("sleep", "wake_up", "set_weight_version")
 """The engine core's methods that concern the weights, beside its calls to the workers."""
 
@@ -94,8 +97,12 @@ def _lead(engine_core: type[Any], name: str, watch_of: Callable[[Any], Watch | N
 
 
 def _is_watched(core: Any) -> bool:
+    return _has_our_engine(core) or has_our_connector(core)
+
+
+def _has_our_engine(core: Any) -> bool:
     config = getattr(core.vllm_config, "weight_transfer_config", None)
-    return config is not None and is_ours(config.backend)
+    return config is not None and is_ours("engines", config.backend)
 
 
 class Watch:
@@ -113,6 +120,7 @@ class Watch:
         self._commits_in = generation.commits_in
         # In the seed era the model can only be reached while vLLM itself reloads it.
         self._commits_anytime = generation.commits_in == FINISH
+        self._has_our_engine = _has_our_engine(core)
         self._started = False
         self._falling_asleep = False
         self._held: str | None = None
@@ -140,6 +148,8 @@ class Watch:
             RuntimeError: It is not its time, the model's memory is not there, or a commit did not
                 come about.
         """
+        if not self._has_our_engine:
+            return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
             args, kwargs = (), {"init_info": self._addressed(args, kwargs or {})}
         elif method == UPDATE:
@@ -148,9 +158,57 @@ class Watch:
         if method in REPLACING:
             # Before: where it fails half way, the weights are gone all the same.
             self.lose_weights(f"{method} was called")
+        begun, num_running = time.perf_counter(), len(getattr(self._core.scheduler, "running", ()))
         result = self._call(method, timeout, args, kwargs)
         self._note(method)
+        if method == self._commits_in and num_running:
+            self._log_pause(begun, num_running)
         return result
+
+    def _log_pause(self, begun: float, num_running: int) -> None:
+        """Log how long a commit has kept requests from their next token, when that is there.
+
+        Most of it is vLLM's: the reload of the model, and the prefill of all tokens of the requests
+        that run, whose KV cache was of the old weights.
+        """
+        core, reloaded = self._core, time.perf_counter()
+        step = getattr(core, "step_fn", None)
+        if step is None or hasattr(step, "wtransfer_pause"):
+            return
+
+        def step_after_commit() -> Any:
+            outputs = step()
+            if outputs[0]:
+                core.step_fn = step
+                logger.info(
+                    "the commit kept %d running requests from their next token for %.3f s: %.3f s "
+                    "to reload the model, %.3f s to compute their KV cache anew",
+                    num_running,
+                    time.perf_counter() - begun,
+                    reloaded - begun,
+                    time.perf_counter() - reloaded,
+                )
+            return outputs
+
+        step_after_commit.wtransfer_pause = True  # type: ignore[attr-defined]  # the mark
+        core.step_fn = step_after_commit
+
+    def _pass_on_foreign(self, method: Any, *arguments: Any) -> Any:
+        """Call the workers where a connector is ours and the weight engine is another one, or none.
+
+        KV gets a name that only this process knows before anything is written, and another one when
+        that is done: what was computed in between is of no set of weights.
+        """
+        if method not in WRITING:
+            return self._call(method, *arguments)
+        self._call(rename_weights)
+        tell_connector(self._core)
+        try:
+            return self._call(method, *arguments)
+        finally:
+            if method == self._commits_in or method in REPLACING:
+                self._call(rename_weights)
+                forget_kv(self._core)
 
     def _check_time(self, method: Any) -> None:
         """Raise here, once, what otherwise every worker would raise."""
@@ -169,6 +227,9 @@ class Watch:
     def _note(self, method: Any) -> None:
         if method in (START, FINISH):
             self._started = method == START
+        if method == INIT and has_our_connector(self._core):
+            # A session may give the weights another name than they had before it was there.
+            tell_connector(self._core)
         if method in (INIT, self._commits_in):
             error = self._settle()
             if error is not None:
@@ -217,7 +278,8 @@ class Watch:
         """
         was_asleep = self._asleep
         fully = call(*args, **kwargs)
-        if was_asleep and not self._asleep and self._commits_anytime:
+        may_commit = self._has_our_engine and self._commits_anytime
+        if was_asleep and not self._asleep and may_commit:
             self._commit_left()
         return fully
 
@@ -235,7 +297,8 @@ class Watch:
         """Enter everywhere that the model has no version any more."""
         self._call(lose_weights, None, (why,))
         forget_kv(self._core)
-        self._label(EMPTY_LABEL)
+        if self._has_our_engine:
+            self._label(EMPTY_LABEL)
 
     def _addressed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         init_info = args[0] if args else kwargs.get("init_info")

@@ -1,23 +1,37 @@
-"""The names under which vLLM knows our engines."""
+"""The names under which vLLM knows our backends.
+
+A name that vLLM has given to a backend of its own stays vLLM's; ours then has the prefix.
+"""
 
 from __future__ import annotations
 
 PREFIX = "wtransfer-"
-"""Before a name that vLLM has given to an engine of its own."""
+"""Before a name that vLLM has given to a backend of its own."""
 
-_engines: dict[str, str] = {}
-
-
-def remember(backend: str, engine: str) -> None:
-    """Note that a backend of vLLM's is an engine of ours."""
-    _engines[backend] = engine
+_ours: dict[tuple[str, str], str] = {}
 
 
-def is_ours(backend: str | None) -> bool:
-    """Whether a backend is one of ours; known in every process, for each has registered them."""
-    return backend in _engines
+def remember(kind: str, name: str, ours: str) -> None:
+    """Note under which name vLLM's factory knows a backend of ours.
+
+    Args:
+        kind: ``engines``, ``connectors`` or ``specs``.
+        name: Its name in vLLM.
+        ours: Its name in wtransfer's registry.
+    """
+    _ours[kind, name] = ours
 
 
-def engine_name(backend: str) -> str:
-    """Return the name that the engine has in ``wtransfer.engines``."""
-    return _engines.get(backend, backend.removeprefix(PREFIX))
+def is_ours(kind: str, name: str | None) -> bool:
+    """Whether a name in vLLM is a backend of ours; known in every process, each registers them."""
+    return (kind, name) in _ours
+
+
+def our_name(kind: str, name: str) -> str:
+    """Return the name that a backend has in wtransfer's registry; of others, the same name."""
+    return _ours.get((kind, name), name)
+
+
+def vllm_names(kind: str) -> dict[str, str]:
+    """Return our names of one kind, each with its name in vLLM."""
+    return {ours: name for (of, name), ours in _ours.items() if of == kind}

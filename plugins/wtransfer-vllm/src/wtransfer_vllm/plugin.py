@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 ENGINE_CORE = "vllm.v1.engine.core"
+CONNECTOR_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+SPEC_FACTORY = "vllm.v1.kv_offload.factory"
 UNKNOWN = (
     "this vLLM's weight transfer has a shape that wtransfer-vllm does not know, so its engines are "
     "not registered; known are those of vLLM 0.16 to 0.17 and 0.27 to 0.33"
@@ -15,44 +21,62 @@ UNKNOWN = (
 
 
 def register() -> None:
-    """Register our engines, and see that the engine core forgets stale KV. Never raises.
+    """Register our backends, and see that the engine core forgets stale KV. Never raises.
 
     Whatever goes wrong here concerns our backends only: vLLM starts all the same, and says that
     the backend is not known when somebody asks for it.
 
     Cost:
-        Reads what is installed; imports no backend, and of vLLM only the factory. How long it took
-        stands in its log line; one for each process, for a second call adds nothing and says so at
-        debug level only.
+        Reads what is installed; imports no backend, and of vLLM only the weight engines' factory.
+        Connectors and specs are registered when vLLM imports their factories. How long it took
+        stands in its log line; a second call adds nothing and says so at debug level only.
     """
+    from wtransfer_vllm.on_import import on_import
+
+    _register("weight transfer backends", _engines)
+    on_import(CONNECTOR_FACTORY, lambda module: _register("KV connectors", _connectors, module))
+    on_import(SPEC_FACTORY, lambda module: _register("offloading specs", _specs, module))
+
+
+def _register(what: str, add: Callable[..., list[str]], *factory: Any) -> None:
     begun = time.perf_counter()
     try:
-        added = _register()
+        added = add(*factory)
     except Exception:
-        logger.exception("wtransfer-vllm could not register its engines; vLLM goes on without")
+        logger.exception("wtransfer-vllm could not register %s; vLLM goes on without", what)
         return
     milliseconds = (time.perf_counter() - begun) * 1000
     if added:
-        names = ", ".join(added)
-        logger.info("wtransfer: weight transfer backends %s (%.1f ms)", names, milliseconds)
+        logger.info("wtransfer: %s %s (%.1f ms)", what, ", ".join(added), milliseconds)
     else:
-        logger.debug("wtransfer: no weight transfer backend to add (%.1f ms)", milliseconds)
+        logger.debug("wtransfer: no %s to add (%.1f ms)", what, milliseconds)
 
 
-def _register() -> list[str]:
+def _engines() -> list[str]:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from wtransfer_vllm.engine_core import watch
-    from wtransfer_vllm.generation import generation_of
+    from wtransfer_vllm.generation import CURRENT, generation_of
     from wtransfer_vllm.on_import import on_import
     from wtransfer_vllm.registration import register_engines
 
     generation = generation_of(WeightTransferEngine)
+    # Connectors need the watch as well, whatever brings the weights.
+    on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, generation or CURRENT))
     if generation is None:
         logger.warning(UNKNOWN)
         return []
-    added = register_engines(WeightTransferEngineFactory, generation)
-    if added:
-        on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, generation))
-    return added
+    return register_engines(WeightTransferEngineFactory, generation)
+
+
+def _connectors(module: Any) -> list[str]:
+    from wtransfer_vllm.registration import register_connectors
+
+    return register_connectors(module.KVConnectorFactory)
+
+
+def _specs(module: Any) -> list[str]:
+    from wtransfer_vllm.registration import register_specs
+
+    return register_specs(module.OffloadingSpecFactory)

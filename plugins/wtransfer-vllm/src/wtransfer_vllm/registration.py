@@ -1,4 +1,13 @@
-"""Enter every engine that is found here into vLLM's factory."""
+"""Enter every backend that is found here into vLLM's factories, lazily; a second call does nothing.
+
+=========== ======================================= ============================================
+kind        vLLM's factory                          what it makes
+=========== ======================================= ============================================
+engines     ``WeightTransferEngineFactory``         `wtransfer_vllm.current`, `wtransfer_vllm.seed`
+connectors  ``KVConnectorFactory``                  `wtransfer_vllm.connector`, one class per name
+specs       ``OffloadingSpecFactory``               a refusal: `wtransfer_vllm.spec_refusal`
+=========== ======================================= ============================================
+"""
 
 from __future__ import annotations
 
@@ -11,11 +20,16 @@ from wtransfer_vllm.generation import SEED
 from wtransfer_vllm.seed_config import allow
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from wtransfer_vllm.generation import Generation
+
+CONNECTORS = "wtransfer_vllm.connector"
+REFUSAL = "wtransfer_vllm.spec_refusal"
 
 
 def register_engines(factory: Any, generation: Generation) -> list[str]:
-    """Register our adapter under every engine's name, lazily; a second call does nothing.
+    """Register our adapter under the name of every weight engine.
 
     Args:
         factory: vLLM's ``WeightTransferEngineFactory``.
@@ -24,22 +38,55 @@ def register_engines(factory: Any, generation: Generation) -> list[str]:
     Returns:
         The names that were added, as ``weight_transfer_config`` takes them.
     """
-    tried = [_register(factory, generation, engine) for engine in registry("engines").names()]
-    added = [backend for backend in tried if backend is not None]
+    added = _register(
+        "engines",
+        lambda name, _: factory.register_engine(name, generation.module, generation.class_name),
+    )
     if generation is SEED:
         allow(added)
     return added
 
 
-def _register(factory: Any, generation: Generation, engine: str) -> str | None:
-    # vLLM's own names stay vLLM's: users who wrote them mean its engines.
-    for backend in (engine, f"{names.PREFIX}{engine}"):
-        if names.is_ours(backend):
+def register_connectors(factory: Any) -> list[str]:
+    """Register our adapter under the name of every connector.
+
+    Args:
+        factory: vLLM's ``KVConnectorFactory``.
+
+    Returns:
+        The names that were added, as ``kv_connector`` takes them.
+    """
+    return _register(
+        "connectors", lambda name, _: factory.register_connector(name, CONNECTORS, name)
+    )
+
+
+def register_specs(factory: Any) -> list[str]:
+    """Register, under the name of every offloading spec, what says where it works.
+
+    Args:
+        factory: vLLM's ``OffloadingSpecFactory``.
+
+    Returns:
+        The names that were added.
+    """
+    return _register("specs", lambda name, ours: factory.register_spec(name, REFUSAL, ours))
+
+
+def _register(kind: str, register: Callable[[str, str], object]) -> list[str]:
+    tried = [_register_one(kind, ours, register) for ours in registry(kind).names()]
+    return [name for name in tried if name is not None]
+
+
+def _register_one(kind: str, ours: str, register: Callable[[str, str], object]) -> str | None:
+    # vLLM's own names stay vLLM's: users who wrote them mean its backends.
+    for name in (ours, f"{names.PREFIX}{ours}"):
+        if names.is_ours(kind, name):
             return None
         try:
-            factory.register_engine(backend, generation.module, generation.class_name)
+            register(name, ours)
         except ValueError:
             continue
-        names.remember(backend, engine)
-        return backend
+        names.remember(kind, name, ours)
+        return name
     return None

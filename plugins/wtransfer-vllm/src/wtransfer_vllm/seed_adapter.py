@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer_vllm.invitation import UpdateInfo
 from wtransfer_vllm.layerwise import begin_again
 from wtransfer_vllm.member import Member
-from wtransfer_vllm.names import engine_name
+from wtransfer_vllm.names import our_name
 from wtransfer_vllm.place import Place
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class SeedAdapter:
         self.config = config
         self.parallel_config = parallel_config
         self._target = SeedTarget()
-        self.member = Member(self._target, engine_name(config.backend), _place(parallel_config))
+        self.member = Member(
+            self._target, our_name("engines", config.backend), _place(parallel_config)
+        )
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """Return it as it is; `init_transfer_engine` judges it, and does not raise."""

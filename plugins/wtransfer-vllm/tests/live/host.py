@@ -5,6 +5,7 @@ python host.py NAME_OF_ABSTRACT_SOCKET '{"model": ..., ...options of LLM...}'
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -44,6 +45,7 @@ class Host:
         self.llm = LLM(**(DEFAULTS | options))
         self.client = LLMClient(self.llm)
         self.running = {}
+        self.ended = {}
         self.gaps = []
 
     def generate(self, prompts, max_tokens=16):
@@ -51,9 +53,34 @@ class Host:
         done = self.llm.generate(prompts, greedy, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in done]
 
-    def begin(self, name, prompt, max_tokens):
+    def answer(self, prompts, max_tokens=16, transfers=None):
+        """Generate; return what came of each prompt, with the five most probable tokens a step.
+
+        Args:
+            prompts: What to go on with.
+            max_tokens: How far.
+            transfers: ``kv_transfer_params`` of each, or None.
+        """
+        settings = [_greedy(max_tokens, each) for each in transfers or [None] * len(prompts)]
+        done = self.llm.generate(prompts, settings, use_tqdm=False)
+        return [_answer(each) for each in done]
+
+    def counters(self):
+        """Return every counter and gauge of vLLM's metrics, by name; of several labels the sum."""
+        numbers = collections.Counter()
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                numbers[metric.name] += metric.value
+        return numbers
+
+    def forget_prefixes(self):
+        """Empty vLLM's own prefix cache, so that a prefix can only come by the connector."""
+        return self.llm.reset_prefix_cache()
+
+    def begin(self, name, prompt, max_tokens, transfer=None):
         """Begin a request that goes on by `step` only."""
-        greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        greedy = _greedy(max_tokens, transfer)
+        greedy.ignore_eos = True
         self.llm.llm_engine.add_request(name, prompt, greedy)
         self.running[name] = []
 
@@ -66,8 +93,39 @@ class Host:
             begun = time.perf_counter()
             for output in self.llm.llm_engine.step():
                 self.running[output.request_id] = list(output.outputs[0].token_ids)
+                if output.finished:
+                    self.ended[output.request_id] = output.outputs[0].finish_reason
             longest = max(longest, time.perf_counter() - begun)
-        return {"tokens": self.running, "longest_s": longest}
+        return {"tokens": self.running, "ended": self.ended, "longest_s": longest}
+
+    # -- for the benchmark
+
+    def time_first_token(self, prompt):
+        """Return the seconds until a prompt's first token, which is its only one."""
+        engine = self.llm.llm_engine
+        begun = time.perf_counter()
+        engine.add_request(f"timed {begun}", prompt, _greedy(1))
+        while not engine.step():
+            pass
+        return time.perf_counter() - begun
+
+    def time_steps(self, number, count, label):
+        """Return the seconds of each of some steps in which so many requests decode."""
+        engine = self.llm.llm_engine
+        names = [f"{label} {each}" for each in range(number)]
+        for name in names:
+            engine.add_request(name, name, SamplingParams(max_tokens=2 * count, ignore_eos=True))
+        for _ in range(4):
+            engine.step()
+        seconds = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            engine.step()
+            seconds.append(time.perf_counter() - begun)
+        engine.abort_request(names)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return seconds
 
     def init(self, init_info):
         self.client.init_weight_transfer_engine(init_info)
@@ -130,6 +188,22 @@ class Host:
     def _worker(self):
         core = self.llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker
+
+
+def _greedy(max_tokens, transfer=None):
+    extra = None if transfer is None else {"kv_transfer_params": transfer}
+    return SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=5, extra_args=extra)
+
+
+def _answer(output):
+    (one,) = output.outputs
+    likely = [{str(token): each.logprob for token, each in step.items()} for step in one.logprobs]
+    return {
+        "tokens": list(one.token_ids),
+        "likely": likely,
+        "ended": one.finish_reason,
+        "transfer": output.kv_transfer_params,
+    }
 
 
 def main():

@@ -1,0 +1,399 @@
+"""wtransfer's KV connectors as vLLM's: one adapter, as a class of its own for each name.
+
+vLLM's factory asks this module for a class by a connector's name, and gets one made for it. The
+adapter hands every call on to the connector, which wtransfer's factory makes. What differs between
+the two contracts is decided here and nowhere else:
+
+*   vLLM calls ``wait_for_save`` after every step; ours is told only after a step that counts, all
+    of whose own loads have come.
+*   vLLM calls ``wait_for_layer_load`` only within a forward pass; ours is told for every layer
+    before a step ends.
+*   vLLM's engine core ends if ``get_finished`` names a request that it does not wait for; ours may
+    name a request early, late or twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from wtransfer import KVCacheConfig, KVConnectorFactory
+from wtransfer.connectors.interface import KVConnectorRole as Role
+from wtransfer.errors import ConnectorOptionError
+from wtransfer.host.registry import registry
+
+from wtransfer_vllm import names
+from wtransfer_vllm.kv_stats import KVPromMetrics, KVStats, KVStatsInterval
+from wtransfer_vllm.vouching import vouch_for_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from wtransfer.connectors.interface import KVConnectorBase_V1 as Connector
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
+
+WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+"""Kinds of KV cache in which a request keeps every block of its prefix."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What the scheduler's side tells the workers for one step."""
+
+    inner: Any = None
+    """The connector's own metadata."""
+    sync_blocks: set[int] = field(default_factory=set)
+    """Blocks of the requests that load within this step and compute in it."""
+    loading: set[str] = field(default_factory=set)
+    """Requests whose load begins and outlasts the step; vLLM waits until each is received."""
+    ended: set[str] = field(default_factory=set)
+    """Requests that have ended and keep their blocks; vLLM waits until each is sent."""
+
+
+class WTransferConnector(KVConnectorBase_V1):
+    """A connector of wtransfer, as vLLM's scheduler and workers see it.
+
+    Args:
+        vllm_config: vLLM's own.
+        role: Which side.
+        kv_cache_config: Shape of the KV cache.
+
+    Raises:
+        ConnectorOptionError: An option cannot be used, or the model's KV cache has several groups
+            or is of a kind that forgets parts of a prefix.
+    """
+
+    connector_name = ""
+    """The connector's name in wtransfer's registry; set by the class that is made for it."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._num_blocks = kv_cache_config.num_blocks
+        is_worker = role is KVConnectorRole.WORKER
+        if is_worker:
+            vouch_for_checkpoint(vllm_config)
+        self._inner: Connector = KVConnectorFactory.create_connector_v1(
+            with_our_names(vllm_config, self.connector_name),
+            Role[role.name],
+            cache_shape(vllm_config, kv_cache_config),
+        )
+        parallel = vllm_config.parallel_config
+        self._tp_size = parallel.tensor_parallel_size
+        self._stats = KVStatsInterval("worker" if is_worker else "scheduler", self._inner.get_stats)
+        # Scheduler's side.
+        self._outlasts: dict[str, bool] = {}
+        self._loading: set[str] = set()
+        self._next = StepMetadata()
+        # Worker's side.
+        self._layers: tuple[str, ...] = ()
+        self._waited: set[str] = set()
+        self._step = StepMetadata()
+        self._awaited_received: set[str] = set()
+        self._awaited_sent: set[str] = set()
+        self._early: set[str] = set()
+        self._load_errors: set[int] = set()
+        if not is_worker and self._kv_transfer_config.kv_load_failure_policy == "fail":
+            logger.warning(
+                "kv_load_failure_policy is 'fail', vLLM's default: a request whose KV blocks turn "
+                'out damaged or lost ends with an error. Set "kv_load_failure_policy": "recompute" '
+                "in --kv-transfer-config to compute them instead"
+            )
+
+    # -- what vLLM asks before it makes anything
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout of the KV cache that the connector needs; None: any."""
+        layout: str | None = cls._connector_class().get_required_kvcache_layout(vllm_config)
+        return layout
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether the connector works layer by layer, which one whole graph leaves out."""
+        options = _our_options(extra_config)
+        return bool(cls._connector_class().requires_piecewise_for_cudagraph(options))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStats:
+        """Return statistics that another process has sent, as an object."""
+        return KVStats() if data is None else KVStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """Return what shows the statistics at vLLM's Prometheus endpoint."""
+        return KVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a request must hand its KV on. Not where a lost block is only a later miss."""
+        return self._inner.requires_kv_delivery
+
+    @classmethod
+    def _connector_class(cls) -> Any:
+        return registry("connectors").get(cls.connector_name)
+
+    # -- the scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        """Record a new request."""
+        self._inner.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many more tokens can be loaded, and whether the load outlasts the step."""
+        found, outlasts = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._outlasts[request.request_id] = outlasts
+        return found, outlasts
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Record the blocks of a request, and of which kind its load is."""
+        self._inner.update_state_after_alloc(request, blocks, num_external_tokens)
+        request_id = request.request_id
+        outlasts = self._outlasts.pop(request_id, False)
+        if not num_external_tokens:
+            return
+        if outlasts:
+            self._next.loading.add(request_id)
+            self._loading.add(request_id)
+        else:
+            self._next.sync_blocks.update(*blocks.get_block_ids())
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """Return what the workers have to do in this step."""
+        inner = self._inner.build_connector_meta(scheduler_output)
+        step, self._next = self._next, StepMetadata()
+        step.inner = inner
+        return step
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers said after a step."""
+        self._loading -= connector_output.finished_recving or set()
+        self._inner.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether the blocks of a request stay, and what goes to the next instance."""
+        stays, params = self._inner.request_finished(request, block_ids)
+        request_id = request.request_id
+        self._outlasts.pop(request_id, None)
+        # vLLM frees a request that ended while it was loaded as soon as it is received.
+        if stays and request_id not in self._loading:
+            self._next.ended.add(request_id)
+        self._loading.discard(request_id)
+        return stays, params
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Take what the workers say before the first step and after a commit, by rank."""
+        self._inner.set_xfer_handshake_metadata(metadata)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Take the same, by pipeline and tensor-parallel rank."""
+        by_rank = {pp * self._tp_size + tp: each for (pp, tp), each in metadata.items()}
+        self._inner.set_xfer_handshake_metadata(by_rank)
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether steps are needed although no request is there."""
+        return self._inner.has_pending_push_work()
+
+    def get_finished_count(self) -> int | None:
+        """Return how many workers name a request before it counts; None: all."""
+        return self._inner.get_finished_count()
+
+    def reset_cache(self) -> bool | None:
+        """Forget everything that is kept."""
+        return self._inner.reset_cache()
+
+    # -- the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the caches, by layer.
+
+        Raises:
+            ConnectorOptionError: The first dimension of a cache does not count blocks.
+        """
+        for layer, cache in kv_caches.items():
+            if cache.shape[0] != self._num_blocks:
+                raise ConnectorOptionError(
+                    f"the KV cache of layer {layer!r} has shape {tuple(cache.shape)}: expected "
+                    f"that the first dimension counts its {self._num_blocks} blocks; choose an "
+                    "attention backend with that layout"
+                )
+        self._layers = tuple(kv_caches)
+        self._inner.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> Any:
+        """Return what the scheduler's side and other instances must know of this worker."""
+        return self._inner.get_handshake_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """Let go of blocks before they are overwritten."""
+        self._inner.handle_preemptions(kv_connector_metadata.inner)
+
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+        """Take what the scheduler's side told for the step that begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._step = connector_metadata
+        self._awaited_received |= connector_metadata.loading
+        self._awaited_sent |= connector_metadata.ended
+        self._inner.bind_connector_metadata(connector_metadata.inner)
+
+    def clear_connector_metadata(self) -> None:
+        """End the step; after it no load of a layer may write any more."""
+        for layer in self._layers:
+            if layer not in self._waited:
+                self._inner.wait_for_layer_load(layer)
+        self._waited.clear()
+        self._inner.clear_connector_metadata()
+        super().clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the loads of this step."""
+        self._inner.start_load_kv(forward_context, **kwargs)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait until what this step needs of a layer is there, or has failed."""
+        self._waited.add(layer_name)
+        self._inner.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Begin to save a layer of this step."""
+        self._inner.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+
+    def wait_for_save(self) -> None:
+        """Let the connector save, unless this step computed over blocks that could not be loaded.
+
+        Failed loads of requests that wait for theirs beside the step do not touch it.
+        """
+        self._load_errors |= self._inner.get_block_ids_with_load_errors()
+        if self._load_errors.isdisjoint(self._step.sync_blocks):
+            self._inner.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return the requests that are sent and received: those that vLLM waits for, each once."""
+        sent, received = self._inner.get_finished(finished_req_ids)
+        named = (sent or set()) | (received or set()) | self._early
+        done_receiving = named & self._awaited_received
+        self._awaited_received -= done_receiving
+        done_sending = (named - done_receiving) & self._awaited_sent
+        self._awaited_sent -= done_sending
+        # A request may be named in the very step after which it turns out to have ended. Once it
+        # has ended, `ended` has said whether it is waited for.
+        self._early = named - done_receiving - done_sending - finished_req_ids
+        return done_sending, done_receiving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that could not be loaded."""
+        errors = self._load_errors | self._inner.get_block_ids_with_load_errors()
+        self._load_errors = set()
+        return errors
+
+    def build_connector_worker_meta(self) -> Any:
+        """Return what the scheduler's side shall hear."""
+        return self._inner.build_connector_worker_meta()
+
+    # -- both
+
+    def get_kv_connector_stats(self) -> KVStats | None:
+        """Return what happened since the last interval; None while it is not over."""
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        self._inner.shutdown()
+
+
+def __getattr__(name: str) -> type[WTransferConnector]:
+    """Return the adapter's class for a connector, by its name in vLLM; made when it is asked for.
+
+    Raises:
+        AttributeError: vLLM knows no connector of ours by that name.
+    """
+    if not names.is_ours("connectors", name):
+        raise AttributeError(name)
+    attributes = {"connector_name": names.our_name("connectors", name), "__module__": __name__}
+    made = globals()[name] = type(name, (WTransferConnector,), attributes)
+    return made
+
+
+def with_our_names(vllm_config: Any, connector_name: str) -> Any:
+    """Return vLLM's configuration with the names that wtransfer's factories know.
+
+    Args:
+        vllm_config: vLLM's own; it stays as it is.
+        connector_name: The connector's name in wtransfer's registry.
+    """
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = transfer = copy.copy(vllm_config.kv_transfer_config)
+    transfer.kv_connector = connector_name
+    transfer.kv_connector_module_path = None
+    transfer.kv_connector_extra_config = _our_options(transfer.kv_connector_extra_config)
+    return config
+
+
+def _our_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which a spec and sub-connectors have their names in wtransfer."""
+    told = dict(options)
+    if "spec_name" in told:
+        told["spec_name"] = names.our_name("specs", told["spec_name"])
+    if isinstance(told.get("connectors"), list):
+        told["connectors"] = [_our_child(child) for child in told["connectors"]]
+    return told
+
+
+def _our_child(child: Any) -> Any:
+    if not isinstance(child, dict) or "kv_connector" not in child:
+        return child  # MultiConnector says what is wrong with it
+    options = _our_options(child.get("kv_connector_extra_config") or {})
+    name = names.our_name("connectors", child["kv_connector"])
+    return {**child, "kv_connector": name, "kv_connector_extra_config": options}
+
+
+def cache_shape(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
+    """Return the shape of vLLM's KV cache in wtransfer's words.
+
+    Raises:
+        ConnectorOptionError: It has several groups, or is of a kind that forgets parts of a prefix.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConnectorOptionError(
+            f"this model's KV cache has {len(groups)} groups of layers (a hybrid model); "
+            "wtransfer's connectors move one group, in which every layer attends to everything"
+        )
+    spec = groups[0].kv_cache_spec
+    parts = getattr(spec, "kv_cache_specs", None)
+    kinds = {type(each).__name__ for each in (parts.values() if parts else [spec])}
+    if not kinds <= WHOLE_PREFIX:
+        raise ConnectorOptionError(
+            f"this model's KV cache is of the kind {', '.join(sorted(kinds - WHOLE_PREFIX))}, "
+            "which does not keep every block of a prefix; wtransfer's connectors move caches of "
+            f"{' and '.join(sorted(WHOLE_PREFIX))}"
+        )
+    block_size = vllm_config.cache_config.block_size
+    if spec.block_size != block_size:
+        raise ConnectorOptionError(
+            f"blocks of this model's KV cache have {spec.block_size} tokens and vLLM schedules "
+            f"{block_size} (context parallelism?); wtransfer's connectors need them equal"
+        )
+    nbytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    num_blocks = kv_cache_config.num_blocks
+    return KVCacheConfig(num_blocks, block_size, nbytes // num_blocks if num_blocks else 0)

@@ -1,0 +1,103 @@
+"""Statistics of connectors as vLLM's objects: in its log, and at its Prometheus endpoint.
+
+A connector's ``get_stats`` returns plain numbers; those whose names end in ``_total`` only grow.
+Of these the increase within an interval travels, and adds up over ranks and intervals. All others
+are gauges: the last one stands.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+INTERVAL_S = 1.0
+"""How often a side collects its numbers, in seconds: vLLM asks after every step."""
+TOTAL = "_total"
+
+
+@dataclass
+class KVStats(KVConnectorStats):
+    """Numbers of one interval, by ``side_name``."""
+
+    def reset(self) -> None:
+        """Clear."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVStats:
+        """Add the numbers of another rank, side or interval; return this object."""
+        for name, number in other.data.items():
+            before = self.data.get(name, 0) if name.endswith(TOTAL) else 0
+            self.data[name] = before + number
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the numbers for the log: those that are not 0."""
+        return {name: number for name, number in self.data.items() if number}
+
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to show."""
+        return not any(self.data.values())
+
+
+class KVStatsInterval:
+    """What one side's numbers were, so that their increase can be told.
+
+    Args:
+        side: ``scheduler`` or ``worker``.
+        get_stats: Returns the numbers.
+    """
+
+    def __init__(self, side: str, get_stats: Callable[[], Mapping[str, float]]) -> None:
+        self._side = side
+        self._get_stats = get_stats
+        self._before: dict[str, float] = {}
+        self._due = 0.0
+
+    def take(self) -> KVStats | None:
+        """Return the numbers since the last time; None within an interval, or if none changed."""
+        now = time.monotonic()
+        if now < self._due:
+            return None
+        self._due = now + INTERVAL_S
+        stats = dict(self._get_stats())
+        changed = {name: n for name, n in stats.items() if n != self._before.get(name, 0)}
+        data = {
+            f"{self._side}_{name}": n - self._before.get(name, 0) if name.endswith(TOTAL) else n
+            for name, n in changed.items()
+        }
+        self._before = stats
+        return KVStats(data) if data else None
+
+
+class KVPromMetrics(KVConnectorPromMetrics):
+    """Shows numbers as ``vllm:wtransfer_kv_<side>_<name>``, each from when it is first seen."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._metrics: dict[str, Any] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record the numbers of an interval."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, number in transfer_stats_data.items():
+            is_counter = name.endswith(TOTAL)
+            metric = self._metrics.get(name)
+            if metric is None:
+                metric = self._metrics[name] = (
+                    self._counter_cls if is_counter else self._gauge_cls
+                )(
+                    name=f"vllm:wtransfer_kv_{name}",
+                    documentation=f"{name.removesuffix(TOTAL).replace('_', ' ')}, of the connector",
+                    labelnames=self._labelnames,
+                )
+            labelled = metric.labels(*labels)
+            (labelled.inc if is_counter else labelled.set)(number)

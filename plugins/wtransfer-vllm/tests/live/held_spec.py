@@ -1,0 +1,28 @@
+"""An offloading spec whose loads end only once a file has gone: a load that is held open."""
+
+from pathlib import Path
+
+from wtransfer.specs.cpu import CPUOffloadingSpec
+
+
+class HeldSpec(CPUOffloadingSpec):
+    def get_worker(self, kv_caches):
+        worker = super().get_worker(kv_caches)
+        gate = Path(self.config.extra_config["gate"])
+        loads, held = set(), []
+        submit_load, get_finished = worker.submit_load, worker.get_finished
+
+        def submit(job_id, source, target):
+            loads.add(job_id)
+            return submit_load(job_id, source, target)
+
+        def finished():
+            results = [*held, *get_finished()]
+            held.clear()
+            if gate.exists():
+                held.extend(each for each in results if each.job_id in loads)
+                return [each for each in results if each.job_id not in loads]
+            return results
+
+        worker.submit_load, worker.get_finished = submit, finished
+        return worker

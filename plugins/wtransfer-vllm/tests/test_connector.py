@@ -1,0 +1,290 @@
+"""The adapter between vLLM's connectors and ours, driven call by call as vLLM drives it."""
+
+import types
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from wtransfer_vllm import names
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
+
+from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorMetadata
+from wtransfer.errors import ConnectorOptionError
+from wtransfer.host.registry import registry
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of what vLLM imports
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.outputs import KVConnectorOutput
+
+
+class bag(types.SimpleNamespace):  # noqa: N801  # as a function
+    """One to which weak references can be made."""
+
+
+LAYERS = ("layer.0", "layer.1")
+
+
+@dataclass
+class Plan(KVConnectorMetadata):
+    number: int = 0
+
+
+class Scripted(KVConnectorBase_V1):
+    """Answers what the test says, and writes down what it is called with."""
+
+    names_weights = True
+    answers: dict = {}  # noqa: RUF012
+
+    def __init__(self, vllm_config, role, kv_cache_config=None):
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.calls = []
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return self.answers["matched"]
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        self.calls.append("alloc")
+
+    def build_connector_meta(self, scheduler_output):
+        return Plan(len(self.calls))
+
+    def request_finished(self, request, block_ids):
+        return self.answers["stays"], None
+
+    def start_load_kv(self, forward_context, **kwargs):
+        self.calls.append("load")
+
+    def wait_for_layer_load(self, layer_name):
+        self.calls.append(f"wait {layer_name}")
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        self.calls.append(f"save {layer_name}")
+
+    def wait_for_save(self):
+        self.calls.append("saved")
+
+    def get_finished(self, finished_req_ids):
+        return self.answers.pop("finished", (None, None))
+
+    def get_block_ids_with_load_errors(self):
+        return self.answers.pop("errors", set())
+
+    def get_stats(self):
+        return self.answers.get("stats", {})
+
+
+def cache_config(spec=None, num_groups=1):
+    spec = spec or FullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    groups = [KVCacheGroupSpec([layer], spec) for layer in LAYERS[:num_groups]]
+    tensors = [bag(size=4 * 1024), bag(size=4 * 1024)]
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+@pytest.fixture
+def adapter(tmp_path, monkeypatch):
+    """Maker of one side of the adapter over the scripted connector."""
+    monkeypatch.setattr(Scripted, "answers", {"matched": (0, False), "stays": False})
+    monkeypatch.setenv("WTRANSFER_CACHE", str(tmp_path))
+    if not names.is_ours("connectors", "scripted"):
+        registry("connectors").register("scripted", Scripted)
+        names.remember("connectors", "scripted", "scripted")
+        KVConnectorFactory.register_connector("scripted", "wtransfer_vllm.connector", "scripted")
+    config = bag(
+        kv_transfer_config=KVTransferConfig(kv_connector="scripted", kv_role="kv_both"),
+        model_config=bag(model=str(tmp_path / "nowhere"), dtype="float32", hf_config=None),
+        load_config=bag(load_format="dummy"),
+        cache_config=bag(block_size=16, cache_dtype="auto"),
+        parallel_config=bag(rank=0, world_size=1, tensor_parallel_size=1),
+        scheduler_config=bag(disable_hybrid_kv_cache_manager=True),
+    )
+
+    def make(role, kv_cache_config=None):
+        side = KVConnectorFactory.create_connector(
+            config, KVConnectorRole[role], kv_cache_config or cache_config()
+        )
+        if role == "WORKER":
+            side.register_kv_caches({layer: torch.zeros(4, 256) for layer in LAYERS})
+        return side, side._inner
+
+    return make
+
+
+def request(name):
+    return bag(request_id=name)
+
+
+def blocks(*ids):
+    return bag(get_block_ids=lambda: (list(ids),))
+
+
+def plan(scheduler, *, name=None, ids=(), num_tokens=0):
+    """Let the scheduler's side plan a step, with a load if a request is named."""
+    if name is not None:
+        scheduler.get_num_new_matched_tokens(request(name), 0)
+        scheduler.update_state_after_alloc(request(name), blocks(*ids), num_tokens)
+    return scheduler.build_connector_meta(bag())
+
+
+def step(worker, metadata, *, forward=True, finished=()):
+    """Take a step as vLLM's model runner does; return what it reports."""
+    worker.handle_preemptions(metadata)
+    worker.bind_connector_metadata(metadata)
+    worker.start_load_kv(None)
+    for layer in LAYERS if forward else ():
+        worker.wait_for_layer_load(layer)
+        worker.save_kv_layer(layer, None, None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results(set(finished))
+    errors = worker.get_block_ids_with_load_errors()
+    worker.clear_connector_metadata()
+    return results, errors
+
+
+def test_a_step_over_blocks_that_could_not_be_loaded_is_not_saved(adapter):
+    (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers["matched"] = (16, False)
+    metadata = plan(scheduler, name="sync", ids=(2, 3), num_tokens=16)
+    Scripted.answers["errors"] = {2}
+    _, errors = step(worker, metadata)
+    assert errors == {2}
+    assert "saved" not in inner.calls
+
+
+def test_a_failed_load_of_a_request_that_waits_does_not_keep_others_from_being_saved(adapter):
+    (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers["matched"] = (16, True)
+    metadata = plan(scheduler, name="waiting", ids=(2, 3), num_tokens=16)
+    Scripted.answers["errors"] = {2}
+    _, errors = step(worker, metadata)
+    assert errors == {2}
+    assert "saved" in inner.calls
+    # Nor do errors of a step before it.
+    _, errors = step(worker, plan(scheduler))
+    assert (errors, inner.calls.count("saved")) == (set(), 2)
+
+
+def test_loads_of_every_layer_end_where_no_forward_pass_waits_for_them(adapter):
+    (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
+    step(worker, plan(scheduler), forward=False)
+    assert inner.calls == ["load", "saved", "wait layer.0", "wait layer.1"]
+    inner.calls.clear()
+    step(worker, plan(scheduler))
+    assert [each for each in inner.calls if each.startswith("wait")] == [
+        "wait layer.0",
+        "wait layer.1",
+    ]
+
+
+def test_a_request_that_vllm_does_not_wait_for_is_not_named(adapter):
+    (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers["finished"] = ({"never heard of"}, {"nor of this"})
+    results, _ = step(worker, plan(scheduler), finished={"never heard of"})
+    assert (results.finished_sending, results.finished_recving) == (set(), set())
+
+
+def test_a_request_that_stays_is_named_once_however_often_the_connector_names_it(adapter):
+    (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers["stays"] = True
+    assert scheduler.request_finished(request("one"), [1]) == (True, None)
+    Scripted.answers["finished"] = ({"one"}, {"one"})
+    results, _ = step(worker, plan(scheduler), finished={"one"})
+    assert (results.finished_sending, results.finished_recving) == ({"one"}, set())
+    Scripted.answers["finished"] = ({"one"}, {"one"})
+    results, _ = step(worker, plan(scheduler))
+    assert (results.finished_sending, results.finished_recving) == (set(), set())
+
+
+def test_a_request_named_in_the_step_after_which_it_ends_is_named_when_it_is_known_to_stay(adapter):
+    (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers["finished"] = ({"early", "freed"}, None)
+    results, _ = step(worker, plan(scheduler))
+    assert results.finished_sending == set()
+    Scripted.answers["stays"] = True
+    scheduler.request_finished(request("early"), [1])
+    Scripted.answers["stays"] = False
+    scheduler.request_finished(request("freed"), [2])
+    results, _ = step(worker, plan(scheduler), finished={"early", "freed"})
+    assert results.finished_sending == {"early"}
+    assert not worker._early
+
+
+@pytest.mark.parametrize("named_as", [0, 1], ids=["sent", "received"])
+def test_a_request_that_ends_while_it_is_loaded_is_named_as_received_and_once(adapter, named_as):
+    (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers |= {"matched": (16, True), "stays": True}
+    step(worker, plan(scheduler, name="aborted", ids=(1, 2), num_tokens=16))
+    assert scheduler.request_finished(request("aborted"), [1, 2])[0] is True
+    step(worker, plan(scheduler), finished={"aborted"})
+    Scripted.answers["finished"] = [({"aborted"}, None), (None, {"aborted"})][named_as]
+    results, _ = step(worker, plan(scheduler))
+    assert (results.finished_sending, results.finished_recving) == (set(), {"aborted"})
+    scheduler.update_connector_output(KVConnectorOutput(finished_recving={"aborted"}))
+    Scripted.answers["finished"] = ({"aborted"}, {"aborted"})
+    results, _ = step(worker, plan(scheduler))
+    assert (results.finished_sending, results.finished_recving) == (set(), set())
+
+
+def test_models_whose_cache_cannot_be_moved_are_refused_in_a_sentence(adapter):
+    with pytest.raises(ConnectorOptionError, match="2 groups of layers .a hybrid model"):
+        adapter("SCHEDULER", cache_config(num_groups=2))
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
+    )
+    with pytest.raises(ConnectorOptionError, match="kind SlidingWindowSpec, which does not keep"):
+        adapter("WORKER", cache_config(window))
+    blocks_of_32 = FullAttentionSpec(
+        block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    with pytest.raises(ConnectorOptionError, match="have 32 tokens and vLLM schedules 16"):
+        adapter("WORKER", cache_config(blocks_of_32))
+
+
+def test_a_cache_whose_first_dimension_does_not_count_blocks_is_refused(adapter):
+    worker, _ = adapter("WORKER")
+    with pytest.raises(ConnectorOptionError, match=r"layer 'x' has shape \(2, 4, 16\)"):
+        worker.register_kv_caches({"x": torch.zeros(2, 4, 16)})
+
+
+def test_the_connector_sees_its_own_name_and_the_shape_of_the_cache(adapter):
+    _, inner = adapter("WORKER")
+    assert inner.config.kv_transfer_config.kv_connector == "scripted"
+    shape = inner.kv_cache_config
+    assert (shape.num_blocks, shape.block_size, shape.bytes_per_block) == (4, 16, 2048)
+
+
+def test_statistics_add_up_over_ranks_and_intervals_and_gauges_do_not(adapter, monkeypatch):
+    (worker, _), (other, _) = adapter("WORKER"), adapter("WORKER")
+    monkeypatch.setattr("wtransfer_vllm.kv_stats.INTERVAL_S", 0.0)
+    build = type(worker).build_kv_connector_stats
+    Scripted.answers["stats"] = {"blocks_loaded_total": 3, "slots": 7, "never_total": 0}
+    together = worker.get_kv_connector_stats().aggregate(other.get_kv_connector_stats())
+    Scripted.answers["stats"] = {"blocks_loaded_total": 5, "slots": 6, "never_total": 0}
+    together.aggregate(build(worker.get_kv_connector_stats().to_dict()))
+    assert together.reduce() == {"worker_blocks_loaded_total": 8, "worker_slots": 6}
+    assert worker.get_kv_connector_stats() is None
+    assert build().is_empty()
+    assert not together.is_empty()
+
+
+def test_what_vllm_asks_before_it_makes_anything(adapter):
+    side, _ = adapter("SCHEDULER")
+    cls = type(side)
+    assert (cls.__name__, cls.__module__) == ("scripted", "wtransfer_vllm.connector")
+    assert cls.requires_piecewise_for_cudagraph({}) is True
+    assert cls.get_required_kvcache_layout(None) is None
+    assert side.requires_kv_delivery is False
+    assert side.supports_divergent_local_hybrid_hits is False

@@ -1,0 +1,98 @@
+"""KV connectors by their names in a live vLLM: hits, and the tokens of a fresh one."""
+
+import contextlib
+
+import pytest
+from kv import (
+    BLOCK_SIZE,
+    PROMPTS,
+    TO_A_STORE,
+    TO_ANOTHER,
+    check_same,
+    count_hits,
+    install_third_parties,
+    start,
+)
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+IN_ONE = {"processes": 1}
+IN_THREE = {"processes": 3}
+TWO_RANKS = {"ranks": 2}
+nightly = pytest.mark.nightly
+
+
+def shapes(kinds, smoke):
+    """Return each kind in one process, nightly in three and on two ranks, and one smoke."""
+    found = []
+    for kind in kinds:
+        marks = [] if kind == smoke else [nightly]
+        found += [
+            pytest.param(kind, IN_ONE, id=f"{kind}, one process"),
+            pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=marks),
+            pytest.param(kind, TWO_RANKS, id=f"{kind}, two ranks", marks=[nightly]),
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def third_parties(tmp_path_factory):
+    return install_third_parties(tmp_path_factory.mktemp("third-parties"))
+
+
+@pytest.fixture(scope="module")
+def fresh(models, tmp_path_factory):
+    """Maker of the answers of a fresh vLLM without us, by number of ranks; each made once."""
+    made = {}
+
+    def answers(ranks=1):
+        if ranks not in made:
+            engine = start(tmp_path_factory.mktemp("fresh"), models / "A", ranks=ranks)
+            made[ranks] = engine.do("answer", PROMPTS)
+            engine.close()
+        return made[ranks]
+
+    return answers
+
+
+@pytest.fixture
+def engines(models, third_parties, tmp_path):
+    """Maker of engines with a connector, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(connector, *, env=None, model="A", **options):
+            env = third_parties | {"WTRANSFER_CACHE": str(tmp_path / "cache")} | (env or {})
+            engine = start(tmp_path, models / model, connector, env=env, **options)
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+@pytest.mark.parametrize(("kind", "shape"), shapes(TO_A_STORE, smoke="storage"))
+def test_a_prefix_comes_back_by_the_connector_with_the_tokens_of_a_fresh_vllm(
+    engines, fresh, kind, shape
+):
+    engine = engines(TO_A_STORE[kind], **shape)
+    expected = fresh(shape.get("ranks", 1))
+    computed, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+    check_same(computed, expected)
+    assert hits == 0
+    engine.do("answer", ["a step for what is stored after a request has ended"])
+    assert engine.do("forget_prefixes") is True
+    loaded, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+    check_same(loaded, expected)
+    assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(("kind", "shape"), shapes(TO_ANOTHER, smoke="shared memory"))
+def test_a_decode_instance_loads_what_the_prefill_instance_has_computed(
+    engines, fresh, kind, shape
+):
+    prefill = engines(TO_ANOTHER[kind], kv={"role": "kv_producer"}, **shape)
+    decode = engines(TO_ANOTHER[kind], kv={"role": "kv_consumer"}, **shape)
+    wish = [{"do_remote_decode": True}] * len(PROMPTS)
+    transfers = [each["transfer"] for each in prefill.do("answer", PROMPTS, 1, wish)]
+    served, hits = count_hits(decode, lambda: decode.do("answer", PROMPTS, 16, transfers))
+    check_same(served, fresh(shape.get("ranks", 1)))
+    assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE

@@ -1,0 +1,177 @@
+"""What goes wrong around KV in a live vLLM: it is computed, with the tokens of a fresh one."""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from kv import (
+    BLOCK_SIZE,
+    OFFLOADING,
+    PROMPTS,
+    STORAGE,
+    TO_ANOTHER,
+    check_same,
+    count_hits,
+    start,
+)
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+nightly = pytest.mark.nightly
+RECOMPUTE = {"policy": "recompute"}
+
+
+@pytest.fixture(scope="module")
+def fresh(models, tmp_path_factory):
+    """Model's name -> the answers of a fresh vLLM."""
+    answers = {}
+    for name in ("A", "B"):
+        engine = start(tmp_path_factory.mktemp("fresh"), models / name)
+        answers[name] = engine.do("answer", PROMPTS)
+        engine.close()
+    return answers
+
+
+@pytest.fixture
+def engines(models, tmp_path):
+    """Maker of engines with a connector, which are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(connector, *, model="A", **options):
+            env = {"WTRANSFER_CACHE": str(tmp_path / "cache")}
+            engine = start(tmp_path, models / model, connector, env=env, **options)
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+def block_files(folder):
+    """Return the files of all blocks in the storage connector's folder, by their folders."""
+    shelves = sorted((folder / "kv" / "wtransfer-kv-1").glob("blocks-*"))
+    return [sorted(shelf.iterdir()) for shelf in shelves]
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [flip, cut], ids=["tampered", "truncated"])
+def test_damaged_blocks_are_computed(engines, fresh, tmp_path, damage):
+    engine = engines(STORAGE, kv=RECOMPUTE)
+    engine.do("answer", PROMPTS)
+    (files,) = block_files(tmp_path)
+    for file in files[::2]:
+        damage(file)
+    engine.do("forget_prefixes")
+    check_same(engine.do("answer", PROMPTS), fresh["A"])
+    # They were set aside and stored again.
+    engine.do("forget_prefixes")
+    again, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+    check_same(again, fresh["A"])
+    assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
+
+
+def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh, tmp_path):
+    engines(STORAGE, kv=RECOMPUTE).do("answer", PROMPTS)
+    (of_a,) = block_files(tmp_path)
+    engine = engines(STORAGE, kv=RECOMPUTE, model="B")
+    engine.do("answer", PROMPTS)
+    of_b = next(files for files in block_files(tmp_path) if files != of_a)
+    # Each file of B becomes another block of B, or the block of A that has its place.
+    kept = [file.read_bytes() for file in of_b]
+    for number, file in enumerate(of_b):
+        foreign = kept[number - 1] if number % 2 else of_a[number].read_bytes()
+        file.write_bytes(foreign)
+    engine.do("forget_prefixes")
+    check_same(engine.do("answer", PROMPTS), fresh["B"])
+
+
+@pytest.mark.parametrize("stopped_first", [True, False], ids=["in mid-transfer", "before it"])
+@pytest.mark.parametrize(
+    "kind",
+    ["shared memory", pytest.param("process group", marks=nightly)],
+)
+def test_a_prefill_instance_that_is_killed_costs_a_recompute_and_no_block(
+    engines, fresh, kind, stopped_first
+):
+    shape = {"processes": 3}
+    prefill = engines(TO_ANOTHER[kind], kv={"role": "kv_producer"}, **shape)
+    decode = engines(TO_ANOTHER[kind], kv={"role": "kv_consumer"} | RECOMPUTE, **shape)
+    wish = [{"do_remote_decode": True}] * len(PROMPTS)
+    transfers = [each["transfer"] for each in prefill.do("answer", PROMPTS, 1, wish)]
+    if stopped_first:
+        os.killpg(prefill.process.pid, signal.SIGSTOP)
+        decode.do("begin", "loading", PROMPTS[0], 16, transfers[0])
+        assert not decode.do("step", 5)["tokens"]["loading"]
+    os.killpg(prefill.process.pid, signal.SIGKILL)
+    prefill.process.wait(20)
+    if stopped_first:
+        limit = time.monotonic() + 40
+        while not (state := decode.do("step", 5))["ended"]:
+            assert time.monotonic() < limit
+        assert state["tokens"]["loading"] == fresh["A"][0]["tokens"]
+    served = decode.do("answer", PROMPTS, 16, transfers)
+    check_same(served, fresh["A"])
+    check_same(decode.do("answer", PROMPTS), fresh["A"])
+    assert decode.do("counters")["vllm:kv_cache_usage_perc"] == 0
+
+
+def crowd(number):
+    """Return prompts that share beginns of several blocks, and end in their own ways."""
+    shared = [prompt[: 5 * BLOCK_SIZE] for prompt in PROMPTS]
+    return [f"{shared[each % 2]} and this is number {each} of them" for each in range(number)]
+
+
+@pytest.fixture(scope="module")
+def fresh_crowd(models, tmp_path_factory):
+    engine = start(tmp_path_factory.mktemp("fresh"), models / "A")
+    # One by one, so that none of them depends on another.
+    answers = [engine.do("answer", [prompt], 24)[0] for prompt in crowd(50)]
+    engine.close()
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("connector", "shape"),
+    [
+        pytest.param(OFFLOADING, {}, id="offloading, one process"),
+        pytest.param(STORAGE, {"processes": 3}, id="storage, three processes", marks=nightly),
+        pytest.param(OFFLOADING, {"processes": 3}, id="offloading, three", marks=nightly),
+    ],
+)
+def test_fifty_requests_at_once_with_shared_prefixes_and_preemptions(
+    engines, fresh_crowd, connector, shape
+):
+    # Room for about 15 of them: 2 layers of 2 x 128 float32 a token.
+    engine = engines(connector, kv_cache_memory_bytes=15 * 256 * 4096, **shape)
+    for _ in range(3):
+        check_same(engine.do("answer", crowd(50), 24), fresh_crowd)
+        engine.do("forget_prefixes")
+    counters = engine.do("counters")
+    assert counters["vllm:num_preemptions"] > 0
+    assert counters["vllm:external_prefix_cache_hits"] > 0
+
+
+def test_an_instance_that_was_killed_leaves_its_blocks_to_the_next(engines, fresh, tmp_path):
+    first = engines(STORAGE)
+    first.do("answer", PROMPTS)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait(20)
+    second = engines(STORAGE)
+    # From the first request on: the checkpoint's digest is known from before.
+    served, hits = count_hits(second, lambda: second.do("answer", PROMPTS))
+    check_same(served, fresh["A"])
+    assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
+    assert Path(tmp_path / "cache").exists()
+    shutil.rmtree(tmp_path / "cache")

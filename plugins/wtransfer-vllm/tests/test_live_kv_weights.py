@@ -1,0 +1,134 @@
+"""No stale KV in a live vLLM: weights A, B and A again while requests run and loads are held."""
+
+import contextlib
+import time
+
+import pytest
+import wtransfer
+from engines import publish
+from kv import LOCAL_HITS, PROMPTS, STORAGE, check_same, count_hits, start
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 40
+
+
+def held_offloading(folder):
+    return {
+        "spec_name": "HeldSpec",
+        "spec_module_path": "held_spec",
+        "gate": f"{folder}/gate",
+        "cpu_bytes_to_use": 64 << 20,
+    }
+
+
+@pytest.fixture(scope="module")
+def fresh(models, tmp_path_factory):
+    """Model's name -> the answers of a fresh vLLM of its own: tokens, and how probable they are."""
+    answers = {}
+    for name in ("A", "B"):
+        engine = start(tmp_path_factory.mktemp("fresh"), models / name)
+        answers[name] = engine.do("answer", PROMPTS, NUM_TOKENS)
+        engine.close()
+    assert answers["A"][0]["tokens"] != answers["B"][0]["tokens"]
+    return answers
+
+
+@pytest.fixture
+def serving(models, weights, tmp_path):
+    """Maker of an engine with model A, of what publishes to it, and of a gate for its loads."""
+    with contextlib.ExitStack() as stack:
+
+        def make(connector, **options):
+            env = {"WTRANSFER_CACHE": str(tmp_path / "cache")}
+            weight_config = {"backend": "shm"}
+            engine = start(
+                tmp_path,
+                models / "A",
+                connector,
+                env=env,
+                weight_transfer_config=weight_config,
+                **options,
+            )
+            stack.callback(engine.close)
+            held = {key: tensor.clone() for key, tensor in weights["A"].items()}
+            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=10))
+            engine.invite(publisher)
+            publisher.wait_for_workers(1, timeout_s=20)
+
+            def change_to(name):
+                for key, tensor in weights[name].items():
+                    held[key].copy_(tensor)
+                report = publish(publisher, engine, name)
+                assert report.ok, report
+
+            return engine, change_to
+
+        yield make
+
+
+def run_until(engine, *names):
+    """Take steps until requests have ended; return how they ended, and their tokens."""
+    limit = time.monotonic() + 60
+    while True:
+        state = engine.do("step", 20)
+        if all(name in state["ended"] for name in names):
+            return state
+        assert time.monotonic() < limit, f"not ended: {state['ended']}"
+
+
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(3, marks=pytest.mark.nightly)], ids="{} processes".format
+)
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_commit_beside_a_held_load_leaves_no_stale_token_no_error_and_prefix_caching_on(
+    serving, fresh, tmp_path, policy, processes
+):
+    engine, change_to = serving(
+        ("wtransfer-OffloadingConnector", held_offloading),
+        processes=processes,
+        kv={"policy": policy},
+    )
+    check_same(engine.do("answer", PROMPTS, NUM_TOKENS), fresh["A"])
+    engine.do("answer", ["a step for the last stores"])
+    gate = tmp_path / "gate"
+    for number, name in enumerate("BAB"):
+        assert engine.do("forget_prefixes") is True
+        # The load of one is held, another is in the midst of its tokens, under the old weights.
+        gate.touch()
+        held, running = f"held load {number}", f"running {number}"
+        engine.do("begin", held, PROMPTS[0], NUM_TOKENS)
+        engine.do("begin", running, "something else", 200)
+        state = engine.do("step", 30)
+        assert not state["tokens"][held]
+        assert 0 < len(state["tokens"][running]) < 200
+        change_to(name)
+        # Still held. What the first computes is in vLLM's own prefix cache for the second.
+        before = engine.do("counters")[LOCAL_HITS]
+        for each in (f"first {number}", f"second {number}"):
+            engine.do("begin", each, f"A prompt of its own, {number}. " * 12, 4)
+            assert held not in run_until(engine, each)["ended"]
+        assert engine.do("counters")[LOCAL_HITS] > before
+        gate.unlink()
+        state = run_until(engine, held, running)
+        assert (state["ended"][held], state["ended"][running]) == ("length", "length")
+        assert state["tokens"][held] == fresh[name][0]["tokens"]
+        check_same(engine.do("answer", PROMPTS, NUM_TOKENS), fresh[name])
+
+
+def test_weights_that_come_back_find_their_own_blocks_again_also_in_a_second_vllm(serving, fresh):
+    engine, change_to = serving(STORAGE)
+    check_same(engine.do("answer", PROMPTS, NUM_TOKENS), fresh["A"])
+    for name, num_known in (("B", 0), ("A", 2), ("B", 2)):
+        change_to(name)
+        served, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS, NUM_TOKENS))
+        check_same(served, fresh[name])
+        assert (hits > 0) == (num_known > 0)
+    second, change_second_to = serving(STORAGE)
+    served, hits = count_hits(second, lambda: second.do("answer", PROMPTS, NUM_TOKENS))
+    check_same(served, fresh["A"])
+    assert hits > 0
+    change_second_to("B")
+    served, hits = count_hits(second, lambda: second.do("answer", PROMPTS, NUM_TOKENS))
+    check_same(served, fresh["B"])
+    assert hits > 0
