@@ -239,7 +239,7 @@ def test_a_request_that_ends_while_it_is_loaded_is_named_as_received_and_once(ad
 
 
 def test_models_whose_cache_cannot_be_moved_are_refused_in_a_sentence(adapter):
-    with pytest.raises(ConnectorOptionError, match="2 groups of layers .a hybrid model"):
+    with pytest.raises(ConnectorOptionError, match=r"2 groups of layers \(a hybrid model\)"):
         adapter("SCHEDULER", cache_config(num_groups=2))
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=64
@@ -288,3 +288,36 @@ def test_what_vllm_asks_before_it_makes_anything(adapter):
     assert cls.get_required_kvcache_layout(None) is None
     assert side.requires_kv_delivery is False
     assert side.supports_divergent_local_hybrid_hits is False
+
+
+LEFT = {
+    "bind_kv_cache_manager": "for connectors that look into vLLM's block pool",
+    "bind_gpu_block_pool": "likewise",
+    "finish_forward": "loads of a step end before it does",
+    "get_external_cache_hit_sources": "vLLM counts them as external",
+    "get_kv_connector_kv_cache_events": "events name blocks by hashes of ours, not by vLLM's",
+    "get_loaded_kv_cache_group_ids": "there is one group",
+    "get_mem_pool_context": "the cache lies in vLLM's own memory",
+    "get_transfer_results": "made of get_finished",
+    "has_connector_metadata": "kept by the base class",
+    "has_pending_block_frees": "no transfer of ours frees blocks for others",
+    "register_finished_partial_tail": "only whole blocks are kept",
+    "reset_capture_state": "nothing is done while graphs are captured",
+    "restore_kv_caches": "views of tensors stay valid where their memory is mapped again",
+    "role": "kept by the base class",
+    "set_host_xfer_buffer_ops": "no buffer of vLLM's is used",
+    "supports_divergent_local_hybrid_hits": "hybrid models are refused",
+    "supports_sleep_mode": "it can: no address is registered anywhere",
+    "take_events": "events name blocks by hashes of ours, not by vLLM's",
+    "unregister_kv_caches": "see restore_kv_caches",
+}
+"""Of vLLM's base class, what the adapter leaves as it is, and why."""
+
+
+def test_every_method_of_vllms_connectors_is_passed_on_or_left_for_a_reason(adapter):
+    side, _ = adapter("SCHEDULER")
+    adapted = type(side).__mro__[1]
+    base = adapted.__mro__[1]
+    theirs = {name for name in vars(base) if not name.startswith("_")}
+    assert theirs - vars(adapted).keys() <= LEFT.keys()
+    assert not LEFT.keys() & vars(adapted).keys()

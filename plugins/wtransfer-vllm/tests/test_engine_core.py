@@ -35,6 +35,9 @@ class Worker:
 
 
 class Executor:
+    def get_kv_connector_handshake_metadata(self):
+        return [{(0, rank): list(worker.called)} for rank, worker in enumerate(self.workers)]
+
     def __init__(self, workers):
         self.workers = workers
         self.sleeping_tags = set()
@@ -55,9 +58,15 @@ class Connector:
 
     def __init__(self, forgets):
         self.forgets = forgets
+        self.told, self.deaf = [], False
 
     def get_num_new_matched_tokens(self, request, num_computed):
         return (16, True)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata):
+        if self.deaf:
+            raise OSError("cannot hear")
+        self.told.append(metadata)
 
     def reset_cache(self):
         if isinstance(self.forgets, Exception):
@@ -117,7 +126,8 @@ def names_of(worker):
 
 @pytest.fixture
 def make():
-    names.remember("shm", "shm")
+    names.remember("engines", "shm", "shm")
+    names.remember("connectors", "ours", "ours")
 
     def make_core(generation=CURRENT, **options):
         core_class = type("Core", (Core,), {})
@@ -387,3 +397,139 @@ def test_other_backends_are_not_watched(make):
         "finish_weight_update",
     ]
     assert core.resets == ["sleep 2 abort"]
+
+
+# -- with a connector of ours ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve(make, monkeypatch):
+    """Maker of a core with a connector of ours; renaming is written down beside the other calls."""
+
+    def renamed(worker, why):
+        worker.called.append(("renamed", why))
+        return {"touched": True, "state": "empty", "version": None, "error": None}
+
+    monkeypatch.setattr("wtransfer_vllm.engine_core.weights_were_replaced", renamed)
+
+    def make_core(**options):
+        core, workers = make(**options)
+        core.vllm_config.kv_transfer_config = bag(kv_connector="ours")
+        core.scheduler.connector = Connector(forgets=None)
+        core.scheduler.requests = {}
+        core.scheduler.failed_recving_kv_req_ids = set()
+        return core, workers
+
+    return make_core
+
+
+def commit(core, workers):
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    finish(core)
+
+
+def test_a_connector_of_ours_hears_of_the_weights_before_vllm_forgets_and_is_asked_on(serve):
+    core, workers = serve()
+    known_at_reset = []
+    core.prefix_reset = lambda: known_at_reset.append(len(core.scheduler.connector.told)) or True
+    commit(core, workers)
+    assert known_at_reset == [1]
+    (told,) = core.scheduler.connector.told
+    assert told == {(0, rank): worker.called for rank, worker in enumerate(workers)}
+    assert core.scheduler.connector.get_num_new_matched_tokens(object(), 0) == (16, True)
+
+
+def test_a_connector_that_cannot_be_told_is_not_asked_until_it_can(serve):
+    core, workers = serve()
+    connector = core.scheduler.connector
+    connector.deaf = True
+    commit(core, workers)
+    assert connector.get_num_new_matched_tokens(object(), 0) == (0, False)
+    connector.deaf = False
+    commit(core, workers)
+    assert connector.get_num_new_matched_tokens(object(), 0) == (16, True)
+
+
+def test_who_joins_may_name_the_weights_anew_so_the_connector_is_told(serve):
+    core, _ = serve()
+    invitation = {"wtransfer": {"address": "unix:@x"}}
+    core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
+    assert len(core.scheduler.connector.told) == 1
+    assert core.resets == []
+
+
+def test_requests_that_wait_for_kv_start_over_and_others_are_left_alone(serve):
+    core, workers = serve()
+    statuses = ("WAITING_FOR_REMOTE_KVS", "RUNNING", "WAITING")
+    core.scheduler.requests = {
+        name: bag(request_id=name, status=bag(name=name), num_computed_tokens=64)
+        for name in statuses
+    }
+    commit(core, workers)
+    assert core.scheduler.failed_recving_kv_req_ids == {"WAITING_FOR_REMOTE_KVS"}
+    left = {name: each.num_computed_tokens for name, each in core.scheduler.requests.items()}
+    assert left == {"WAITING_FOR_REMOTE_KVS": 0, "RUNNING": 64, "WAITING": 64}
+
+
+def test_blocks_that_are_held_lose_their_hashes_and_prefix_caching_stays_on(serve):
+    core, workers = serve()
+    evicted = []
+    manager = core.scheduler.kv_cache_manager
+    manager.block_pool, manager.evict_blocks = bag(num_gpu_blocks=3), evicted.append
+
+    def refuse():
+        raise RuntimeError("blocks are in use")
+
+    core.prefix_reset = refuse
+    commit(core, workers)
+    assert (evicted, manager.enable_caching) == ([{0, 1, 2}], True)
+
+
+@pytest.mark.parametrize("config", [None, bag(backend="nccl")], ids=["no backend", "another"])
+def test_weights_that_another_backend_writes_rename_kv_before_and_after(serve, config):
+    core, workers = serve()
+    core.vllm_config.weight_transfer_config = config
+    for method in ("start_weight_update", "update_weights"):
+        core.collective_rpc(method)
+    assert core.resets == []
+    core.collective_rpc("finish_weight_update")
+    for worker in workers:
+        assert names_of(worker) == [
+            "renamed",
+            "start_weight_update",
+            "renamed",
+            "update_weights",
+            "renamed",
+            "finish_weight_update",
+            "renamed",
+        ]
+    assert core.resets == [("prefix", True, False), "encoder"]
+    assert len(core.scheduler.connector.told) == 4
+    assert core.label == "default"
+    core.set_weight_version("theirs")
+    assert core.label == "theirs"
+
+
+def test_weights_that_are_reloaded_half_way_are_renamed_all_the_same(serve):
+    core, workers = serve()
+    core.vllm_config.weight_transfer_config = None
+    core.model_executor.fails_in = "reload_weights"
+    with pytest.raises(OSError, match="half way"):
+        core.collective_rpc("reload_weights")
+    assert names_of(workers[0]) == ["renamed", "renamed"]
+    assert core.resets == [("prefix", True, False), "encoder"]
+
+
+def test_the_pause_of_a_commit_is_logged_when_the_next_tokens_are_there(make, caplog):
+    core, workers = make()
+    core.scheduler.running = [object(), object()]
+    results = iter([({}, True), ({0: "tokens"}, True), ({0: "more"}, True)])
+    core.step_fn = step = lambda: next(results)
+    caplog.set_level("INFO")
+    commit(core, workers)
+    core.step_fn()
+    assert "running requests" not in caplog.text
+    core.step_fn()
+    assert "kept 2 running requests from their next token for" in caplog.text
+    assert core.step_fn is step

@@ -73,6 +73,7 @@ def test_the_first_failed_commit_restores_the_checkpoint(engine, trainer, weight
     assert engine.tokens(PROMPTS) == fresh["B"]
 
 
+@pytest.mark.covers("weights", release="0.32.0", how="live")
 def test_an_update_gives_the_tokens_of_a_fresh_engine_and_back_again(
     engine, trainer, weights, fresh
 ):

@@ -69,6 +69,7 @@ def engines(models, third_parties, tmp_path):
         yield make
 
 
+@pytest.mark.covers("connectors", "specs", release="0.32.0", how="live")
 @pytest.mark.parametrize(("kind", "shape"), shapes(TO_A_STORE, smoke="storage"))
 def test_a_prefix_comes_back_by_the_connector_with_the_tokens_of_a_fresh_vllm(
     engines, fresh, kind, shape

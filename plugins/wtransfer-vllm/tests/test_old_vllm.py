@@ -71,6 +71,7 @@ def run(models):
     return say("update", models / "A", *checkpoints)
 
 
+@pytest.mark.covers("weights", release="0.17.1", how="live")
 def test_its_own_factory_makes_our_engine_under_a_name_that_its_config_takes(run):
     assert run["engine"] == "SeedEngine"
     assert run["names"][:2] == ["nccl", "ipc"]

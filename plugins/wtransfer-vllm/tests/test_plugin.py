@@ -38,7 +38,8 @@ def python(tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]) | {"log": done.stderr}
+        said = json.loads(done.stdout.splitlines()[-1])
+        return (said if isinstance(said, dict) else {"said": said}) | {"log": done.stderr}
 
     return run
 
@@ -81,8 +82,8 @@ def test_a_name_of_vllms_own_stays_vllms(python):
         print(json.dumps({
             "kept": factory._registry["ipc"] is theirs,
             "ours": sorted(each for each in factory._registry if each.startswith("wtransfer-")),
-            "means": names.engine_name("wtransfer-ipc"),
-            "is_ours": [names.is_ours("ipc"), names.is_ours("wtransfer-ipc")],
+            "means": names.our_name("engines", "wtransfer-ipc"),
+            "is_ours": [names.is_ours("engines", each) for each in ("ipc", "wtransfer-ipc")],
         }))
     """
     found = python("current", code)
@@ -90,6 +91,52 @@ def test_a_name_of_vllms_own_stays_vllms(python):
     assert "wtransfer-ipc" in found["ours"]
     assert found["means"] == "ipc"
     assert found["is_ours"] == [False, True]
+
+
+KV_NAMES = """
+    import json, sys
+    from wtransfer.host.registry import registry
+    registry("connectors").register("acme", "nowhere", "Connector")
+    registry("specs").register("acme-disk", "nowhere", "Spec")
+    from wtransfer_vllm.plugin import register
+    register()
+    register()
+    early = [each for each in sys.modules if "kv_connector" in each or "kv_offload" in each]
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    refusals = {}
+    for name in ("acme-disk", "wtransfer-CPUOffloadingSpec"):
+        try:
+            OffloadingSpecFactory._registry[name]()
+        except ValueError as error:
+            refusals[name] = str(error)
+    heavy = [each for each in ("torch", "pluggy", "nowhere") if each in sys.modules]
+    connectors = KVConnectorFactory._registry
+    print(json.dumps([early, connectors, refusals, heavy]))
+"""
+
+
+@pytest.mark.parametrize("generation", ["current", "seed", "other"])
+def test_every_connector_and_spec_is_registered_when_vllm_imports_its_factories(python, generation):
+    early, connectors, refusals, heavy = python(generation, KV_NAMES)["said"]
+    assert early == []
+    assert heavy == []
+    ours = {name for name, (module, _) in connectors.items() if module == "wtransfer_vllm.connector"}
+    assert ours == {
+        "acme",
+        "ProcessGroupConnector",
+        "SharedMemoryConnector",
+        "SharedStorageConnector",
+        "wtransfer-MultiConnector",
+        "wtransfer-OffloadingConnector",
+    }
+    assert connectors["OffloadingConnector"] == ["vllms", "OffloadingConnector"]
+    for name, ours in (("acme-disk", "acme-disk"), ("wtransfer-CPUOffloadingSpec", "CPUOffloadingSpec")):
+        assert refusals[name] == (
+            f"the offloading spec {ours!r} is wtransfer's and runs under wtransfer's connector: set "
+            f'"kv_connector": "wtransfer-OffloadingConnector" and "spec_name": "{ours}" in '
+            "--kv-transfer-config"
+        )
 
 
 def test_a_shape_that_is_not_known_is_left_alone_and_said(python):
@@ -115,7 +162,7 @@ def test_the_engine_core_is_watched_whenever_it_is_imported(python, before):
         early = "vllm.v1.engine.core" in sys.modules
         import vllm.v1.engine.core as core
         watched = hasattr(core.EngineCore.collective_rpc, "wtransfer_call")
-        finders = [each for each in sys.meta_path if type(each).__module__.startswith("wtransfer")]
+        finders = [f for f in sys.meta_path if vars(f).get("_name") == core.__name__]
         print(json.dumps({{"early": early, "watched": watched, "finders": len(finders)}}))
     """
     found = python("current", code)

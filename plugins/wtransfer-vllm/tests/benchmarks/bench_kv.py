@@ -7,6 +7,7 @@ step without hits, without a connector and with each; and the pause of a commit 
 request. Rounds alternate between the engines, so that a busy machine slows all of them.
 """
 
+# ruff: noqa: E402, T201  # a script beside the tests, whose numbers are its output
 from __future__ import annotations
 
 import argparse
