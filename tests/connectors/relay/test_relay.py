@@ -13,6 +13,7 @@ from wtransfer.connectors.relay import grouped
 from wtransfer.connectors.relay.layout import GENERATION, HEAD
 from wtransfer.connectors.relay.link import Link
 from wtransfer.connectors.relay.messages import Ask, Done, Over
+from wtransfer.connectors.relay.saving import request_holder
 from wtransfer.connectors.relay.taking import Taker
 from wtransfer.errors import ConnectorOptionError, PeerLostError
 
@@ -402,6 +403,30 @@ def test_what_a_load_left_wrong_is_taken_back(make, instance):
     params = one.finish(request)
     outcome = other.decode("r2", PROMPT, params)
     assert (outcome["matched"], outcome["loaded"], outcome["wrong"]) == (4, 4, 0)
+
+
+@pytest.mark.parametrize("why", ["invalid blocks", "a step that does not count", "other weights"])
+def test_a_request_whose_saves_were_all_taken_back_ends_its_lease(make, instance, why):
+    one = make("p")
+    one.prefill("kept", PROMPT)
+    one.workers[0]._shelf.release(request_holder("kept"))
+    if why == "a step that does not count":
+        worker, one.workers[0].wait_for_save = one.workers[0], lambda: None
+        request = one.prefill("r", PROMPT, finish=False)
+        del worker.wait_for_save
+    else:
+        request = one.prefill("r", PROMPT, chunk=20, upto=20, finish=False)
+    assert leases(one) == [1]
+    if why == "invalid blocks":
+        output = instance.KVConnectorOutput(invalid_block_ids={one.requests["r"][0]})
+        one.scheduler.update_connector_output(output)
+    elif why == "other weights":
+        make.weights.settle("w2")
+        one.step()
+        one.scheduler.get_num_new_matched_tokens(request, 0)  # after a preemption
+    assert one.finish(request) is None
+    assert leases(one) == [0]
+    assert count(one, "slots_leased") == 0
 
 
 def test_notices_that_are_late_doubled_or_unknown_change_nothing(make, instance, until):

@@ -50,6 +50,8 @@ class _Known:
         self.num_prompt = len(request.prompt_token_ids or ())
         self.num_computed = 0
         self.saved: list[tuple[int, bytes]] = []
+        # Stays set when saves are taken back: the workers may have leased slots to the request.
+        self.has_saves = False
         self.is_settled = not told.do_remote_prefill
 
     def forget_other_weights(self, fingerprint: str | None) -> None:
@@ -263,6 +265,7 @@ class RelayScheduler(ConnectorScheduler):
             return None
         named, block_ids = [bytes(name) for name in names[part]], tracked.block_ids[part]
         known.saved += zip(block_ids, named, strict=True)
+        known.has_saves = True
         self._counts["blocks_to_save"] += len(named)
         return Save(request_id, named, block_ids, self._stamps(request_id))
 
@@ -281,10 +284,11 @@ class RelayScheduler(ConnectorScheduler):
 
     def _hand_on(self, request_id: str, known: _Known) -> dict[str, Any] | None:
         """Return what the instance needs that goes on with a request; None: it has nothing."""
-        if not known.saved:
+        if not known.has_saves:
             return None
         fingerprint = self._fence.fingerprint(request_id)
-        if fingerprint is None or len(self._workers) != self.instance.num_ranks:
+        knows_workers = len(self._workers) == self.instance.num_ranks
+        if not known.saved or fingerprint is None or not knows_workers:
             self._next.drop.append(request_id)
             return None
         self._next.leave.append(request_id)
