@@ -189,10 +189,32 @@ def test_a_request_that_cannot_be_named_there_is_not_in_the_way_of_others(make):
 def test_an_address_of_another_kind_is_not_dialed(make, kind):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
-    others = ["tcp:127.0.0.1:1", "unix:/tmp/x"] if kind == SHM else ["unix:@x", "tcp:a.host:1"]
+    others = {
+        SHM: ["tcp:127.0.0.1:1", "unix:/tmp/x", "unix:@/tmp/.X11-unix/X0"],
+        GROUP: ["unix:@x", "tcp:a.host:1"],
+    }[kind]
     for number, address in enumerate(others):
         params["remote_addresses"] = [address]
         assert other.decode(f"r{number}", PROMPT, params)["matched"] == 0
+
+
+@pytest.mark.parametrize("kind", [GROUP])
+def test_a_peer_that_is_not_allowed_is_counted_logged_once_and_never_dialed(make, caplog):
+    one, other = make("p"), make("d", options={"allowed_peers": ["10.0.0.0/8"]})
+    params = one.prefill("r", PROMPT)
+    for number in range(3):
+        assert other.decode(f"r{number}", PROMPT, params)["matched"] == 0
+    elsewhere = {**params, "remote_addresses": ["tcp:192.0.2.1:7000"]}
+    assert other.decode("elsewhere", PROMPT, elsewhere)["matched"] == 0
+    assert other.scheduler.get_stats()["peers_refused"] == 4
+    warnings = [each.getMessage() for each in caplog.records]
+    assert [text.count("allowed_peers in kv_connector_extra_config") for text in warnings] == [1, 1]
+    assert params["remote_addresses"][0] in warnings[0]
+    assert "tcp:192.0.2.1:7000" in warnings[1]
+    assert not other.workers[0]._links._links
+    assert leases(one) == [1]
+    allowed = make("d2", options={"allowed_peers": ["127.0.0.1"]})
+    assert allowed.decode("r2", PROMPT, params)["loaded"] == BLOCKS
 
 
 def test_a_wrong_token_is_a_miss(make):
