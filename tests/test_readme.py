@@ -50,14 +50,23 @@ def test_the_example_runs_as_two_processes(tmp_path):
     assert "[7., 7., 7., 7.]" in worker_out
 
 
-def test_the_connectors_example_runs(tmp_path):
-    code = example("kv.py").replace("/mnt/kv", str(tmp_path / "kv"))
+def run_connectors_example(code: str, folder: Path) -> None:
     told = "print(scheduler_side.get_num_new_matched_tokens.__self__ is scheduler_side)"
-    (tmp_path / "kv.py").write_text(f"{code}\n{told}\n", "utf-8")
-    command = [sys.executable, "-W", "error", str(tmp_path / "kv.py")]
+    (folder / "kv.py").write_text(f"{code}\n{told}\n", "utf-8")
+    command = [sys.executable, "-W", "error", str(folder / "kv.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
+
+
+def test_the_connectors_example_runs(tmp_path):
+    run_connectors_example(example("kv.py").replace("/mnt/kv", str(tmp_path / "kv")), tmp_path)
     assert (tmp_path / "kv").is_dir()
+
+
+def test_the_connectors_example_runs_with_the_offloading_connector(tmp_path):
+    code = example("kv.py").replace("SharedStorageConnector", "OffloadingConnector")
+    code = code.replace('"shared_storage_path": "/mnt/kv"', '"cpu_bytes_to_use": 1 << 22')
+    run_connectors_example(code, tmp_path)
 
 
 def test_it_holds_exactly_two_set_up_commands():

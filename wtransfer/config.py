@@ -79,7 +79,8 @@ class KVCacheConfig:
     block_size: int = 16
     """Tokens per block."""
     bytes_per_block: int = 0
-    """KV bytes of one block, of this worker and over all its layers."""
+    """KV bytes of one block, of this worker and over all its layers. Connectors that divide a given
+    amount of memory into blocks before there is a cache need it: ``OffloadingConnector`` does."""
 
 
 @dataclass(frozen=True)

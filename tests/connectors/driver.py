@@ -163,7 +163,8 @@ class Instance:
         num_layers: Layers.
         weights: Whatever the model computes with; any text.
         budget: Tokens in a step, over all requests.
-        keeps_saving: Whether ``wait_for_save`` is called also after a load that failed, as in vLLM.
+        keeps_saving: Whether ``wait_for_save`` is called also after a step that needed a load which
+            failed, against the contract, as in vLLM.
     """
 
     def __init__(
@@ -354,7 +355,8 @@ class Instance:
                 worker.wait_for_layer_load(name)
                 worker.save_kv_layer(name, caches[name], None)
         failed = [worker.get_block_ids_with_load_errors() for worker in self.workers]
-        if computes and (self.keeps_saving or not any(failed)):
+        used = {n for each in output.num_scheduled_tokens for n in self.running[each].block_ids}
+        if computes and (self.keeps_saving or used.isdisjoint(set().union(*failed))):
             for worker in self.workers:
                 worker.wait_for_save()
         said = KVConnectorOutput(invalid_block_ids=set().union(*failed))

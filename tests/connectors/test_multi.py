@@ -181,7 +181,8 @@ def instance(tmp_path, weights):
 
     def make(*folders):
         children = [storage(tmp_path / folder) for folder in folders]
-        made.append(Instance(transfer_config("MultiConnector", connectors=children), num_ranks=2))
+        transfer = transfer_config("MultiConnector", connectors=children)
+        made.append(Instance(transfer, num_ranks=2, keeps_saving=False))
         return made[-1]
 
     yield make
@@ -222,8 +223,7 @@ def test_what_one_child_failed_to_load_none_of_them_stores(instance, tmp_path):
         assert (request.num_loaded, request.output_token_ids) == (num_loaded, expected)
 
 
-@pytest.mark.parametrize("keeps_saving", [True, False], ids=["as in vLLM", "as here"])
-def test_what_storage_failed_to_load_no_tier_in_memory_keeps(tmp_path, weights, keeps_saving):
+def test_what_storage_failed_to_load_no_tier_in_memory_keeps(tmp_path, weights):
     """One that has no care of its own for what others loaded: it counts on ``wait_for_save``."""
     tier = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1 << 22}
     offloading = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": tier}
@@ -235,7 +235,7 @@ def test_what_storage_failed_to_load_no_tier_in_memory_keeps(tmp_path, weights, 
     for each in tmp_path.glob("*/blocks-*/*"):
         each.write_bytes(b"")
     longer = PROMPT + PROMPT
-    with Instance(transfer_config("MultiConnector", **extra), keeps_saving=keeps_saving) as second:
+    with Instance(transfer_config("MultiConnector", **extra), keeps_saving=False) as second:
         request = second.serve("b", longer, 2)
         assert (request.num_failures, request.output_token_ids) == (1, answer(longer, 2))
         # From the tier alone.
@@ -738,26 +738,6 @@ def test_who_was_named_is_not_remembered_for_ever(monkeypatch):
         name = f"r{number}"
         assert step_of(worker, *children, holding={name: [0]}, a=({name}, None))[0] == {name}
     assert len(worker.side._done) == 10
-
-
-@pytest.mark.parametrize("asks_before", [True, False], ids=["as here", "as in vLLM"])
-def test_a_step_in_which_one_could_not_load_counts_for_none(asks_before):
-    worker, first, second = make(WORKER, scripted("a"), scripted("b"))
-    first.answers["get_block_ids_with_load_errors"] = (1, 2)
-    step_of(worker, first, second)
-    worker.bind_connector_metadata(SeveralMetadata([Told("a"), Told("b")]))
-    if asks_before:
-        assert worker.get_block_ids_with_load_errors() == {1, 2}
-        del first.answers["get_block_ids_with_load_errors"]
-    worker.wait_for_save()
-    if not asks_before:
-        del first.answers["get_block_ids_with_load_errors"]
-        assert worker.get_block_ids_with_load_errors() == {1, 2}
-    assert [each.heard("wait_for_save") for each in (first, second)] == [[], []]
-    worker.bind_connector_metadata(SeveralMetadata([Told("a"), Told("b")]))
-    worker.wait_for_save()
-    assert [each.heard("wait_for_save") for each in (first, second)] == [[()], [()]]
-    assert worker.get_block_ids_with_load_errors() == set()
 
 
 def test_load_errors_are_those_of_all_and_each_is_said_once():

@@ -3,6 +3,11 @@
 Both instances name this connector. Nothing needs to be set: each worker takes ``shelf_bytes`` of
 anonymous memory, listens at a Unix socket without a file, and hands on only to processes of the
 same user that know the token which travels with a request.
+
+There is no list of allowed peers. A worker dials nothing but the random names that workers like it
+listen at, and tells nothing to a process of another user, for which the kernel vouches. A process
+of the same user needs no connector to read the memory of this one; and no list could hold random
+names.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from wtransfer.connectors.interface import KVConnectorBase_V1
 from wtransfer.connectors.relay.mapped import LendingDesk, MappedLink
 from wtransfer.connectors.relay.scheduler import RelayScheduler
 from wtransfer.connectors.relay.worker import RelayWorker
+from wtransfer.transport.addresses import RANDOM_PREFIX
 from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:
@@ -25,8 +31,8 @@ class SharedMemoryScheduler(RelayScheduler):
     """The scheduler's side."""
 
     def dials(self, address: str) -> bool:
-        """Return whether it is a socket of this host that has no file."""
-        return address.startswith("unix:@")
+        """Return whether it is a name that a worker of this kind listens at."""
+        return address.startswith(RANDOM_PREFIX)
 
 
 class SharedMemoryWorker(RelayWorker):

@@ -110,7 +110,10 @@ def _layout(config: OffloadingConfig, nbytes: int) -> ArenaLayout:
     if part_nbytes <= 0:
         raise OffloadingOptionError(
             f"worker_kv_bytes_per_block={config.worker_kv_bytes_per_block}, blocks_per_chunk="
-            f"{config.cache.blocks_per_chunk}: the host has to say how large a block is"
+            f"{config.cache.blocks_per_chunk}: the spec divides cpu_bytes_to_use into blocks, and "
+            "does not know how large one is. Set KVCacheConfig(bytes_per_block=...) in the serving "
+            "config's cache_config, or OffloadingConfig(worker_kv_bytes_per_block=...): the bytes "
+            "of one block in the KV caches of one rank, all layers together"
         )
     layout = ArenaLayout.within(nbytes, part_nbytes, num_ranks)
     if not layout.num_slots:

@@ -33,6 +33,8 @@ _MAX_PORT = 65535
 _LOCK_PATIENCE_S = 0.05
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
 
+RANDOM_PREFIX = "unix:@wtransfer-"
+"""How addresses of `random_address` begin."""
 UnixIdentity = tuple[int, int]
 """Device and inode of a socket file."""
 
@@ -70,7 +72,7 @@ class Address:
 
 def random_address() -> str:
     """Return an abstract Unix address that nobody else has."""
-    return f"unix:@wtransfer-{secrets.token_hex(8)}"
+    return f"{RANDOM_PREFIX}{secrets.token_hex(8)}"
 
 
 def parse_address(text: str) -> Address:

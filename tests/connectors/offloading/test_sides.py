@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.connectors.interface import KVConnectorOutput
+from wtransfer import KVCacheConfig, KVConnectorFactory, KVTransferConfig, ServingConfig
+from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
 from wtransfer.demo.serving.schedule import KVCacheBlocks
 from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, UnknownBackendError
@@ -19,6 +20,18 @@ SHAPES = {
 @pytest.fixture(params=SHAPES)
 def shape(request):
     return SHAPES[request.param]
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_a_config_without_the_size_of_a_block_is_refused_by_naming_its_field(role):
+    config = ServingConfig(
+        kv_transfer_config=KVTransferConfig(
+            "OffloadingConnector", kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20}
+        ),
+        cache_config=KVCacheConfig(num_blocks=64, block_size=16),
+    )
+    with pytest.raises(OffloadingOptionError, match=r"Set KVCacheConfig\(bytes_per_block=\.\.\.\)"):
+        KVConnectorFactory.create_connector(config, role)
 
 
 # -- blocks, and chunks of several

@@ -102,7 +102,9 @@ class Cast:
         rank = PARTS["Rank"](name, self.folder, spawn, IMPORT_S)
         rank.log = log
         self.ranks.append(rank)
-        own = {**OPTIONS[self.kind], **({"host": host.address} if host else {})}
+        own = dict(OPTIONS[self.kind])
+        if host:
+            own |= {"host": host.address, "allowed_peers": ["10.77.0.0/24"]}
         options["options"] = {**own, **options.get("options", {})}
         rank.ask("make", engine_id=engine_id, connector=self.kind, **options)
         return rank

@@ -13,6 +13,7 @@ from wtransfer.connectors.relay import grouped
 from wtransfer.connectors.relay.layout import GENERATION, HEAD
 from wtransfer.connectors.relay.link import Link
 from wtransfer.connectors.relay.messages import Ask, Done, Over
+from wtransfer.connectors.relay.saving import request_holder
 from wtransfer.connectors.relay.taking import Taker
 from wtransfer.errors import ConnectorOptionError, PeerLostError
 
@@ -188,10 +189,32 @@ def test_a_request_that_cannot_be_named_there_is_not_in_the_way_of_others(make):
 def test_an_address_of_another_kind_is_not_dialed(make, kind):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
-    others = ["tcp:127.0.0.1:1", "unix:/tmp/x"] if kind == SHM else ["unix:@x", "tcp:a.host:1"]
+    others = {
+        SHM: ["tcp:127.0.0.1:1", "unix:/tmp/x", "unix:@/tmp/.X11-unix/X0"],
+        GROUP: ["unix:@x", "tcp:a.host:1"],
+    }[kind]
     for number, address in enumerate(others):
         params["remote_addresses"] = [address]
         assert other.decode(f"r{number}", PROMPT, params)["matched"] == 0
+
+
+@pytest.mark.parametrize("kind", [GROUP])
+def test_a_peer_that_is_not_allowed_is_counted_logged_once_and_never_dialed(make, caplog):
+    one, other = make("p"), make("d", options={"allowed_peers": ["10.0.0.0/8"]})
+    params = one.prefill("r", PROMPT)
+    for number in range(3):
+        assert other.decode(f"r{number}", PROMPT, params)["matched"] == 0
+    elsewhere = {**params, "remote_addresses": ["tcp:192.0.2.1:7000"]}
+    assert other.decode("elsewhere", PROMPT, elsewhere)["matched"] == 0
+    assert other.scheduler.get_stats()["peers_refused"] == 4
+    warnings = [each.getMessage() for each in caplog.records]
+    assert [text.count("allowed_peers in kv_connector_extra_config") for text in warnings] == [1, 1]
+    assert params["remote_addresses"][0] in warnings[0]
+    assert "tcp:192.0.2.1:7000" in warnings[1]
+    assert not other.workers[0]._links._links
+    assert leases(one) == [1]
+    allowed = make("d2", options={"allowed_peers": ["127.0.0.1"]})
+    assert allowed.decode("r2", PROMPT, params)["loaded"] == BLOCKS
 
 
 def test_a_wrong_token_is_a_miss(make):
@@ -402,6 +425,30 @@ def test_what_a_load_left_wrong_is_taken_back(make, instance):
     params = one.finish(request)
     outcome = other.decode("r2", PROMPT, params)
     assert (outcome["matched"], outcome["loaded"], outcome["wrong"]) == (4, 4, 0)
+
+
+@pytest.mark.parametrize("why", ["invalid blocks", "a step that does not count", "other weights"])
+def test_a_request_whose_saves_were_all_taken_back_ends_its_lease(make, instance, why):
+    one = make("p")
+    one.prefill("kept", PROMPT)
+    one.workers[0]._shelf.release(request_holder("kept"))
+    if why == "a step that does not count":
+        worker, one.workers[0].wait_for_save = one.workers[0], lambda: None
+        request = one.prefill("r", PROMPT, finish=False)
+        del worker.wait_for_save
+    else:
+        request = one.prefill("r", PROMPT, chunk=20, upto=20, finish=False)
+    assert leases(one) == [1]
+    if why == "invalid blocks":
+        output = instance.KVConnectorOutput(invalid_block_ids={one.requests["r"][0]})
+        one.scheduler.update_connector_output(output)
+    elif why == "other weights":
+        make.weights.settle("w2")
+        one.step()
+        one.scheduler.get_num_new_matched_tokens(request, 0)  # after a preemption
+    assert one.finish(request) is None
+    assert leases(one) == [0]
+    assert count(one, "slots_leased") == 0
 
 
 def test_notices_that_are_late_doubled_or_unknown_change_nothing(make, instance, until):

@@ -54,10 +54,53 @@ def test_across_hosts_a_token_is_needed(monkeypatch):
     made(SHM)
 
 
+@pytest.mark.parametrize("role", list(KVConnectorRole))
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
-def test_nothing_listens_at_every_address(host):
+def test_nothing_listens_at_every_address(host, role):
     with pytest.raises(ConnectorOptionError, match="no address that others could dial"):
-        made(GROUP, token="t", host=host)
+        made(GROUP, role, token="t", host=host)
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+@pytest.mark.parametrize(
+    ("peer", "text"),
+    [
+        ("a.host", "'a.host' is no IP address or network"),
+        ("10.0.0.1/8", "'10.0.0.1/8' is no IP address or network: .*host bits"),
+        ("10.0.0.1:x", "'10.0.0.1:x' has no number for a port"),
+        ("10.0.0.1:", "'10.0.0.1:' has no number for a port"),
+    ],
+)
+def test_a_peer_that_cannot_be_read_is_named(role, peer, text):
+    with pytest.raises(ConnectorOptionError, match=text):
+        made(GROUP, role, token="t", allowed_peers=["10.0.0.1", peer])
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed", "refused"),
+    [
+        (
+            {"host": "10.0.0.1"},
+            ["tcp:127.0.0.1:1", "tcp:127.9.9.9:1", "tcp:[::1]:1", "tcp:10.0.0.1:1"],
+            ["tcp:10.0.0.2:1", "tcp:0.0.0.0:1", "tcp:[::]:1", "tcp:[::ffff:10.0.0.2]:1"],
+        ),
+        ({"host": "localhost"}, ["tcp:127.0.0.1:1"], ["tcp:10.0.0.1:1"]),
+        ({"allowed_peers": []}, [], ["tcp:127.0.0.1:1"]),
+        (
+            {"allowed_peers": ["10.0.0.0/24", "192.0.2.1", "192.0.2.2:7000"]},
+            ["tcp:10.0.0.255:1", "tcp:192.0.2.1:1", "tcp:192.0.2.2:7000"],
+            ["tcp:10.0.1.0:1", "tcp:192.0.2.2:7001", "tcp:127.0.0.1:1"],
+        ),
+        (
+            {"allowed_peers": ["fd00::/8", "[2001:db8::1]:7000", "[2001:db8::2]"]},
+            ["tcp:[fd12::1]:1", "tcp:[2001:db8::1]:7000", "tcp:[2001:db8::2]:1"],
+            ["tcp:[fe00::1]:1", "tcp:[2001:db8::1]:1", "tcp:[::1]:1"],
+        ),
+    ],
+)
+def test_peers_are_allowed_by_address_network_and_port(options, allowed, refused):
+    scheduler = made(GROUP, KVConnectorRole.SCHEDULER, token="t", **options)
+    assert [each for each in allowed + refused if scheduler.allows(each)] == allowed
 
 
 def test_ports_follow_the_rank_and_one_that_is_taken_leaves_nothing(instance, leaves_nothing):

@@ -119,6 +119,39 @@ def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
     assert stats["stores_total"] > 20
 
 
+def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
+    kit, serve, prompts, settings
+):
+    """The step's own tokens do not depend on the load, so the step counts, for every connector."""
+    tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": settings.options}
+    host = serve(
+        HostSettings(
+            cache=CacheShape(BLOCK_SIZE, 32),
+            seed=3,
+            connector="MultiConnector",
+            options={"connectors": [tier]},
+        )
+    )
+    ask(kit, host, prompts[:1])
+    host.scheduler.pool.forget_all()
+    (child,) = kit.scheduler_side(host).children
+    manager = child.side._manager._inner
+    prepare_load = manager.prepare_load
+
+    def lose_and_prepare(keys, context):
+        manager.reset_cache()
+        return prepare_load(keys, context)
+
+    manager.prepare_load = lose_and_prepare
+    plans = kit.record(host)
+    requests = [host.submit(each, kit.NEW_TOKENS) for each in (prompts[1], prompts[0])]
+    host.run()
+    jobs = [from_plain(plan.metadata).children[0] for plan in plans]
+    assert any(each.gone and each.stores for each in jobs)
+    assert [each.output for each in requests] == kit.truths([prompts[1], prompts[0]], 3)
+    assert kit.tier_stats(host)["0_OffloadingConnector_store_jobs_failed_total"] == 0
+
+
 def weak_hash(data):
     """Return a hash of 16 bits, of the tokens of one block: the same for host and tier."""
     return xxhash.xxh3_64_digest(data[-4 * BLOCK_SIZE :])[:2]

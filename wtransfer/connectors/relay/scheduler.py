@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,11 +29,17 @@ from wtransfer.connectors.relay.plan import (
 from wtransfer.connectors.settings import Instance, read_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from wtransfer.connectors.fence import Stamp
     from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
+
+
+logger = logging.getLogger(__name__)
+
+MAX_REFUSED = 256
+"""Refused addresses that are logged, each once. More are only counted: requests make them up."""
 
 
 class _Known:
@@ -50,6 +57,8 @@ class _Known:
         self.num_prompt = len(request.prompt_token_ids or ())
         self.num_computed = 0
         self.saved: list[tuple[int, bytes]] = []
+        # Stays set when saves are taken back: the workers may have leased slots to the request.
+        self.has_saves = False
         self.is_settled = not told.do_remote_prefill
 
     def forget_other_weights(self, fingerprint: str | None) -> None:
@@ -84,7 +93,9 @@ class RelayScheduler(ConnectorScheduler):
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        read_options(self.options_cls, config.kv_transfer_config.kv_connector_extra_config)
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        self.options = read_options(self.options_cls, extra)
+        """Its options."""
         self.instance = Instance.of(config)
         """Where it belongs."""
         self._naming = BlockNaming(self.instance.block_size, self.instance.root)
@@ -95,10 +106,15 @@ class RelayScheduler(ConnectorScheduler):
         self._loading: set[str] = set()
         self._next = RelayMetadata()
         self._counts: Counter[str] = Counter()
+        self._refused: set[str] = set()
 
     @abstractmethod
     def dials(self, address: str) -> bool:
         """Return whether an address is one of this kind; a request tells it, so it may be any."""
+
+    def allows(self, address: str) -> bool:  # noqa: ARG002
+        """Return whether the options let workers dial an address of this kind."""
+        return True
 
     # -- a request begins
 
@@ -243,7 +259,23 @@ class RelayScheduler(ConnectorScheduler):
             and self.instance.receives
             and bool(told.remote_addresses)
             and all(map(self.dials, told.remote_addresses))
+            and self._all_allowed(told.remote_addresses)
         )
+
+    def _all_allowed(self, addresses: Iterable[str]) -> bool:
+        refused = {each for each in addresses if not self.allows(each)}
+        if not refused:
+            return True
+        self._counts["peers_refused"] += 1
+        for address in sorted(refused - self._refused)[: MAX_REFUSED - len(self._refused)]:
+            self._refused.add(address)
+            logger.warning(
+                "a request's blocks are at %s, which is not in allowed_peers: they are computed "
+                "here and not fetched. If an instance of yours listens there, add its address or "
+                "network to allowed_peers in kv_connector_extra_config",
+                address,
+            )
+        return False
 
     def _stamps(self, request_id: str) -> list[Stamp]:
         return plain_stamps(self._fence.stamps(request_id))
@@ -263,6 +295,7 @@ class RelayScheduler(ConnectorScheduler):
             return None
         named, block_ids = [bytes(name) for name in names[part]], tracked.block_ids[part]
         known.saved += zip(block_ids, named, strict=True)
+        known.has_saves = True
         self._counts["blocks_to_save"] += len(named)
         return Save(request_id, named, block_ids, self._stamps(request_id))
 
@@ -281,10 +314,11 @@ class RelayScheduler(ConnectorScheduler):
 
     def _hand_on(self, request_id: str, known: _Known) -> dict[str, Any] | None:
         """Return what the instance needs that goes on with a request; None: it has nothing."""
-        if not known.saved:
+        if not known.has_saves:
             return None
         fingerprint = self._fence.fingerprint(request_id)
-        if fingerprint is None or len(self._workers) != self.instance.num_ranks:
+        knows_workers = len(self._workers) == self.instance.num_ranks
+        if not known.saved or fingerprint is None or not knows_workers:
             self._next.drop.append(request_id)
             return None
         self._next.leave.append(request_id)

@@ -49,7 +49,6 @@ class SeveralWorker(ConnectorWorker):
         self._done: dict[str, set[int]] = {}
         self._received: set[str] = set()
         self._errors: set[int] = set()
-        self._has_errors = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Let every child take the caches."""
@@ -66,7 +65,6 @@ class SeveralWorker(ConnectorWorker):
         """Let every child take what its scheduler's side told."""
         told = self._of_children(connector_metadata)
         super().bind_connector_metadata(connector_metadata)
-        self._has_errors = False
         # One whose blocks are held still is the one before: what was said of it goes on to count.
         for request_id in connector_metadata.begun - self._holding.keys():
             self._named.pop(request_id, None)
@@ -109,14 +107,8 @@ class SeveralWorker(ConnectorWorker):
         )
 
     def wait_for_save(self) -> None:
-        """Wait for every child, unless one of them could not load something.
-
-        The step does not count then, for none of them: what it computed may build on those blocks.
-        There are hosts that call this all the same, as vLLM does.
-        """
-        self._collect_errors()
-        if not self._has_errors:
-            self.children.tell(lambda _, child: child.wait_for_save())
+        """Wait for every child: the host calls this only after a step that counts."""
+        self.children.tell(lambda _, child: child.wait_for_save())
 
     # -- what the children say
 
@@ -176,17 +168,11 @@ class SeveralWorker(ConnectorWorker):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that any child could not load."""
-        self._collect_errors()
+        self.children.tell(
+            lambda _, child: self._errors.update(child.get_block_ids_with_load_errors())
+        )
         errors, self._errors = self._errors, set()
         return errors
-
-    def _collect_errors(self) -> None:
-        def tell(_: int, child: KVConnectorBase_V1) -> None:
-            errors = child.get_block_ids_with_load_errors()
-            self._has_errors |= bool(errors)
-            self._errors.update(errors)
-
-        self.children.tell(tell)
 
     def build_connector_worker_meta(self) -> SeveralSaid | None:
         """Return what each child says to its scheduler's side."""
