@@ -122,3 +122,114 @@ def test_a_forgotten_session_watches_over_nothing(process):
     del model, session
     gc.collect()
     assert process.stamp().fingerprint == process_own(process)
+
+
+def test_a_model_that_is_vouched_for_has_the_name_that_an_update_of_equal_weights_gives(
+    fleet, process
+):
+    trainer, worker = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    made = fleet(trainer)
+    made.join(worker)
+    assert made.publish("v1").ok
+    names = []
+    for model in (trainer, worker, torch.nn.Linear(3, 3)):
+        loaded = ProcessWeights()
+        loaded.vouch(model)
+        names.append(loaded.stamp().fingerprint)
+    assert names[0] == names[1] == process.stamp().fingerprint
+    assert names[2] != names[0]
+
+
+def test_a_model_that_is_vouched_for_keeps_its_name_until_the_first_commit(fleet, process):
+    trainer, worker = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    process.vouch(worker)
+    vouched = process.stamp().fingerprint
+    made = fleet(trainer)
+    member = made.join(worker)
+    assert not member.session.commit_pending()
+    assert process.stamp().fingerprint == vouched
+    # For publishers it is a fresh worker: no update has brought what it has.
+    (seen,) = made.publisher.workers()
+    assert (seen.fingerprint, seen.state) == (member.session.fingerprint, "fresh")
+    assert seen.fingerprint.startswith("local:")
+    report = made.publish("v1")
+    assert process.stamp().fingerprint == report.fingerprint != vouched
+
+
+def test_a_first_commit_that_fails_leaves_the_vouched_name(fleet, weights, process, caplog):
+    own = {name: torch.zeros_like(each) for name, each in weights.items()}
+    target, model = Watching(own, process), torch.nn.Module()
+    target.vouched_as = model
+    process.vouch_by_fingerprint("0" * 32, model)
+    made = fleet(weights, engine="shm")
+    member = made.join(target)
+    refused = contents(made.source)
+    target.refuses = lambda tensors: contents(tensors) == refused
+    assert not made.publish("v1").ok
+    assert member.session.state == "behind"
+    assert process.stamp().fingerprint == "0" * 32
+    target.refuses = lambda _tensors: False
+    assert made.publish("v2").ok
+    assert process.stamp().fingerprint == member.session.fingerprint
+    # What it has logged holds tensors, by the traceback.
+    caplog.clear()
+
+
+def test_lost_weights_lose_the_vouched_name(process):
+    model = torch.nn.Linear(1, 1)
+    process.vouch(model)
+    vouched = process.stamp().fingerprint
+    with WorkerSession(model) as session:
+        session.weights_lost("asleep")
+        assert process.stamp().fingerprint == session.fingerprint != vouched
+
+
+@pytest.fixture
+def named(fleet, monkeypatch):
+    """Return the KV name, the fingerprint and the update's in a worker that has cast an update."""
+
+    def publish(dtypes, *, wire=torch.float32, cast=True):
+        weights = {name: torch.arange(4).to(wire) for name in dtypes}
+        process = ProcessWeights()
+        monkeypatch.setattr(session_module, "process_weights", process)
+        made = fleet(weights, engine="shm")
+        model = {name: torch.zeros(4, dtype=dtype) for name, dtype in dtypes.items()}
+        member = made.join(model, cast=cast)
+        report = made.publish("v1")
+        assert report.ok
+        assert report.fingerprint == member.session.fingerprint
+        return process.stamp().fingerprint, report.fingerprint
+
+    return publish
+
+
+def test_workers_that_cast_one_update_share_a_name_only_if_they_have_the_same_dtypes(named):
+    single, brain = torch.float32, torch.bfloat16
+    found = [
+        named({"a": brain, "b": brain}),
+        named({"a": brain, "b": brain}),
+        named({"a": torch.float16, "b": torch.float16}),
+        named({"a": brain, "b": single}),
+        named({"a": single, "b": single}),
+        named({"a": single, "b": single}, cast=False),
+    ]
+    (fingerprint,) = {of_update for _, of_update in found}
+    names = [name for name, _ in found]
+    assert names[0] == names[1]
+    assert names[4:] == [fingerprint, fingerprint], "nothing was cast"
+    assert len({*names}) == 4
+
+
+def test_a_cast_that_is_taken_back_has_its_name_again(fleet, process):
+    source = {"w": torch.ones(4)}
+    made = fleet(source, engine="shm")
+    target = Watching({"w": torch.zeros(4, dtype=torch.bfloat16)}, process)
+    made.join(target, cast=True)
+    assert made.publish("v1").ok
+    before = process.stamp()
+    source["w"] += 1
+    refused = contents(source)
+    target.refuses = lambda tensors: contents(tensors) == refused
+    assert not made.publish("v2").ok
+    assert process.stamp().fingerprint == before.fingerprint
+    assert process.stamp().epoch > before.epoch
