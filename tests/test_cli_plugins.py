@@ -211,3 +211,29 @@ def test_the_version_is_the_distributions(python):
     code = "import wtransfer; print(wtransfer.__version__)"
     assert done.stdout.strip().endswith(python("-c", code).stdout.strip())
     assert done.returncode == 0
+
+
+HOST = """
+def describe(kind, name, options):
+    return {"argument": f"--{kind} {name} {options}"}
+"""
+
+
+def test_show_tells_what_to_write_in_each_serving_engine_and_survives_one_that_fails(cli, site):
+    info = site / "some_host-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-host\nVersion: 2.0\n")
+    entries = "some = some_host:describe\nbroken = some_host:nothing_of_the_kind"
+    (info / "entry_points.txt").write_text(f"[wtransfer.hosts]\n{entries}\n")
+    (site / "some_host.py").write_text(HOST)
+    (card,) = json.loads(cli("plugins", "show", "SharedStorageConnector", "--json").stdout)
+    options = "{'shared_storage_path': '/mnt/kv'}"
+    told = {"argument": f"--connectors SharedStorageConnector {options}"}
+    assert card["hosts"]["some"] == told
+    assert card["hosts"]["broken"]["error"].startswith("AttributeError")
+    shown = cli("plugins", "show", "SharedStorageConnector")
+    assert shown.returncode == 0, shown.stderr
+    lines = [line.split(maxsplit=2) for line in shown.stdout.splitlines()]
+    assert ["some:", "argument", told["argument"]] in lines
+    # An engine without options of its own.
+    assert "--engines acme {}" in cli("plugins", "show", "acme").stdout

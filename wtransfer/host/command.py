@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
-import importlib_metadata
 
 from wtransfer.errors import PluginError, UnknownBackendError
-from wtransfer.host.discovery import Record
+from wtransfer.host.discovery import Record, installed
 from wtransfer.host.kinds import DISCOVERED
 from wtransfer.host.registry import Registry, host
 
@@ -132,12 +132,20 @@ def _card(registry: Registry, record: Record, name: str) -> dict[str, Any]:
 def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what each serving engine that is installed here says of a backend."""
     found = {}
-    for entry in importlib_metadata.entry_points(group=HOSTS):
-        try:
-            found[entry.name] = entry.load()(record.kind, record.name, options)
-        except Exception as error:  # noqa: PERF203  # each by itself
-            found[entry.name] = {"error": f"{type(error).__name__}: {error}"}
+    for distribution in installed():
+        # One that cannot be read is in `list`'s warnings.
+        with contextlib.suppress(Exception):
+            for entry in distribution.entry_points.select(group=HOSTS):
+                found[entry.name] = _in_host(entry, record, options)
     return found
+
+
+def _in_host(entry: Any, record: Record, options: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        told: dict[str, str] = entry.load()(record.kind, record.name, options)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return told
 
 
 def _failure(error: PluginError) -> dict[str, Any]:

@@ -13,6 +13,10 @@ from wtransfer_vllm.outcome import Outcome
 bag = types.SimpleNamespace
 
 
+class Model:
+    """What stands for a worker's weights."""
+
+
 class Worker:
     """A worker with an engine whose outcomes the test sets."""
 
@@ -22,6 +26,7 @@ class Worker:
             outcome=Outcome(), lose_weights=self._lose, has_left=False, commit=self._commit
         )
         self.weight_transfer_engine = bag(member=member)
+        self.vllm_config = bag(model_config=Model())
 
     def _lose(self, why):
         self.lost.append(why)

@@ -117,11 +117,13 @@ KV_NAMES = """
 
 
 @pytest.mark.parametrize("generation", ["current", "seed", "other"])
-def test_every_connector_and_spec_is_registered_when_vllm_imports_its_factories(python, generation):
+def test_connectors_and_specs_are_registered_when_vllm_imports_its_factories(python, generation):
     early, connectors, refusals, heavy = python(generation, KV_NAMES)["said"]
     assert early == []
     assert heavy == []
-    ours = {name for name, (module, _) in connectors.items() if module == "wtransfer_vllm.connector"}
+    ours = {
+        name for name, (module, _) in connectors.items() if module == "wtransfer_vllm.connector"
+    }
     assert ours == {
         "acme",
         "ProcessGroupConnector",
@@ -131,10 +133,13 @@ def test_every_connector_and_spec_is_registered_when_vllm_imports_its_factories(
         "wtransfer-OffloadingConnector",
     }
     assert connectors["OffloadingConnector"] == ["vllms", "OffloadingConnector"]
-    for name, ours in (("acme-disk", "acme-disk"), ("wtransfer-CPUOffloadingSpec", "CPUOffloadingSpec")):
+    for name, ours in (
+        ("acme-disk", "acme-disk"),
+        ("wtransfer-CPUOffloadingSpec", "CPUOffloadingSpec"),
+    ):
         assert refusals[name] == (
-            f"the offloading spec {ours!r} is wtransfer's and runs under wtransfer's connector: set "
-            f'"kv_connector": "wtransfer-OffloadingConnector" and "spec_name": "{ours}" in '
+            f"the offloading spec {ours!r} is wtransfer's and runs under wtransfer's connector: "
+            f'set "kv_connector": "wtransfer-OffloadingConnector" and "spec_name": "{ours}" in '
             "--kv-transfer-config"
         )
 

@@ -56,7 +56,12 @@ def beside(tmp_path_factory):
 
 def run(beside, *command):
     done = subprocess.run(
-        [sys.executable, *command], env=beside, capture_output=True, text=True, timeout=600
+        [sys.executable, *command],
+        env=beside,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

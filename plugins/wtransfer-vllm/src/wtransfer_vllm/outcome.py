@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wtransfer_vllm.vouching import weights_are_unknown
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -45,11 +43,6 @@ def lose_weights(worker: Any, why: str) -> dict[str, Any]:
     if member is not None:
         member.lose_weights(why)
     return outcome_of(worker)
-
-
-def rename_weights(worker: Any) -> None:
-    """Give the KV of this process a new name that no other process knows; runs in each worker."""
-    weights_are_unknown(worker.vllm_config)
 
 
 def has_left(worker: Any) -> bool:

@@ -39,7 +39,8 @@ def describe(kind: str, name: str, options: Mapping[str, Any]) -> dict[str, str]
     if kind == "specs":
         connector = names.vllm_names("connectors")[OFFLOADING]
         config = _connector(connector, {"spec_name": name, **options})
-        return {"name": f"{name}, under {connector} only", "argument": _argument("kv", config)}
+        runs_under = f"{in_vllm}, which refuses: it runs under {connector}"
+        return {"name": runs_under, "argument": _argument("kv", config)}
     return {"name": in_vllm, "argument": _argument("kv", _connector(in_vllm, options))}
 
 
