@@ -22,8 +22,8 @@ TWO_RANKS = {"ranks": 2}
 nightly = pytest.mark.nightly
 
 
-def shapes(kinds, smoke):
-    """Return each kind in one process, nightly in three and on two ranks, and one smoke."""
+def shapes(kinds, smoke=None):
+    """Return each kind in one process, and nightly in three and on two ranks, but for a smoke."""
     found = []
     for kind in kinds:
         marks = [] if kind == smoke else [nightly]
@@ -70,7 +70,7 @@ def engines(models, third_parties, tmp_path):
 
 
 @pytest.mark.covers("connectors", "specs", release="0.32.0", how="live")
-@pytest.mark.parametrize(("kind", "shape"), shapes(TO_A_STORE, smoke="storage"))
+@pytest.mark.parametrize(("kind", "shape"), shapes(TO_A_STORE))
 def test_a_prefix_comes_back_by_the_connector_with_the_tokens_of_a_fresh_vllm(
     engines, fresh, kind, shape
 ):

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 nightly = pytest.mark.nightly
 RECOMPUTE = {"policy": "recompute"}
+TOKEN_NBYTES = 1024
+"""KV cache of a token: 2 layers, 2 heads, 32 float32, keys and values."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,9 @@ def cut(file):
     os.truncate(file, file.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("damage", [flip, cut], ids=["tampered", "truncated"])
+@pytest.mark.parametrize(
+    "damage", [flip, pytest.param(cut, marks=nightly)], ids=["tampered", "truncated"]
+)
 def test_damaged_blocks_are_computed(engines, fresh, tmp_path, damage):
     engine = engines(STORAGE, kv=RECOMPUTE)
     engine.do("answer", PROMPTS)
@@ -82,6 +86,7 @@ def test_damaged_blocks_are_computed(engines, fresh, tmp_path, damage):
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
 
 
+@nightly
 def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh, tmp_path):
     engines(STORAGE, kv=RECOMPUTE).do("answer", PROMPTS)
     (of_a,) = block_files(tmp_path)
@@ -97,11 +102,9 @@ def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh, t
     check_same(engine.do("answer", PROMPTS), fresh["B"])
 
 
+@nightly
 @pytest.mark.parametrize("stopped_first", [True, False], ids=["in mid-transfer", "before it"])
-@pytest.mark.parametrize(
-    "kind",
-    ["shared memory", pytest.param("process group", marks=nightly)],
-)
+@pytest.mark.parametrize("kind", TO_ANOTHER)
 def test_a_prefill_instance_that_is_killed_costs_a_recompute_and_no_block(
     engines, fresh, kind, stopped_first
 ):
@@ -142,19 +145,20 @@ def fresh_crowd(models, tmp_path_factory):
     return answers
 
 
+@nightly
 @pytest.mark.parametrize(
     ("connector", "shape"),
     [
         pytest.param(OFFLOADING, {}, id="offloading, one process"),
-        pytest.param(STORAGE, {"processes": 3}, id="storage, three processes", marks=nightly),
-        pytest.param(OFFLOADING, {"processes": 3}, id="offloading, three", marks=nightly),
+        pytest.param(STORAGE, {"processes": 3}, id="storage, three processes"),
+        pytest.param(OFFLOADING, {"processes": 3}, id="offloading, three processes"),
     ],
 )
 def test_fifty_requests_at_once_with_shared_prefixes_and_preemptions(
     engines, fresh_crowd, connector, shape
 ):
-    # Room for about 15 of them: 2 layers of 2 x 128 float32 a token.
-    engine = engines(connector, kv_cache_memory_bytes=15 * 256 * 4096, **shape)
+    # Room for 40 blocks: of two beginnings, and for less than one block of its own for each.
+    engine = engines(connector, kv_cache_memory_bytes=40 * BLOCK_SIZE * TOKEN_NBYTES, **shape)
     for _ in range(3):
         check_same(engine.do("answer", crowd(50), 24), fresh_crowd)
         engine.do("forget_prefixes")
@@ -163,6 +167,7 @@ def test_fifty_requests_at_once_with_shared_prefixes_and_preemptions(
     assert counters["vllm:external_prefix_cache_hits"] > 0
 
 
+@nightly
 def test_an_instance_that_was_killed_leaves_its_blocks_to_the_next(engines, fresh, tmp_path):
     first = engines(STORAGE)
     first.do("answer", PROMPTS)

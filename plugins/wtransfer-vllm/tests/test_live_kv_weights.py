@@ -80,7 +80,7 @@ def run_until(engine, *names):
 @pytest.mark.parametrize(
     "processes", [1, pytest.param(3, marks=pytest.mark.nightly)], ids="{} processes".format
 )
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("policy", ["fail", pytest.param("recompute", marks=pytest.mark.nightly)])
 def test_a_commit_beside_a_held_load_leaves_no_stale_token_no_error_and_prefix_caching_on(
     serving, fresh, tmp_path, policy, processes
 ):
