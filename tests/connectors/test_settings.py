@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import msgspec
@@ -78,6 +78,53 @@ def test_a_root_is_that_of_what_keys_and_values_are_kept_in(same):
 
     assert len({root("auto"), root("fp8_e4m3"), root("fp8_e5m2")}) == 3
     assert root(same) == Instance.of(CONFIG).root, "a host that does not say has no other"
+
+
+class HfConfig:
+    def __init__(self, **values):
+        self._values = values
+
+    def to_dict(self):
+        return self._values
+
+
+@pytest.mark.parametrize("what", ["model", "parallel"])
+def test_a_root_is_that_of_whatever_else_a_serving_engine_says_that_kv_depends_on(what):
+    def root(**said):
+        config = {"model": CONFIG.model_config, "parallel": CONFIG.parallel_config}
+        own = config[what]
+        more = SimpleNamespace(**{f.name: getattr(own, f.name) for f in fields(own)} | said)
+        config[what] = more
+        made = replace(CONFIG, model_config=config["model"], parallel_config=config["parallel"])
+        return Instance.of(made).root
+
+    hf_config = HfConfig(rope={"theta": 1e4, "factor": 8}, dtype=object())
+    said = {
+        "model": [
+            {"quantization": "fp8"},
+            {"quantization": "awq"},
+            {"max_model_len": 4096},
+            {"max_model_len": 8192},
+            {"hf_config": hf_config},
+            {"hf_config": HfConfig(rope={"theta": 1e4, "factor": 4})},
+        ],
+        "parallel": [
+            {"tensor_parallel_size": 2},
+            {"pipeline_parallel_size": 2},
+            {"prefill_context_parallel_size": 2},
+            {"decode_context_parallel_size": 2},
+            {"decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 16},
+        ],
+    }[what]
+    roots = [root(**each) for each in said]
+    assert len({*roots, root()}) == len(said) + 1
+    assert roots == [root(**each) for each in said]
+    assert root() == Instance.of(CONFIG).root, "a host that does not say has no other"
+
+
+def test_a_configuration_of_another_library_is_none_of_hugging_face():
+    model = SimpleNamespace(model="a model", dtype="bfloat16", quantization=None, hf_config=None)
+    assert Instance.of(replace(CONFIG, model_config=model)) == Instance.of(CONFIG)
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True):
