@@ -7,8 +7,15 @@ import os
 import weakref
 
 import pytest
+import torch
+from torch import nn
 
+from wtransfer.engines.identity import module_fingerprint
+from wtransfer.errors import WTransferError
 from wtransfer.weights import ProcessWeights, WeightsStamp, process_weights
+
+F0, F1, F2 = ("0" * 32, "1" * 32, "2" * 32)
+LOCAL, OTHER_LOCAL = ("local:" + digit * 32 for digit in "ab")
 
 
 @pytest.fixture
@@ -128,46 +135,115 @@ def test_a_model_that_is_gone_computes_nothing(weights):
 
 def test_a_model_that_is_vouched_for_has_the_name_that_others_may_have():
     names = []
-    for fingerprint in ("f0", "f0", "f1"):
+    for fingerprint in (F0, F0, F1):
         weights, model = ProcessWeights(), Model()
-        weights.vouch(fingerprint, model)
+        weights.vouch_by_fingerprint(fingerprint, model)
         names.append(weights.stamp().fingerprint)
-    assert names == ["f0", "f0", "f1"]
+    assert names == [F0, F0, F1]
 
 
-def test_who_vouches_again_has_changed_something(weights):
-    model = Model()
-    weights.vouch("f0", model)
+def test_equal_models_that_are_vouched_for_have_one_name_and_others_have_another():
+    names = []
+    for weight in (1.0, 1.0, 2.0):
+        weights, model = ProcessWeights(), nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(weight)
+            model.bias.fill_(0)
+        weights.vouch(model)
+        names.append(weights.stamp().fingerprint)
+        assert names[-1] == module_fingerprint(model)
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize("args", [("step-7", nn.Linear(1, 1)), (F0, nn.Linear(1, 1)), ("step-7",)])
+def test_a_label_is_refused_with_what_to_write_instead(weights, args):
     before = weights.stamp()
-    weights.vouch("f0", model)
-    assert weights.stamp().fingerprint == "f0"
+    with pytest.raises(TypeError) as raised:
+        weights.vouch(*args)
+    assert str(raised.value) == (
+        "vouch() digests the model and takes no label: write process_weights.vouch(model); where "
+        "the fingerprint of its weights is known, "
+        "process_weights.vouch_by_fingerprint(fingerprint, model)"
+    )
+    assert weights.stamp() == before
+
+
+@pytest.mark.parametrize(
+    "label", ["step-7", "", F0[1:], F0 + "0", F0.replace("0", "A"), "local:", "several:" + F0, None]
+)
+def test_what_has_not_the_form_of_a_fingerprint_is_refused(weights, label):
+    model, before = Model(), weights.stamp()
+    with pytest.raises(ValueError, match="is no fingerprint: expected 32 hexadecimal digits"):
+        weights.vouch_by_fingerprint(label, model)
+    assert weights.stamp() == before
+    vouch = weights.vouch_later(model)
+    with pytest.raises(ValueError, match="is no fingerprint"):
+        vouch.settle(label)
+    assert weights.stamp() is None
+
+
+def test_a_model_that_cannot_be_digested_has_no_name_that_others_have(weights):
+    model = nn.Linear(1, 1)
+    weights.vouch(model)
+    known = weights.stamp().fingerprint
+    model.weight = nn.Parameter(torch.ones(1, 1))
+    model.weight.untyped_storage().resize_(0)
+    with pytest.raises(WTransferError, match="weight"):
+        weights.vouch(model)
+    assert weights.stamp().fingerprint.startswith("local:")
+    assert not known.startswith("local:")
+
+
+def test_vouching_again_is_a_change(weights):
+    model = Model()
+    weights.vouch_by_fingerprint(F0, model)
+    before = weights.stamp()
+    weights.vouch_by_fingerprint(F0, model)
+    assert weights.stamp().fingerprint == F0
     assert weights.stamp() != before
 
 
-def test_who_watches_over_a_model_knows_better_than_who_has_vouched_for_it(weights):
+def test_a_session_keeps_the_name_that_was_vouched_for_until_its_first_commit(weights):
     model = Model()
-    weights.vouch("f0", model)
-    held = weights.hold("local:1", model)
-    assert weights.stamp().fingerprint == "local:1"
+    weights.vouch_by_fingerprint(F0, model)
+    held = weights.hold(LOCAL, model)
+    assert weights.stamp().fingerprint == F0
+    with held.changing(lambda: F1):
+        assert weights.stamp() is None
+    assert weights.stamp().fingerprint == F1
+
+
+def test_a_first_commit_that_is_taken_back_brings_the_vouched_name_back(weights):
+    model = Model()
+    weights.vouch_by_fingerprint(F0, model)
+    held = weights.hold(LOCAL, model)
+    held.settle(F1)
+    held.settle(LOCAL)
+    assert weights.stamp().fingerprint == F0
+
+
+def test_nothing_can_be_vouched_for_that_a_session_watches_over(weights):
+    model = Model()
+    held = weights.hold(LOCAL, model)
     with pytest.raises(ValueError, match="this Model is watched over by a session"):
-        weights.vouch("f0", model)
-    with held.changing(lambda: "f1"), pytest.raises(ValueError, match="nobody else can vouch"):
-        weights.vouch("f0", model)
+        weights.vouch_by_fingerprint(F0, model)
+    with held.changing(lambda: F1), pytest.raises(ValueError, match="nobody else can vouch"):
+        weights.vouch_by_fingerprint(F0, model)
     held.close()
     assert weights.stamp().fingerprint.startswith("local:"), "nobody has said that it is the same"
-    weights.vouch("f2", model)
-    assert weights.stamp().fingerprint == "f2"
+    weights.vouch_by_fingerprint(F2, model)
+    assert weights.stamp().fingerprint == F2
 
 
 def test_a_model_closed_while_it_changes_is_not_vouched_for(weights):
     model = Model()
-    held = weights.hold("f0", model)
-    with held.changing(lambda: "f1"):
+    held = weights.hold(F0, model)
+    with held.changing(lambda: F1):
         held.close()
         with pytest.raises(ValueError, match="watched over"):
-            weights.vouch("f0", model)
-    weights.vouch("f1", model)
-    assert weights.stamp().fingerprint == "f1"
+            weights.vouch_by_fingerprint(F0, model)
+    weights.vouch_by_fingerprint(F1, model)
+    assert weights.stamp().fingerprint == F1
 
 
 def test_several_models_that_are_vouched_for_have_a_name_that_nobody_knows():
@@ -175,7 +251,7 @@ def test_several_models_that_are_vouched_for_have_a_name_that_nobody_knows():
     for _ in range(2):
         weights = ProcessWeights()
         for model in models:
-            weights.vouch("f0", model)
+            weights.vouch_by_fingerprint(F0, model)
         names.add(weights.stamp().fingerprint)
     assert len(names) == 2
     assert all(name.startswith("several:") for name in names)
@@ -183,24 +259,150 @@ def test_several_models_that_are_vouched_for_have_a_name_that_nobody_knows():
 
 def test_a_model_that_was_vouched_for_and_is_gone_has_no_name(weights):
     model = Model()
-    weights.vouch("f0", model)
+    weights.vouch_by_fingerprint(F0, model)
     del model
     gc.collect()
     assert weights.stamp().fingerprint.startswith("local:")
 
 
 def test_what_cannot_be_seen_to_go_is_not_vouched_for(weights):
-    with pytest.raises(TypeError, match="weak reference"):
-        weights.vouch("f0", {})
-    assert weights.stamp().fingerprint.startswith("local:")
+    before = weights.stamp()
+    for vouch in (
+        lambda: weights.vouch({}),
+        lambda: weights.vouch_by_fingerprint(F0, {}),
+        lambda: weights.weights_replaced({}),
+    ):
+        with pytest.raises(TypeError, match="weak reference"):
+            vouch()
+    assert weights.stamp() == before
 
 
 def test_withheld_is_also_what_was_vouched_for(weights):
     model = Model()
-    weights.vouch("f0", model)
+    weights.vouch_by_fingerprint(F0, model)
     with weights.withheld():
         assert weights.stamp() is None
-    assert weights.stamp().fingerprint == "f0"
+    assert weights.stamp().fingerprint == F0
+
+
+def test_there_is_no_stamp_until_an_announced_fingerprint_is_known(weights):
+    model = Model()
+    vouch = weights.vouch_later(model)
+    assert weights.stamp() is None
+    vouch.settle(F0)
+    assert weights.stamp().fingerprint == F0
+
+
+def test_there_is_no_stamp_either_where_a_session_is_opened_meanwhile(weights):
+    model = Model()
+    vouch = weights.vouch_later(model)
+    held = weights.hold(LOCAL, model)
+    assert weights.stamp() is None
+    vouch.settle(F0)
+    assert weights.stamp().fingerprint == F0
+    held.settle(F1)
+    assert weights.stamp().fingerprint == F1
+
+
+def commit(weights, model):
+    weights.hold(LOCAL, model).settle(F1)
+
+
+def lose(weights, model):
+    held = weights.hold(LOCAL, model)
+    held.settle(OTHER_LOCAL)
+
+
+def replace(weights, model):
+    weights.weights_replaced(model)
+
+
+def replace_in_a_session(weights, model):
+    weights.hold(LOCAL, model)
+    weights.weights_replaced(model)
+
+
+def vouch_anew(weights, model):
+    weights.vouch_by_fingerprint(F1, model)
+
+
+def close_a_session(weights, model):
+    weights.hold(LOCAL, model).close()
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [commit, lose, replace, replace_in_a_session, vouch_anew, close_a_session]
+)
+def test_a_fingerprint_that_comes_too_late_is_void(weights, meanwhile):
+    model = Model()
+    vouch = weights.vouch_later(model)
+    meanwhile(weights, model)
+    before = weights.stamp()
+    assert before.fingerprint != F0
+    vouch.settle(F0)
+    assert weights.stamp().fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize("meanwhile", [replace, vouch_anew, close_a_session])
+def test_a_void_fingerprint_is_no_change(weights, meanwhile):
+    model = Model()
+    vouch = weights.vouch_later(model)
+    meanwhile(weights, model)
+    before = weights.stamp()
+    vouch.settle(F0)
+    assert weights.stamp() == before
+
+
+def test_an_announced_fingerprint_that_comes_during_a_first_commit_is_the_name_after_its_failure(
+    weights,
+):
+    model = Model()
+    vouch = weights.vouch_later(model)
+    held = weights.hold(LOCAL, model)
+    with held.changing(lambda: LOCAL):
+        vouch.settle(F0)
+        assert weights.stamp() is None
+    assert weights.stamp().fingerprint == F0
+
+
+def test_of_a_model_that_is_gone_nothing_is_announced_any_more(weights):
+    model = Model()
+    vouch = weights.vouch_later(model)
+    del model
+    gc.collect()
+    before = weights.stamp()
+    assert before.fingerprint.startswith("local:")
+    vouch.settle(F0)
+    assert weights.stamp() == before
+
+
+@pytest.mark.parametrize("fingerprint", [None, F0])
+def test_replaced_weights_have_a_new_name_that_nobody_knows(weights, fingerprint):
+    model = Model()
+    if fingerprint is not None:
+        weights.vouch_by_fingerprint(fingerprint, model)
+    names = [weights.stamp().fingerprint]
+    for _ in range(2):
+        weights.weights_replaced(model)
+        names.append(weights.stamp().fingerprint)
+    assert len(set(names)) == 3
+    assert all(name.startswith("local:") for name in names[1:])
+
+
+@pytest.mark.parametrize("held_as", [LOCAL, F1])
+def test_weights_replaced_behind_a_session_have_a_new_name_until_its_next_commit(weights, held_as):
+    model = Model()
+    weights.vouch_by_fingerprint(F0, model)
+    held = weights.hold(LOCAL, model)
+    held.settle(held_as)
+    before = weights.stamp().fingerprint
+    weights.weights_replaced(model)
+    assert weights.stamp().fingerprint.startswith("local:")
+    assert weights.stamp().fingerprint not in (before, LOCAL)
+    with held.changing(lambda: F2):
+        weights.weights_replaced(model)
+        assert weights.stamp() is None
+    assert weights.stamp().fingerprint == F2
 
 
 def test_closed_while_it_changes_it_has_no_name_until_then_and_none_that_is_known_after(weights):
@@ -253,11 +455,20 @@ def test_the_collector_may_find_a_forgotten_model_at_any_time(weights):
             self.held = weights.hold("f0")
             weakref.finalize(self, self.held.close)
 
+    models = [Model() for _ in range(20)]
     before = gc.get_threshold()
     gc.set_threshold(1)
     try:
         for _ in range(300):
             Session()
+            weights.vouch_by_fingerprint(F0, models[0])
+            weights.hold(LOCAL, models[0]).close()
+            vouch = weights.vouch_later(models[1])
+            forgotten = Model()
+            forgotten.itself = forgotten
+            weights.weights_replaced(forgotten)
+            del forgotten
+            vouch.settle(F1)
     finally:
         gc.set_threshold(*before)
         gc.collect()

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import os
+import re
 import secrets
 import threading
 import weakref
@@ -24,7 +26,12 @@ import xxhash
 from wtransfer.manifest import local_fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from wtransfer.engines.interface import WeightSource
 
 
 class WeightsStamp(NamedTuple):
@@ -65,6 +72,7 @@ def instance_fingerprint(stamps: Stamps) -> str:
 
 
 _numbers = itertools.count(1)
+_FINGERPRINT = re.compile(r"(local:)?[0-9a-f]{32}")
 
 
 class ProcessWeights:
@@ -86,6 +94,7 @@ class ProcessWeights:
         self._leaving: set[HeldWeights] = set()
         self._own = local_fingerprint()
         self._unwatched: dict[int, str] = {}
+        self._vouches: dict[int, Vouch] = {}
         self._named: WeightsStamp | None = None
         self._num_withheld = 0
         # Not from 0: who takes the place of a process that has died must not have its stamps.
@@ -117,7 +126,7 @@ class ProcessWeights:
                 self._show()
 
     def hold(self, fingerprint: str, model: object = None) -> HeldWeights:
-        """Enter one more model.
+        """Enter one more model. What it was vouched for stays its name until it changes.
 
         Args:
             fingerprint: Identity of its weights.
@@ -127,36 +136,142 @@ class ProcessWeights:
         with self._lock:
             self._models[held] = fingerprint
             self._unwatched.pop(held.number, None)
+            vouch = self._vouches.pop(held.number, None)
+            if vouch is not None:
+                # Nothing has changed yet: the fingerprint stands for what was vouched for.
+                held.vouch = (fingerprint, vouch)
             self._restamp()
         return held
 
-    def vouch(self, fingerprint: str, model: object) -> None:
-        """State what a model consists of that nobody watches over, and that does not change.
+    def vouch(
+        self, model: nn.Module | Mapping[str, torch.Tensor] | WeightSource, *labels: object
+    ) -> None:
+        """Digest a model that no session watches over, and name KV cache by what it consists of.
 
-        For whoever loads weights once and serves them. Others may have the same ones, and their KV
-        cache is exchanged for this model's; so this is right only for as long as nobody changes
-        it. Whoever does so after all, enters it by `hold` instead, and changes it within
-        `HeldWeights.changing`. Once `hold` has entered a model, what was said of it here is void.
+        For a process that loads weights once and serves them. The name is the fingerprint that a
+        worker has after a `Publisher` of this model has sent them, so KV cache is shared with every
+        instance that has equal weights, loaded or received. This is right only for as long as the
+        model does not change: after a change call `vouch` again, or `weights_replaced`. A
+        `WorkerSession` of the model keeps the name until its first commit.
 
         Args:
-            fingerprint: Identity of its weights.
-            model: The model. It is not kept; when it is gone, so is its name.
+            model: As a `Publisher` takes it. It is not kept; when it is gone, so is its name.
+            *labels: Refused: a label does not say what the weights are.
 
         Raises:
-            ValueError: The model is watched over, by who knows better.
-            TypeError: It is of a kind of which nobody can tell when it is gone.
+            TypeError: A label was given, or the model cannot be referenced weakly (a plain dict).
+            ValueError: A session watches over the model.
+            ManifestError: The model names something that no update can hold.
+            SourceError: It cannot be read.
+
+        Cost: one pass over the weights, at the speed of the digest. A sharded model is gathered
+        for it, which every rank must take part in. Until it returns, there is no stamp.
         """
+        if labels or isinstance(model, str):
+            raise TypeError(
+                "vouch() digests the model and takes no label: write process_weights.vouch(model); "
+                "where the fingerprint of its weights is known, "
+                "process_weights.vouch_by_fingerprint(fingerprint, model)"
+            )
+        vouch = self.vouch_later(model)
+        try:
+            # By name: this module lies below the engines', and is imported without torch.
+            identity = importlib.import_module("wtransfer.engines.identity")
+            fingerprint = identity.module_fingerprint(model)
+        except BaseException:
+            vouch.settle(local_fingerprint())
+            raise
+        vouch.settle(fingerprint)
+
+    def vouch_by_fingerprint(self, fingerprint: str, model: object) -> None:
+        """Name KV cache by the fingerprint of a model's weights, where the caller knows it.
+
+        Otherwise as `vouch`.
+
+        Args:
+            fingerprint: As `wtransfer.manifest.fingerprint` makes it, of the weights that the model
+                has; or of `wtransfer.manifest.local_fingerprint`: shared with no other process.
+            model: The model, or another object that lives as long and stands for it. It is not
+                kept.
+
+        Raises:
+            ValueError: That is no fingerprint, or a session watches over the model.
+            TypeError: The model cannot be referenced weakly.
+        """
+        _check_fingerprint(fingerprint)
+        self.vouch_later(model).settle(fingerprint)
+
+    def vouch_later(self, model: object) -> Vouch:
+        """Announce a fingerprint that is being worked out; until then there is no stamp.
+
+        Whatever the process learns of the model meanwhile counts: a commit, `weights_replaced` or
+        another vouch.
+
+        Args:
+            model: As in `vouch_by_fingerprint`.
+
+        Raises:
+            ValueError: A session watches over the model.
+            TypeError: The model cannot be referenced weakly.
+        """
+        vouch = Vouch(self)
         with self._lock:
-            if any(held.is_of(model) for held in self._models):
+            if self._watching(model):
                 raise ValueError(
                     f"this {type(model).__name__} is watched over by a session, which says itself "
                     "what it consists of; nobody else can vouch for it"
                 )
-            number = id(model)
-            # Not at the end of the process: nobody asks then.
-            weakref.finalize(model, self._forget, number).atexit = False
-            self._unwatched[number] = fingerprint
+            self._vouch_as(vouch, model)
+        return vouch
+
+    def weights_replaced(self, model: object) -> None:
+        """State that a model got other weights by other means than a session's commit.
+
+        What it computes gets a new name, of this process only. Call it between two steps of the
+        model. Where a session watches over it, `WorkerSession.weights_lost` tells its publishers
+        as well.
+
+        Args:
+            model: As in `vouch_by_fingerprint`, whether or not anything was said of it before.
+
+        Raises:
+            TypeError: The model cannot be referenced weakly.
+        """
+        vouch = Vouch(self)
+        vouch.fingerprint = local_fingerprint()
+        with self._lock:
+            watched = self._watching(model)
+            if not watched:
+                self._vouch_as(vouch, model)
+                return
+            for held in watched:
+                # None: it changes right now, and is named by what comes of that.
+                if (present := self._models.get(held)) is not None:
+                    held.vouch = (present, vouch)
             self._restamp()
+
+    def _watching(self, model: object) -> list[HeldWeights]:
+        # Of a list, here and below: the collector may take a forgotten session out meanwhile.
+        return [held for held in list(self._models) if held.is_of(model)]
+
+    def _vouch_as(self, vouch: Vouch, model: object) -> None:
+        number = id(model)
+        # Not at the end of the process: nobody asks then.
+        weakref.finalize(model, self._forget, number).atexit = False
+        self._unwatched.pop(number, None)
+        self._vouches[number] = vouch
+        self._restamp()
+
+    def _settle(self, vouch: Vouch, fingerprint: str) -> None:
+        with self._lock:
+            if vouch.fingerprint is not None or not self._counts(vouch):
+                return
+            vouch.fingerprint = fingerprint
+            self._restamp()
+
+    def _counts(self, vouch: Vouch) -> bool:
+        by_sessions = [held.vouch[1] for held in list(self._models) if held.vouch is not None]
+        return any(each is vouch for each in [*self._vouches.values(), *by_sessions])
 
     def _enter(self, held: HeldWeights, fingerprint: str | None) -> None:
         with self._lock:
@@ -188,13 +303,15 @@ class ProcessWeights:
     def _forget(self, number: int) -> None:
         """Hear that a model which nobody watched over is gone: it computes nothing any more."""
         with self._lock:
-            if self._unwatched.pop(number, None) is not None:
+            unwatched = self._unwatched.pop(number, None)
+            vouch = self._vouches.pop(number, None)
+            if unwatched is not None or vouch is not None:
                 self._restamp()
 
     def _restamp(self) -> None:
         self._epoch += 1
         epoch = self._epoch
-        names = list(self._models.values())
+        names = self._names()
         known = [each for each in names if each is not None]
         stamp = WeightsStamp(self._joined(known), epoch) if len(known) == len(names) else None
         # Else the collector has come in between, and what it has found is the news.
@@ -205,8 +322,13 @@ class ProcessWeights:
     def _show(self) -> None:
         self._stamp: WeightsStamp | None = None if self._num_withheld else self._named
 
+    def _names(self) -> list[str | None]:
+        """Return the name of each model; None where it changes, or is being worked out."""
+        watched = [held.name(self._models.get(held)) for held in list(self._models)]
+        vouched = [vouch.fingerprint for vouch in list(self._vouches.values())]
+        return [*watched, *self._unwatched.values(), *vouched]
+
     def _joined(self, names: list[str]) -> str:
-        names = [*names, *self._unwatched.values()]
         if len(names) < len(("one", "another")):
             return names[0] if names else self._own
         # In the order in which they came: which model has which weights matters.
@@ -220,12 +342,20 @@ class HeldWeights:
     def __init__(self, process: ProcessWeights, model: object) -> None:
         self._process = process
         self._model: Callable[[], object] | None = None
+        self.vouch: tuple[str, Vouch] | None = None
+        """A fingerprint that the session enters, and what names the weights that it stands for."""
         self.number = -next(_numbers)
         """Tells models apart, as long as they live."""
         # Of a plain dictionary, say, nobody can tell whether it is gone.
         with contextlib.suppress(TypeError):
             self._model = weakref.ref(model)
             self.number = id(model)
+
+    def name(self, fingerprint: str | None) -> str | None:
+        """Return what names the weights that the session calls by this fingerprint."""
+        if self.vouch is not None and self.vouch[0] == fingerprint:
+            return self.vouch[1].fingerprint
+        return fingerprint
 
     def is_of(self, model: object) -> bool:
         """Return whether this is the model, and can be told from others."""
@@ -265,6 +395,37 @@ class HeldWeights:
     def close(self) -> None:
         """Forget the model; a second call does nothing."""
         self._process._leave(self)  # noqa: SLF001
+
+
+class Vouch:
+    """A fingerprint that is being worked out; made by `ProcessWeights.vouch_later`."""
+
+    def __init__(self, process: ProcessWeights) -> None:
+        self._process = process
+        self.fingerprint: str | None = None
+        """None until it is known."""
+
+    def settle(self, fingerprint: str) -> None:
+        """State the fingerprint; does nothing where the model has been given another name since.
+
+        May be called from any thread.
+
+        Args:
+            fingerprint: As in `ProcessWeights.vouch_by_fingerprint`.
+
+        Raises:
+            ValueError: That is no fingerprint.
+        """
+        _check_fingerprint(fingerprint)
+        self._process._settle(self, fingerprint)  # noqa: SLF001
+
+
+def _check_fingerprint(fingerprint: str) -> None:
+    if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
+        raise ValueError(
+            f"{fingerprint!r:.80} is no fingerprint: expected 32 hexadecimal digits, or 'local:' "
+            "and 32 of them; process_weights.vouch(model) works one out"
+        )
 
 
 process_weights = ProcessWeights()

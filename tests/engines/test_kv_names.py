@@ -122,3 +122,63 @@ def test_a_forgotten_session_watches_over_nothing(process):
     del model, session
     gc.collect()
     assert process.stamp().fingerprint == process_own(process)
+
+
+def test_a_model_that_is_vouched_for_has_the_name_that_an_update_of_equal_weights_gives(
+    fleet, process
+):
+    trainer, worker = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    made = fleet(trainer)
+    made.join(worker)
+    assert made.publish("v1").ok
+    names = []
+    for model in (trainer, worker, torch.nn.Linear(3, 3)):
+        loaded = ProcessWeights()
+        loaded.vouch(model)
+        names.append(loaded.stamp().fingerprint)
+    assert names[0] == names[1] == process.stamp().fingerprint
+    assert names[2] != names[0]
+
+
+def test_a_model_that_is_vouched_for_keeps_its_name_until_the_first_commit(fleet, process):
+    trainer, worker = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    process.vouch(worker)
+    vouched = process.stamp().fingerprint
+    made = fleet(trainer)
+    member = made.join(worker)
+    assert not member.session.commit_pending()
+    assert process.stamp().fingerprint == vouched
+    # For publishers it is a fresh worker: no update has brought what it has.
+    (seen,) = made.publisher.workers()
+    assert (seen.fingerprint, seen.state) == (member.session.fingerprint, "fresh")
+    assert seen.fingerprint.startswith("local:")
+    report = made.publish("v1")
+    assert process.stamp().fingerprint == report.fingerprint != vouched
+
+
+def test_a_first_commit_that_fails_leaves_the_vouched_name(fleet, weights, process, caplog):
+    own = {name: torch.zeros_like(each) for name, each in weights.items()}
+    target, model = Watching(own, process), torch.nn.Module()
+    target.vouched_as = model
+    process.vouch_by_fingerprint("0" * 32, model)
+    made = fleet(weights, engine="shm")
+    member = made.join(target)
+    refused = contents(made.source)
+    target.refuses = lambda tensors: contents(tensors) == refused
+    assert not made.publish("v1").ok
+    assert member.session.state == "behind"
+    assert process.stamp().fingerprint == "0" * 32
+    target.refuses = lambda _tensors: False
+    assert made.publish("v2").ok
+    assert process.stamp().fingerprint == member.session.fingerprint
+    # What it has logged holds tensors, by the traceback.
+    caplog.clear()
+
+
+def test_lost_weights_lose_the_vouched_name(process):
+    model = torch.nn.Linear(1, 1)
+    process.vouch(model)
+    vouched = process.stamp().fingerprint
+    with WorkerSession(model) as session:
+        session.weights_lost("asleep")
+        assert process.stamp().fingerprint == session.fingerprint != vouched

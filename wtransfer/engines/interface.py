@@ -222,8 +222,10 @@ class WeightTarget(Protocol):
     All methods run on the thread that owns the model, except `schema`, which may run on the
     session's thread at any time.
 
-    One more may be left out: ``forget()``, called when the model has lost its weights otherwise
-    than by a commit. A target that keeps what was applied last, for `capture`, drops it then.
+    Two more may be left out: ``forget()``, called when the model has lost its weights otherwise
+    than by a commit: a target that keeps what was applied last, for `capture`, drops it then. And
+    ``vouched_as``, the object by which `process_weights` knows the model, where that is not the
+    target itself.
     """
 
     def schema(self) -> Mapping[str, TensorSpec] | None:

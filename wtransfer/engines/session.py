@@ -138,7 +138,8 @@ class WorkerSession:
         # Held by whoever changes the model or decides not to: one thing at a time.
         self._model = threading.Lock()
         self._model_thread: int | None = None
-        self._weights = process_weights.hold(self.ledger.held.fingerprint, model_or_target)
+        model = getattr(self._target, "vouched_as", model_or_target)
+        self._weights = process_weights.hold(self.ledger.held.fingerprint, model)
         self._forget_weights = weakref.finalize(self, self._weights.close)
         close_at_exit(self)
         if join is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wtransfer.demo.serving.build import make_worker
-from wtransfer.engines.identity import module_fingerprint
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
@@ -26,5 +25,5 @@ def make_sole_worker(settings: HostSettings, group: Communicator | None = None) 
     """
     worker = make_worker(settings, group)
     if settings.publishing is None:
-        process_weights.vouch(module_fingerprint(worker.model), worker.model)
+        process_weights.vouch(worker.model)
     return worker
