@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from wtransfer.engines import follower
+from wtransfer.engines import session as session_module
 from wtransfer.engines.session import WorkerSession
 from wtransfer.engines.store import stored
 from wtransfer.engines.store.versions import CURRENT_NAME, VersionStore
@@ -27,6 +28,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
+from wtransfer.weights import ProcessWeights
 
 PATIENCE_S = 5.0
 
@@ -121,6 +123,26 @@ def test_a_version_of_the_same_weights_is_not_taken_again(store, publish, follow
     publish("the same")
     assert not session.commit_pending(0.3)
     assert session.fingerprint == store.versions()[-1].fingerprint
+
+
+def test_a_version_that_is_cast_gives_kv_the_name_that_a_round_gives(
+    store, follow, weights, monkeypatch
+):
+    processes = [ProcessWeights(), ProcessWeights()]
+
+    def model_of(process):
+        monkeypatch.setattr(session_module, "process_weights", process)
+        return {name: torch.zeros_like(each).to(torch.float64) for name, each in weights.items()}
+
+    with Fleet(weights, engine="file", options={"path": str(store.root)}) as made:
+        made.join(model_of(processes[0]), cast=True)
+        report = made.publish("v1")
+        assert report.ok
+        by_a_round = processes[0].stamp().fingerprint
+    _, session = follow(model_of(processes[1]), cast=True)
+    assert session.commit_pending(PATIENCE_S)
+    assert report.fingerprint == session.fingerprint != by_a_round
+    assert processes[1].stamp().fingerprint == by_a_round
 
 
 def test_a_worker_may_leave_and_keeps_what_it_has(store, publish, follow):

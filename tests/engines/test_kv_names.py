@@ -182,3 +182,54 @@ def test_lost_weights_lose_the_vouched_name(process):
     with WorkerSession(model) as session:
         session.weights_lost("asleep")
         assert process.stamp().fingerprint == session.fingerprint != vouched
+
+
+@pytest.fixture
+def named(fleet, monkeypatch):
+    """Return the KV name, the fingerprint and the update's in a worker that has cast an update."""
+
+    def publish(dtypes, *, wire=torch.float32, cast=True):
+        weights = {name: torch.arange(4).to(wire) for name in dtypes}
+        process = ProcessWeights()
+        monkeypatch.setattr(session_module, "process_weights", process)
+        made = fleet(weights, engine="shm")
+        model = {name: torch.zeros(4, dtype=dtype) for name, dtype in dtypes.items()}
+        member = made.join(model, cast=cast)
+        report = made.publish("v1")
+        assert report.ok
+        assert report.fingerprint == member.session.fingerprint
+        return process.stamp().fingerprint, report.fingerprint
+
+    return publish
+
+
+def test_workers_that_cast_one_update_share_a_name_only_if_they_have_the_same_dtypes(named):
+    single, brain = torch.float32, torch.bfloat16
+    found = [
+        named({"a": brain, "b": brain}),
+        named({"a": brain, "b": brain}),
+        named({"a": torch.float16, "b": torch.float16}),
+        named({"a": brain, "b": single}),
+        named({"a": single, "b": single}),
+        named({"a": single, "b": single}, cast=False),
+    ]
+    (fingerprint,) = {of_update for _, of_update in found}
+    names = [name for name, _ in found]
+    assert names[0] == names[1]
+    assert names[4:] == [fingerprint, fingerprint], "nothing was cast"
+    assert len({*names}) == 4
+
+
+def test_a_cast_that_is_taken_back_has_its_name_again(fleet, process):
+    source = {"w": torch.ones(4)}
+    made = fleet(source, engine="shm")
+    target = Watching({"w": torch.zeros(4, dtype=torch.bfloat16)}, process)
+    made.join(target, cast=True)
+    assert made.publish("v1").ok
+    before = process.stamp()
+    source["w"] += 1
+    refused = contents(source)
+    target.refuses = lambda tensors: contents(tensors) == refused
+    assert not made.publish("v2").ok
+    assert process.stamp().fingerprint == before.fingerprint
+    assert process.stamp().epoch > before.epoch

@@ -28,7 +28,7 @@ def with_piece(name, *change):
 
 
 def test_what_fits_needs_no_cast():
-    assert check_fit(Manifest(FITTING), SCHEMA, cast=False) is False
+    assert check_fit(Manifest(FITTING), SCHEMA, cast=False) == ""
 
 
 # FAULTS 1
@@ -75,7 +75,30 @@ def test_of_many_mismatches_the_first_twenty_are_listed_and_all_are_counted():
 # FAULTS 45
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "float8_e4m3fn"])
 def test_a_declared_cast_lets_one_float_take_another(dtype):
-    assert check_fit(with_piece("embed", dtype, (4, 2)), SCHEMA, cast=True) is True
+    assert check_fit(with_piece("embed", dtype, (4, 2)), SCHEMA, cast=True)
+
+
+def test_what_is_cast_is_told_apart_by_pieces_and_dtypes_of_the_target():
+    def casts(wire, **target):
+        pieces = [Piece(name, wire, (1,)) for name in target]
+        schema = {name: TensorSpec(dtype, (1,)) for name, dtype in target.items()}
+        found = {
+            check_fit(Manifest(tuple(each)), schema, cast=True)
+            for each in (pieces, reversed(pieces))
+        }
+        assert len(found) == 1, "whatever the order"
+        return found.pop()
+
+    single, half, brain = torch.float32, torch.float16, torch.bfloat16
+    assert casts("float32", a=single, b=single) == ""
+    found = [
+        casts("float32", a=half, b=half),
+        casts("float32", a=brain, b=brain),
+        casts("float32", a=brain, b=single),
+        casts("float32", a=single, b=brain),
+    ]
+    assert len(set(found)) == len(found)
+    assert "" not in found
 
 
 def test_only_what_a_cast_would_mend_is_said_to_be_mended_by_one():
@@ -137,7 +160,7 @@ def test_a_plan_that_equals_the_last_is_the_last():
     first = fitting.check(decoded(Manifest(FITTING)))
     assert fitting.check(decoded(Manifest(FITTING))) is first
     fit = fitting.judge(first, SCHEMA)
-    assert (fit.casts, fit.tied) == (False, canonical_names(SCHEMA))
+    assert (fit.casts, fit.tied) == ("", canonical_names(SCHEMA))
     assert fitting.judge(first, dict(SCHEMA)) is fit
 
 
@@ -164,7 +187,7 @@ def test_a_target_that_has_changed_is_judged_again():
         with pytest.raises(SchemaError, match=r"norm: wanted float32 \[9\], got float32 \[8\]"):
             fitting.judge(manifest, schema)
     schema["norm"] = SCHEMA["norm"]
-    assert fitting.judge(manifest, schema).casts is False
+    assert fitting.judge(manifest, schema).casts == ""
 
 
 def test_another_plan_is_judged_again():

@@ -193,11 +193,11 @@ class Follower:
         folder, file = open_version(root, version)
         with folder:
             manifest = file.manifest
-            schema = self._session.schema()
+            schema, casts = self._session.schema(), ""
             if schema is None:
                 check_whole(manifest)
             else:
-                check_fit(
+                casts = check_fit(
                     manifest, schema, cast=self._session.cast, cast_hint=self._session.cast_hint
                 )
             require_memory(manifest.nbytes, f"staging version {version.version!r}")
@@ -205,7 +205,7 @@ class Follower:
             for bucket in buckets(folder, file):
                 staging.load_weights(bucket)
         staging.verify(file.digests, canonical_names(schema or {}))
-        return Held(version.version, file.fingerprint, manifest, staging.tensors, "digests")
+        return Held(version.version, file.fingerprint, manifest, staging.tensors, "digests", casts)
 
     def _check_undisturbed(self, _nbytes: int) -> None:
         # Whoever has a live publisher needs no folder; and memory for both may not be there.

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+import xxhash
+
 from wtransfer.errors import RoundBusyError
 from wtransfer.manifest import Manifest, local_fingerprint
 
@@ -49,6 +51,18 @@ class Held:
     """The weights themselves, where they can be applied again."""
     verified: Proof | None = None
     """How that was proven; None for weights that no update has brought."""
+    casts: str = ""
+    """What `check_fit` says of the tensors that are cast as they are applied."""
+
+    @property
+    def kv_name(self) -> str:
+        """Identity of what the model computes with, as KV cache is named by it.
+
+        Cast, one update is other weights in models of other dtypes; its fingerprint is the same.
+        """
+        if not self.casts:
+            return self.fingerprint
+        return "cast:" + xxhash.xxh3_128_hexdigest(f"{self.fingerprint}\0{self.casts}".encode())
 
     def without_tensors(self) -> Held:
         """Return the same, no longer to be applied."""

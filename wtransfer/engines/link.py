@@ -214,7 +214,14 @@ class Link:
         self._reception = None
         plan = reception.plan
         self._committing = plan.round_id
-        held = Held(plan.version, reception.fingerprint, reception.manifest, tensors, "digests")
+        held = Held(
+            plan.version,
+            reception.fingerprint,
+            reception.manifest,
+            tensors,
+            "digests",
+            reception.casts,
+        )
         self._ledger.offer(Pending(self, plan.round_id, held, reception.seconds))
 
     def _on_abort(self, abort: Abort) -> None:

@@ -76,6 +76,8 @@ class Reception:
         self.plan = plan
         self.manifest = manifest or Manifest(())
         self.fingerprint = ""
+        self.casts = ""
+        """What `check_fit` says of the tensors that will be cast."""
         self.seconds: dict[str, float] = {}
         self.verified = False
         self._engine = engine
@@ -197,6 +199,7 @@ class Reception:
         if schema is not None:
             fit = self._fitting.judge(planned, schema)
             self._tied = fit.tied
+            self.casts = fit.casts
             if fit.casts:
                 self._notes.append("casts floating dtypes at commit")
         else:

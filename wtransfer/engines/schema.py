@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+import xxhash
+
 from wtransfer.engines.planned import Planned
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import WHOLE, Manifest, Piece
@@ -32,7 +35,7 @@ def check_fit(
     *,
     cast: bool,
     cast_hint: str = CAST_HINT,
-) -> bool:
+) -> str:
     """Raise unless every piece has its place in the target and every place gets its piece.
 
     Args:
@@ -42,7 +45,7 @@ def check_fit(
         cast_hint: How to allow that, for errors.
 
     Returns:
-        Whether a cast will be needed.
+        Digest of which pieces will be cast, and to which dtypes; empty if none will.
 
     Raises:
         SchemaError: With one line per mismatch: every name, wanted and got (first 20).
@@ -51,15 +54,16 @@ def check_fit(
     check_whole(manifest)
     names = canonical_names(schema)
     wrong: list[str] = []
-    casts = would_cast = False
+    casts: list[tuple[str, str]] = []
+    would_cast = False
     for piece in manifest.pieces:
         spec = schema[names[piece.name]] if piece.name in names else None
         line = _mismatch(piece, spec, cast=cast)
         if line:
             wrong.append(line)
             would_cast |= spec is not None and _mismatch(piece, spec, cast=True) is None
-        elif spec is not None:
-            casts |= piece.dtype != dtype_name(spec.dtype)
+        elif spec is not None and piece.dtype != dtype_name(spec.dtype):
+            casts.append((piece.name, dtype_name(spec.dtype)))
     covered = {names[piece.name] for piece in manifest.pieces if piece.name in names}
     wrong += [
         f"{name}: wanted {dtype_name(spec.dtype)} {list(spec.shape)}, got nothing"
@@ -68,7 +72,7 @@ def check_fit(
     ]
     if wrong:
         raise _schema_error(wrong, cast_hint if would_cast else None)
-    return casts
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""
 
 
 class Fitting:
@@ -127,8 +131,8 @@ class Fit:
     """The target, as it was."""
     tied: Mapping[str, str]
     """Name or alias -> name of the storage; empty if no storage has two names."""
-    casts: bool
-    """Whether a floating dtype will be cast."""
+    casts: str
+    """Digest of which pieces will be cast, and to which dtypes; empty if none will."""
 
 
 def check_whole(manifest: Manifest) -> None:

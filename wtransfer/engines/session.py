@@ -443,7 +443,7 @@ class WorkerSession:
         if pending is None:
             return False, None
         # KV cache of the old weights is not served from here on, nor any that is not surely new.
-        with self._weights.changing(lambda: self.fingerprint):
+        with self._weights.changing(lambda: self.ledger.held.kv_name):
             if pending.revert_reason is not None:
                 return False, self._go_back(pending)
             failure = self._apply(pending)
