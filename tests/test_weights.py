@@ -455,11 +455,20 @@ def test_the_collector_may_find_a_forgotten_model_at_any_time(weights):
             self.held = weights.hold("f0")
             weakref.finalize(self, self.held.close)
 
+    models = [Model() for _ in range(20)]
     before = gc.get_threshold()
     gc.set_threshold(1)
     try:
         for _ in range(300):
             Session()
+            weights.vouch_by_fingerprint(F0, models[0])
+            weights.hold(LOCAL, models[0]).close()
+            vouch = weights.vouch_later(models[1])
+            forgotten = Model()
+            forgotten.itself = forgotten
+            weights.weights_replaced(forgotten)
+            del forgotten
+            vouch.settle(F1)
     finally:
         gc.set_threshold(*before)
         gc.collect()

@@ -216,7 +216,7 @@ class ProcessWeights:
         """
         vouch = Vouch(self)
         with self._lock:
-            if any(held.is_of(model) for held in self._models):
+            if self._watching(model):
                 raise ValueError(
                     f"this {type(model).__name__} is watched over by a session, which says itself "
                     "what it consists of; nobody else can vouch for it"
@@ -240,15 +240,19 @@ class ProcessWeights:
         vouch = Vouch(self)
         vouch.fingerprint = local_fingerprint()
         with self._lock:
-            watched = [held for held in self._models if held.is_of(model)]
+            watched = self._watching(model)
             if not watched:
                 self._vouch_as(vouch, model)
                 return
             for held in watched:
                 # None: it changes right now, and is named by what comes of that.
-                if (present := self._models[held]) is not None:
+                if (present := self._models.get(held)) is not None:
                     held.vouch = (present, vouch)
             self._restamp()
+
+    def _watching(self, model: object) -> list[HeldWeights]:
+        # Of a list, here and below: the collector may take a forgotten session out meanwhile.
+        return [held for held in list(self._models) if held.is_of(model)]
 
     def _vouch_as(self, vouch: Vouch, model: object) -> None:
         number = id(model)
@@ -266,8 +270,8 @@ class ProcessWeights:
             self._restamp()
 
     def _counts(self, vouch: Vouch) -> bool:
-        by_sessions = (held.vouch[1] for held in self._models if held.vouch is not None)
-        return any(each is vouch for each in itertools.chain(self._vouches.values(), by_sessions))
+        by_sessions = [held.vouch[1] for held in list(self._models) if held.vouch is not None]
+        return any(each is vouch for each in [*self._vouches.values(), *by_sessions])
 
     def _enter(self, held: HeldWeights, fingerprint: str | None) -> None:
         with self._lock:
@@ -320,8 +324,8 @@ class ProcessWeights:
 
     def _names(self) -> list[str | None]:
         """Return the name of each model; None where it changes, or is being worked out."""
-        watched = [held.name(fingerprint) for held, fingerprint in self._models.items()]
-        vouched = [vouch.fingerprint for vouch in self._vouches.values()]
+        watched = [held.name(self._models.get(held)) for held in list(self._models)]
+        vouched = [vouch.fingerprint for vouch in list(self._vouches.values())]
         return [*watched, *self._unwatched.values(), *vouched]
 
     def _joined(self, names: list[str]) -> str:

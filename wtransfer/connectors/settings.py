@@ -118,9 +118,8 @@ def _digest(hf_config: Any) -> str:
     """Return a digest of a Hugging Face configuration; empty if that is none."""
     if not hasattr(hf_config, "to_dict"):
         return ""
-    # By `repr`, which may differ from process to process: those of a model's own code have objects.
-    text = json.dumps(hf_config.to_dict(), sort_keys=True, default=repr)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    # Not as JSON: those of a model's own code may have objects, whose `repr` only this process has.
+    return xxhash.xxh3_128_hexdigest(repr(hf_config.to_dict()).encode())
 
 
 def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptions:

@@ -87,6 +87,11 @@ class CheckpointSource:
         """Name, dtype and shape of every tensor, from the files' headers; digests if sealed."""
         return self._metadata
 
+    @property
+    def files(self) -> set[Path]:
+        """The files that it consists of."""
+        return set(self._file_of.values())
+
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors file by file, each read when it is asked for.
 

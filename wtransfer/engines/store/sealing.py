@@ -33,15 +33,30 @@ def seal(checkpoint: Path, version: str | None = None) -> ManifestFile:
 
     Cost: reads everything once.
     """
-    source = CheckpointSource(checkpoint, sealed=False)
+    written = describe(CheckpointSource(checkpoint, sealed=False), version)
+    with Folder(checkpoint) as folder:
+        folder.replace(MANIFEST_NAME, written.encode())
+    return written
+
+
+def describe(source: CheckpointSource, version: str | None = None) -> ManifestFile:
+    """Return what a checkpoint is.
+
+    Args:
+        source: Reads it.
+        version: Label, for people.
+
+    Raises:
+        SourceError: It cannot be read.
+        ManifestError: It names something that no update can hold.
+
+    Cost: reads everything once.
+    """
     pieces = tuple(Piece(m.name, dtype_name(m.dtype), m.shape) for m in source.metadata)
     manifest = Manifest(pieces)
     manifest.check()
     digests = [found for _, found in _digests(source, manifest.algorithm)]
-    written = ManifestFile.of(version, manifest, digests)
-    with Folder(checkpoint) as folder:
-        folder.replace(MANIFEST_NAME, written.encode())
-    return written
+    return ManifestFile.of(version, manifest, digests)
 
 
 def check(checkpoint: Path) -> tuple[ManifestFile, dict[str, str]]:

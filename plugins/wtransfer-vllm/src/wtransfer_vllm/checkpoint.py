@@ -98,20 +98,27 @@ def find_checkpoint(vllm_config: Any, *, tied: bool = False) -> Checkpoint | Non
         vllm_config: vLLM's own.
         tied: Whether the model's embeddings and its head are one tensor.
     """
-    load_format = str(getattr(vllm_config.load_config.load_format, "value", None) or "")
-    load_format = load_format or str(vllm_config.load_config.load_format)
-    if load_format not in LOAD_FORMATS:
-        logger.info("load format %r leaves no checkpoint to go back to", load_format)
-        return None
-    folder = _folder(vllm_config.model_config, vllm_config.load_config)
     try:
-        return None if folder is None else Checkpoint(folder, tied=tied)
+        return Checkpoint(checkpoint_folder(vllm_config), tied=tied)
     except SourceError as error:
         logger.info("no checkpoint to go back to: %s", error)
         return None
 
 
-def _folder(model_config: Any, load_config: Any) -> Path | None:
+def checkpoint_folder(vllm_config: Any) -> Path:
+    """Return the folder that a model was loaded from.
+
+    Args:
+        vllm_config: vLLM's own.
+
+    Raises:
+        SourceError: The model was not loaded from safetensors files, or they are not on this
+            machine's disk.
+    """
+    model_config, load_config = vllm_config.model_config, vllm_config.load_config
+    load_format = str(getattr(load_config.load_format, "value", None) or load_config.load_format)
+    if load_format not in LOAD_FORMATS:
+        raise SourceError(f"a model of load format {load_format!r} does not consist of its files")
     model = str(model_config.model)
     if os.path.isdir(model):  # noqa: PTH112  # a model's name may be no path at all
         return Path(model)
@@ -126,8 +133,7 @@ def _folder(model_config: Any, load_config: Any) -> Path | None:
             local_files_only=True,
         )
     except Exception as error:
-        logger.info("model %r has no checkpoint on this disk: %s", model, error)
-        return None
+        raise SourceError(f"model {model!r} has no checkpoint on this disk: {error}") from error
     return Path(found)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer import WorkerSession
 from wtransfer.errors import ClosedError
+from wtransfer.weights import process_weights
 
 from wtransfer_vllm.casting import HINT, may_cast
 from wtransfer_vllm.invitation import Invitation, read_invitation
@@ -107,6 +108,7 @@ class Member:
         if session is None:
             # Said by the session that a publisher will ask for.
             self._lost = why
+            process_weights.weights_replaced(getattr(self._target, "vouched_as", self._target))
             return
         # Closed where the interpreter ends: nobody asks any more.
         with contextlib.suppress(ClosedError):

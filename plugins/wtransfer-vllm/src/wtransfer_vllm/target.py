@@ -35,6 +35,8 @@ class VllmTarget:
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self.vouched_as = vllm_config.model_config
+        """Stands for the model: what vouches for it at load has no module at hand."""
         self._model = model
         self._vllm_config = vllm_config
         self._checkpoint = find_checkpoint(

@@ -25,9 +25,11 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from wtransfer.weights import process_weights
 
 from wtransfer_vllm.clients import LLMClient
 from wtransfer_vllm.seed_adapter import SeedAdapter
+from wtransfer_vllm.vouching import vouch_for_checkpoint, weights_were_replaced
 
 DEFAULTS = {
     "worker_extension_cls": "breaking.Breaking",
@@ -181,6 +183,17 @@ class Host:
             finalize_layerwise_reload(model, worker.model_config)
         self.llm.reset_prefix_cache()
         return dataclasses.asdict(self.seed.member.outcome)
+
+    def vouch(self):
+        vouch_for_checkpoint(self._worker().vllm_config)
+
+    def weights_replaced(self):
+        weights_were_replaced(self._worker(), "said by a test")
+
+    def kv_name(self):
+        """Return what names KV cache at this moment; None if nothing does."""
+        stamp = process_weights.stamp()
+        return stamp and stamp.fingerprint
 
     def _member(self):
         return self._worker().weight_transfer_engine.member

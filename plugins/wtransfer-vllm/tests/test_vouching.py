@@ -1,0 +1,723 @@
+"""Which name a worker of vLLM gives to KV cache of the weights that it has loaded."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import load_file, save_file
+from torch import nn
+from wtransfer import CheckpointSource, Publisher, WorkerSession
+from wtransfer.engines import session as session_module
+from wtransfer.engines.store.sealing import seal
+from wtransfer.engines.target import StateDictTarget
+from wtransfer.testing.fleet import Fleet
+from wtransfer.weights import ProcessWeights
+
+from wtransfer_vllm import fingerprints, vouching
+from wtransfer_vllm import member as member_module
+from wtransfer_vllm.fingerprints import CheckpointFiles
+from wtransfer_vllm.member import Member
+from wtransfer_vllm.place import Place
+from wtransfer_vllm.target import VllmTarget
+from wtransfer_vllm.vouching import vouch_for_checkpoint, weights_were_replaced
+
+F1 = "1" * 32
+PATIENCE_S = 20.0
+
+
+class Bag:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+def config_of(model, load_format="auto", **more):
+    return Bag(
+        model_config=Bag(model=str(model), hf_config=Bag()),
+        load_config=Bag(load_format=load_format),
+        **more,
+    )
+
+
+def weights(value=1.0):
+    return {"a": torch.full((4, 4), value), "b": torch.arange(3.0) + value}
+
+
+def write(folder, value=1.0):
+    folder.mkdir(exist_ok=True)
+    save_file(weights(value), folder / "model.safetensors")
+    # What comes next has another time: the kernel's clock for files has ticks.
+    time.sleep(0.02)
+    return folder
+
+
+def published(tensors):
+    """Return the fingerprint that a worker has after a round of these weights."""
+    with Fleet(dict(tensors)) as made:
+        member = made.join()
+        assert made.publish("v").ok
+        return member.session.fingerprint
+
+
+def wait_for(condition):
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("WTRANSFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def log(caplog):
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """What was digested in this process, one entry each."""
+    found = []
+
+    def noted(source):
+        found.append(source)
+        return describe(source)
+
+    describe = fingerprints.describe
+    monkeypatch.setattr(fingerprints, "describe", noted)
+    return found
+
+
+@pytest.fixture
+def process(cache, monkeypatch):
+    """The names of this process, as if the test were alone in it."""
+    return new_process(monkeypatch)
+
+
+def new_process(monkeypatch):
+    made = ProcessWeights()
+    for module in (vouching, member_module, session_module):
+        monkeypatch.setattr(module, "process_weights", made)
+    return made
+
+
+def name_of(process):
+    wait_for(process.stamp)
+    return process.stamp().fingerprint
+
+
+@pytest.fixture
+def vouched(monkeypatch, cache):
+    """Return the name that a new process gives to a checkpoint's weights."""
+
+    def vouched(folder, **more):
+        process, config = new_process(monkeypatch), config_of(folder, **more)
+        vouch_for_checkpoint(config)
+        return name_of(process)
+
+    return vouched
+
+
+def entry(cache):
+    (found,) = cache.glob("checkpoints/*/fingerprint.json")
+    return found
+
+
+# -- which name ------------------------------------------------------------------------------------
+
+
+def test_it_is_the_name_that_an_update_of_equal_weights_gives(vouched, tmp_path):
+    names = [vouched(write(tmp_path / "A", value)) for value in (1.0, 2.0)]
+    assert names == [published(weights(1.0)), published(weights(2.0))]
+    assert vouched(write(tmp_path / "another place", 1.0)) == names[0]
+
+
+def test_it_is_the_name_that_a_push_of_the_checkpoint_gives(vouched, tmp_path):
+    folder = tmp_path / "A"
+    folder.mkdir()
+    parts = {"one.safetensors": {"a": torch.ones(2)}, "two.safetensors": {"b": torch.zeros(3)}}
+    for file, tensors in parts.items():
+        save_file(tensors, folder / file)
+    weight_map = {name: file for file, tensors in parts.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with Fleet(CheckpointSource(folder)) as made:
+        member = made.join({"a": torch.zeros(2), "b": torch.zeros(3)})
+        assert made.publish("v").ok
+        assert vouched(folder) == member.session.fingerprint
+
+
+def test_what_is_stored_is_the_name_before_the_call_returns(vouched, reads, tmp_path, monkeypatch):
+    folder = write(tmp_path / "A")
+    name = vouched(folder)
+    process, config = new_process(monkeypatch), config_of(folder)
+    vouch_for_checkpoint(config)
+    assert process.stamp().fingerprint == name
+    assert len(reads) == 1
+
+
+def test_a_folder_that_is_reached_by_a_link_is_the_same(vouched, reads, tmp_path):
+    name = vouched(write(tmp_path / "A"))
+    (tmp_path / "link").symlink_to(tmp_path / "A")
+    assert vouched(tmp_path / "link") == name
+    assert len(reads) == 1
+
+
+def test_until_the_digest_is_known_there_is_no_stamp(process, tmp_path, monkeypatch):
+    go = hold_up(monkeypatch)
+    config = config_of(write(tmp_path / "A"))
+    vouch_for_checkpoint(config)
+    time.sleep(0.05)
+    assert process.stamp() is None
+    go.set()
+    assert name_of(process) == published(weights())
+
+
+def hold_up(monkeypatch):
+    """Let digests wait; return what lets them go on."""
+    go, describe = threading.Event(), fingerprints.describe
+    monkeypatch.setattr(
+        fingerprints, "describe", lambda source: describe(source) if go.wait(PATIENCE_S) else None
+    )
+    return go
+
+
+def vouching_has_ended():
+    return all(thread.name != "wtransfer-vouch" for thread in threading.enumerate())
+
+
+def commit(process, config):
+    process.hold("local:" + F1, config.model_config).settle(F1)
+
+
+def lose(process, config):
+    process.hold("local:" + F1, config.model_config).settle("local:" + "2" * 32)
+
+
+def replace(process, config):
+    weights_were_replaced(Bag(vllm_config=config), "reload_weights was called")
+
+
+@pytest.mark.parametrize("meanwhile", [commit, lose, replace])
+def test_what_becomes_of_the_weights_while_they_are_digested_counts(
+    process, tmp_path, monkeypatch, meanwhile
+):
+    go = hold_up(monkeypatch)
+    config = config_of(write(tmp_path / "A"))
+    vouch_for_checkpoint(config)
+    meanwhile(process, config)
+    before = process.stamp().fingerprint
+    go.set()
+    wait_for(vouching_has_ended)
+    assert process.stamp().fingerprint == before != published(weights())
+
+
+def test_it_is_read_by_one_of_several_processes_and_all_know_it(tmp_path, cache):
+    folder, reads = write(tmp_path / "A"), tmp_path / "reads"
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_vouching import config_of, fingerprints, vouch_for_checkpoint
+from wtransfer.weights import process_weights
+
+describe = fingerprints.describe
+
+def noted(source):
+    with open({str(reads)!r}, "a") as file:
+        file.write("read\\n")
+    time.sleep(1.0)
+    return describe(source)
+
+fingerprints.describe = noted
+config = config_of({str(folder)!r})
+print("ready", flush=True)
+sys.stdin.readline()
+vouch_for_checkpoint(config)
+assert process_weights.stamp() is None
+while process_weights.stamp() is None:
+    time.sleep(0.01)
+print(process_weights.stamp().fingerprint, flush=True)
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        assert [each.stdout.readline() for each in processes] == ["ready\n"] * 2
+        for each in processes:
+            each.stdin.write("go\n")
+            each.stdin.flush()
+        names = [each.communicate(timeout=60)[0].strip() for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+    assert names == [published(weights())] * 2
+    assert reads.read_text() == "read\n"
+
+
+# -- when it is believed ---------------------------------------------------------------------------
+
+
+def rewrite(folder):
+    write(folder, 2.0)
+
+
+def rewrite_as_old(folder):
+    """Write other bytes of the same size in place, and set the time of change back."""
+    file = folder / "model.safetensors"
+    before = file.stat()
+    other = write(folder.parent / "other", 2.0) / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(other.read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_mtime_ns, file.stat().st_size) == (before.st_mtime_ns, before.st_size)
+
+
+def put_another_there(folder):
+    """Put another file of the same size and time in its place."""
+    file = folder / "model.safetensors"
+    before = file.stat()
+    other = write(folder.parent / "other", 2.0) / "model.safetensors"
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(file)
+    assert (file.stat().st_mtime_ns, file.stat().st_size) == (before.st_mtime_ns, before.st_size)
+
+
+def grow(folder):
+    save_file(weights(2.0) | {"c": torch.zeros(9)}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [rewrite, rewrite_as_old, put_another_there, grow])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_checkpoint_with_other_weights_has_another_name(vouched, tmp_path, change, sealed):
+    folder = write(tmp_path / "A")
+    if sealed:
+        seal(folder)
+        time.sleep(0.02)
+    before = vouched(folder)
+    change(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert vouched(folder) == published(tensors) != before
+
+
+def test_files_that_were_touched_are_read_again(vouched, reads, tmp_path):
+    folder = write(tmp_path / "A")
+    name = vouched(folder)
+    os.utime(folder / "model.safetensors")
+    assert vouched(folder) == name
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("field", range(5), ids=fingerprints.FileState.__struct_fields__)
+def test_what_was_stored_of_files_that_differ_in_anything_is_void(
+    vouched, reads, tmp_path, cache, field
+):
+    folder = write(tmp_path / "A")
+    name = vouched(folder)
+    known = json.loads(entry(cache).read_text())
+    assert known["fingerprint"] == name
+    known["fingerprint"] = F1
+    entry(cache).write_text(json.dumps(known))
+    assert vouched(folder) == F1, "it is believed as long as nothing differs"
+    known["files"][0][field] = "x" if field == 0 else known["files"][0][field] + 1
+    entry(cache).write_text(json.dumps(known))
+    assert vouched(folder) == name
+    assert len(reads) == 2
+
+
+def of_another_folder(known):
+    return json.dumps(known | {"folder": "/elsewhere"})
+
+
+def of_fewer_files(known):
+    return json.dumps(known | {"files": []})
+
+
+def of_another_format(known):
+    return json.dumps(known | {"format": "wtransfer-fingerprint/2"})
+
+
+def with_a_label(known):
+    return json.dumps(known | {"fingerprint": "step-7"})
+
+
+def cut(known):
+    return json.dumps(known)[:-20]
+
+
+def empty(_known):
+    return ""
+
+
+@pytest.mark.parametrize(
+    "damage", [of_another_folder, of_fewer_files, of_another_format, with_a_label, cut, empty]
+)
+def test_a_stored_file_that_is_damaged_is_replaced(vouched, reads, tmp_path, cache, damage):
+    folder = write(tmp_path / "A")
+    name = vouched(folder)
+    entry(cache).write_text(damage(json.loads(entry(cache).read_text())))
+    assert [vouched(folder), vouched(folder)] == [name, name]
+    assert len(reads) == 2
+
+
+def test_a_link_in_place_of_the_stored_file_is_not_followed(vouched, reads, tmp_path, cache):
+    folder = write(tmp_path / "A")
+    name = vouched(folder)
+    planted = tmp_path / "planted"
+    planted.write_text(entry(cache).read_text().replace(name, F1))
+    entry(cache).unlink()
+    (next(cache.glob("checkpoints/*")) / "fingerprint.json").symlink_to(planted)
+    assert vouched(folder) == name
+    assert not entry(cache).is_symlink()
+
+
+def test_a_sealed_checkpoint_is_not_read(vouched, reads, tmp_path, cache):
+    folder = write(tmp_path / "A")
+    written = seal(folder)
+    assert vouched(folder) == written.fingerprint == published(weights())
+    assert reads == []
+
+
+@pytest.mark.parametrize("damage", ["{", "[]"])
+def test_a_seal_that_cannot_be_read_says_nothing(vouched, reads, tmp_path, damage):
+    folder = write(tmp_path / "A")
+    seal(folder)
+    (folder / "wtransfer.json").write_text(damage)
+    assert vouched(folder) == published(weights())
+    assert len(reads) == 1
+
+
+def test_a_seal_of_the_same_moment_says_nothing(vouched, reads, tmp_path, monkeypatch):
+    folder = write(tmp_path / "A")
+    seal(folder)
+    state_of = fingerprints._state_of
+    at = (folder / "wtransfer.json").stat().st_ctime_ns
+    monkeypatch.setattr(
+        fingerprints, "_state_of", lambda file: structs.replace(state_of(file), ctime_ns=at)
+    )
+    assert vouched(folder) == published(weights())
+    assert len(reads) == 1
+
+
+def test_a_seal_of_another_size_says_nothing(vouched, tmp_path):
+    folder, other = write(tmp_path / "A"), write(tmp_path / "B")
+    grow(other)
+    seal(other)
+    shutil.copy(other / "wtransfer.json", folder)
+    assert vouched(folder) == published(weights())
+
+
+# -- the cache's folder ----------------------------------------------------------------------------
+
+
+def test_the_cache_is_its_user_s_alone(vouched, tmp_path, cache):
+    umask = os.umask(0)
+    try:
+        vouched(write(tmp_path / "A"))
+    finally:
+        os.umask(umask)
+    folders = [cache, cache / "checkpoints", entry(cache).parent]
+    assert [oct(folder.stat().st_mode & 0o777) for folder in folders] == ["0o700"] * 3
+    assert [file.name for file in entry(cache).parent.iterdir()] == ["fingerprint.json"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({"XDG_CACHE_HOME": "x"}, "x/wtransfer"),
+        ({"HOME": "h"}, "h/.cache/wtransfer"),
+        ({"HOME": "h", "XDG_CACHE_HOME": "", "WTRANSFER_CACHE": ""}, "h/.cache/wtransfer"),
+        ({"WTRANSFER_CACHE": "w", "XDG_CACHE_HOME": "x"}, "w"),
+    ],
+)
+def test_the_environment_says_where_the_cache_is(
+    vouched, tmp_path, monkeypatch, environment, place
+):
+    for name in ("WTRANSFER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(tmp_path / value) if value else "")
+    vouched(write(tmp_path / "A"))
+    assert entry(tmp_path / place).is_file()
+
+
+def a_file(cache):
+    cache.write_text("no folder")
+
+
+def a_file_within(cache):
+    cache.mkdir()
+    (cache / "checkpoints").write_text("no folder")
+
+
+def open_to_others(cache):
+    cache.mkdir()
+    (cache / "checkpoints").mkdir()
+    (cache / "checkpoints").chmod(0o755)
+
+
+def a_link(cache):
+    cache.mkdir()
+    (cache.parent / "elsewhere").mkdir(mode=0o700)
+    (cache / "checkpoints").symlink_to(cache.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("spoil", [a_file, a_file_within, open_to_others, a_link])
+def test_without_a_cache_each_process_reads_for_itself(vouched, reads, cache, log, spoil):
+    spoil(cache)
+    folder = write(cache.parent / "A")
+    assert [vouched(folder), vouched(folder)] == [published(weights())] * 2
+    assert len(reads) == 2
+    assert "no other process will know the checkpoint's digests: " in log.text
+    assert list(cache.parent.rglob("fingerprint.json")) == []
+
+
+def test_another_user_s_folder_is_not_believed(vouched, reads, tmp_path, cache, monkeypatch):
+    folder = write(tmp_path / "A")
+    name = vouched(folder)
+    entry(cache).write_text(entry(cache).read_text().replace(name, F1))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert vouched(folder) == name
+    assert len(reads) == 2
+
+
+def test_a_disk_that_is_full_costs_only_the_storing(vouched, tmp_path, cache, log, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("wtransfer.transport.files.write_at", full)
+    assert vouched(write(tmp_path / "A")) == published(weights())
+    wait_for(vouching_has_ended)
+    assert "no other process will know" in log.text
+    assert [each.name for each in next(cache.glob("checkpoints/*")).iterdir()] == []
+
+
+@pytest.mark.parametrize("at", ["half of it is written", "it is written", "it is there"])
+def test_a_process_that_is_killed_while_it_stores_leaves_nothing_that_is_believed(
+    vouched, reads, tmp_path, cache, at
+):
+    folder = write(tmp_path / "A")
+    code = f"""
+import os, signal
+from pathlib import Path
+from wtransfer.transport import files
+from wtransfer_vllm.fingerprints import CheckpointFiles
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def write_half(fd, buffers, offset):
+    os.pwrite(fd, bytes(buffers[0])[: buffers[0].nbytes // 2], offset)
+    die()
+
+if {at!r} == "half of it is written":
+    files.write_at = write_half
+elif {at!r} == "it is written":
+    files.os = type("Os", (), {{**vars(os), "replace": die}})
+else:
+    files.Folder.sync = die
+CheckpointFiles(Path({str(folder)!r})).fingerprint()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    left = {each.name for each in next(cache.glob("checkpoints/*")).iterdir()}
+    assert ".wtransfer-lock" in left
+    assert any(each.endswith(".tmp") for each in left) is (at != "it is there")
+    assert [vouched(folder), vouched(folder)] == [published(weights())] * 2
+    assert len(reads) == (at != "it is there")
+    left = {each.name for each in entry(cache).parent.iterdir()} - {".wtransfer-lock"}
+    assert left == {"fingerprint.json"}
+
+
+# -- when it cannot be known -----------------------------------------------------------------------
+
+
+def two_files(folder):
+    save_file({"c": torch.zeros(1)}, folder / "adapter.safetensors")
+
+
+def a_consolidated_file_as_well(folder):
+    weight_map = dict.fromkeys(weights(), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file(weights(2.0), folder / "consolidated.safetensors")
+
+
+def cut_off(folder):
+    os.truncate(folder / "model.safetensors", 100)
+
+
+def no_file(folder):
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("spoil", [two_files, a_consolidated_file_as_well, cut_off, no_file])
+def test_what_cannot_be_known_has_a_name_of_this_process_only(vouched, tmp_path, log, spoil):
+    folder = write(tmp_path / "A")
+    spoil(folder)
+    names = {vouched(folder) for _ in range(2)}
+    assert len(names) == 2
+    assert all(name.startswith("local:") for name in names)
+    wait_for(vouching_has_ended)
+    lines = [each for each in log.messages if "KV cache is not shared with other" in each]
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"load_format": "dummy"}, "a model of load format 'dummy' does not consist of its files"),
+        (
+            {"speculative_config": Bag(draft_model_config=Bag(model="a draft"))},
+            "the draft model 'a draft' has weights of its own",
+        ),
+    ],
+)
+def test_what_does_not_consist_of_the_checkpoint_alone_is_not_named_by_it(
+    vouched, tmp_path, log, more, why
+):
+    assert vouched(write(tmp_path / "A"), **more).startswith("local:")
+    assert log.messages == [
+        f"KV cache is not shared with other processes until the next weight update: {why}"
+    ]
+
+
+def test_a_draft_that_is_a_part_of_the_model_changes_nothing(vouched, tmp_path):
+    folder = write(tmp_path / "A")
+    own = Bag(draft_model_config=Bag(model=str(folder)))
+    assert vouched(folder, speculative_config=own) == published(weights())
+
+
+def test_a_model_that_is_not_on_this_disk_has_a_name_of_this_process_only(vouched, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert vouched("nobody/nothing").startswith("local:")
+
+
+def test_files_that_change_while_they_are_read_are_not_named(vouched, tmp_path, cache, monkeypatch):
+    folder, describe = write(tmp_path / "A"), fingerprints.describe
+
+    def described(source):
+        found = describe(source)
+        rewrite(folder)
+        return found
+
+    monkeypatch.setattr(fingerprints, "describe", described)
+    assert vouched(folder).startswith("local:")
+    wait_for(vouching_has_ended)
+    assert list(cache.rglob("fingerprint.json")) == []
+
+
+def test_where_no_thread_can_be_started_the_name_is_local(vouched, tmp_path, monkeypatch):
+    def start(_thread):
+        raise RuntimeError("can't start new thread")
+
+    folder = write(tmp_path / "A")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert vouched(folder).startswith("local:")
+
+
+# -- sessions, and weights that were replaced ------------------------------------------------------
+
+
+def test_a_session_of_vllm_s_model_keeps_the_name_that_was_vouched_for(process, tmp_path):
+    config = config_of(write(tmp_path / "A"))
+    vouch_for_checkpoint(config)
+    name = name_of(process)
+    with WorkerSession(VllmTarget(nn.Linear(1, 1), config)) as session:
+        assert process.stamp().fingerprint == name
+        assert session.fingerprint.startswith("local:")
+        vouch_for_checkpoint(config)
+        assert process.stamp().fingerprint == name, "the session knows better"
+        session.weights_lost("asleep")
+        assert process.stamp().fingerprint == session.fingerprint
+
+
+def member_of(config):
+    target = StateDictTarget({"w": torch.zeros(4)})
+    target.vouched_as = config.model_config
+    return Member(target, "shm", Place("i", 0, 1))
+
+
+def test_a_first_commit_replaces_the_name(process, tmp_path):
+    config = config_of(write(tmp_path / "A"))
+    vouch_for_checkpoint(config)
+    name, member = name_of(process), member_of(config)
+    with Publisher({"w": torch.ones(4)}) as publisher:
+        member.join({"wtransfer": {"address": publisher.address, "token": publisher.token}})
+        publisher.wait_for_workers(1, timeout_s=20)
+        assert process.stamp().fingerprint == name
+        round_ = publisher.publish("v", wait=False)
+        wait_for(lambda: member.has_left)
+        member.commit()
+        assert round_.result(20).ok
+        assert process.stamp().fingerprint == member.session.fingerprint != name
+    member.session.close()
+
+
+@pytest.mark.parametrize("with_an_engine", [False, True])
+def test_replaced_weights_have_a_name_of_this_process_only(process, tmp_path, with_an_engine):
+    config = config_of(write(tmp_path / "A"))
+    vouch_for_checkpoint(config)
+    names = [name_of(process)]
+    worker = Bag(vllm_config=config)
+    if with_an_engine:
+        worker.weight_transfer_engine = Bag(member=member_of(config))
+    for _ in range(2):
+        weights_were_replaced(worker, "reload_weights was called")
+        names.append(process.stamp().fingerprint)
+    assert len(set(names)) == 3
+    assert all(name.startswith("local:") for name in names[1:])
+
+
+def test_weights_that_are_lost_before_a_publisher_comes_are_not_vouched_for(process, tmp_path):
+    config = config_of(write(tmp_path / "A"))
+    vouch_for_checkpoint(config)
+    name, member = name_of(process), member_of(config)
+    member.lose_weights("asleep at level 2")
+    assert process.stamp().fingerprint.startswith("local:")
+    with Publisher({"w": torch.ones(4)}) as publisher:
+        member.join({"wtransfer": {"address": publisher.address, "token": publisher.token}})
+        assert process.stamp().fingerprint not in (name, None)
+        assert member.session.state == "empty"
+    member.session.close()
+
+
+def test_replaced_weights_are_told_to_the_session(process, tmp_path):
+    config = config_of(write(tmp_path / "A"))
+    vouch_for_checkpoint(config)
+    name, member = name_of(process), member_of(config)
+    with Publisher({"w": torch.ones(4)}) as publisher:
+        member.join({"wtransfer": {"address": publisher.address, "token": publisher.token}})
+        worker = Bag(vllm_config=config, weight_transfer_engine=Bag(member=member))
+        weights_were_replaced(worker, "reload_weights was called")
+        assert member.session.state == "empty"
+        assert process.stamp().fingerprint.startswith("local:")
+        assert process.stamp().fingerprint != name
+    member.session.close()
+
+
+def test_a_process_that_waits_too_long_for_another_reads_for_itself(
+    vouched, tmp_path, monkeypatch, log
+):
+    folder = write(tmp_path / "A")
+    monkeypatch.setattr(fingerprints, "LOCK_PATIENCE_S", 0.1)
+    files = CheckpointFiles(folder)
+    with files._opened_cache() as opened:
+        lock = fingerprints.FolderLock(opened)
+        assert vouched(folder) == published(weights())
+        lock.release()
+    assert "is in use by process" in log.text
