@@ -14,7 +14,10 @@ class that names them::
 
 Before anything else, the process of each W says which weights it computes with: a `WorkerSession`
 does so by itself, else whoever loaded them calls `wtransfer.weights.process_weights.vouch`. Our
-connectors name blocks by them; what only one process knows, nobody else finds.
+connectors name blocks by them; what only one process knows, nobody else finds. An author has
+nothing to do for that: a connector that does not name weights itself (``names_weights``) is made
+with a fence (`wtransfer.connectors.fenced`), and keys its store by the token ids or block hashes
+that it sees. Call 2 then comes just before the first call 3.
 
 The life of a request, S beside the scheduler, W beside every worker's model:
 
@@ -226,8 +229,8 @@ class ConnectorScheduler(ConnectorSide):
     def reset_cache(self) -> bool | None:
         """Forget everything that is kept; return whether that was done.
 
-        None: it cannot be said, as where this method is left out. A host that has to keep weights
-        apart itself then loads nothing by this connector any more.
+        None: it cannot be said, as where this method is left out. A change of weights is no reason
+        to call it.
         """
         return None
 
@@ -395,8 +398,10 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     worker_cls: ClassVar[type[ConnectorWorker] | str | None] = None
     """The worker's side, likewise."""
     names_weights: ClassVar[bool] = False
-    """Whether what it keeps is named with the weights that computed it, so that it needs not be
-    told when they change. If not, a host has everything forgotten then, by ``reset_cache``."""
+    """Whether the connector itself names blocks with the weights that computed them, as by
+    `wtransfer.connectors.naming`. If not, the factory puts a fence around each side that it makes,
+    and this is True of that side: the connector sees token ids and block hashes that are encoded
+    with the weights. The rules stand in `wtransfer.connectors.fenced`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -11,8 +11,9 @@ that. Its option is vLLM's::
         ]
     }
 
-A child may be anybody's. It gets the configuration with the fields given for it in the place of the
-parent's; ``engine_id`` and ``kv_role`` are the parent's where it has none of its own.
+A child may be anybody's, and is fenced by itself where it does not name weights. It gets the
+configuration with the fields given for it in the place of the parent's; ``engine_id`` and
+``kv_role`` are the parent's where it has none of its own.
 
 Children do not stand in each other's way. One that raises when it is asked what it has, has
 nothing. Of every other call all children hear, and what one of them raised is raised when the last
@@ -22,12 +23,7 @@ while a step's metadata are built ends that step, and the host must not go on as
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from wtransfer.connectors.interface import KVConnectorBase_V1
-
-if TYPE_CHECKING:
-    from wtransfer.connectors.interface import KVConnectorRole
 
 
 class MultiConnector(KVConnectorBase_V1):
@@ -40,10 +36,4 @@ class MultiConnector(KVConnectorBase_V1):
 
     scheduler_cls = "wtransfer.connectors.several.scheduler:SeveralScheduler"
     worker_cls = "wtransfer.connectors.several.worker:SeveralWorker"
-
-    def __init__(
-        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        # Of this one object: it depends on who its children are.
-        self.names_weights = self.side.children.names_weights  # type: ignore[misc]
+    names_weights = True
