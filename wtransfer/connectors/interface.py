@@ -14,10 +14,7 @@ class that names them::
 
 Before anything else, the process of each W says which weights it computes with: a `WorkerSession`
 does so by itself, else whoever loaded them calls `wtransfer.weights.process_weights.vouch`. Our
-connectors name blocks by them; what only one process knows, nobody else finds. An author has
-nothing to do for that: a connector that does not name weights itself (``names_weights``) is made
-with a fence (`wtransfer.connectors.fenced`), and keys its store by the token ids or block hashes
-that it sees. Call 2 then comes just before the first call 3.
+connectors name blocks by them; what only one process knows, nobody else finds.
 
 The life of a request, S beside the scheduler, W beside every worker's model:
 
@@ -47,6 +44,11 @@ The life of a request, S beside the scheduler, W beside every worker's model:
 12. S ``update_connector_output(output)``: what the workers said, aggregated over all of them.
 
 A load that fails is a miss: the worker names the blocks, and the host computes them.
+
+A connector that does not name weights itself (``names_weights``) is made with a fence around each
+side, which needs no line by its author: it keys its store by the token ids or block hashes that it
+sees, and these are encoded with the weights. Call 2 then comes just before the first call 3. The
+rules stand in `wtransfer.connectors.fenced`.
 
 Arguments are the serving engine's own objects. What our connectors read of them, under the names
 that vLLM gives them, and nothing else:
