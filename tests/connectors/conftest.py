@@ -23,7 +23,7 @@ def _shared(name):
 
 
 # Before the tests are imported, which import it by its name.
-for _name in ("driver", "storage_jobs"):
+for _name in ("driver", "storage_jobs", "tokens_connector"):
     _shared(_name)
 
 

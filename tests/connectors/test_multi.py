@@ -14,6 +14,7 @@ from driver import Blocks, Instance, Nothing, Request, SchedulerOutput, answer, 
 
 from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.config import KVCacheConfig
+from wtransfer.connectors.fenced import FencedMetadata
 from wtransfer.connectors.interface import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -245,11 +246,11 @@ def test_what_storage_failed_to_load_no_tier_in_memory_keeps(tmp_path, weights):
         assert (request.num_loaded, request.output_token_ids) == (56, answer(longer, 2))
 
 
-def test_it_names_the_weights_if_all_its_children_do():
-    assert make(SCHEDULER, scripted("a"), scripted("b"))[0].names_weights is True
-    assert (
-        make(SCHEDULER, scripted("a"), scripted("b", names_weights=False))[0].names_weights is False
-    )
+def test_a_child_that_does_not_name_weights_is_fenced_by_itself():
+    multi, first, second = make(SCHEDULER, scripted("a"), scripted("b", names_weights=False))
+    assert multi.names_weights is first.names_weights is second.names_weights is True
+    told = multi.build_connector_meta(SchedulerOutput())
+    assert told.children == [Told("a"), FencedMetadata(Told("b"))]
 
 
 # -- what the children are
@@ -800,6 +801,16 @@ def test_params_for_the_next_instance_are_put_together(given, expected):
     assert finish(multi) == (False, expected)
 
 
+def test_children_behind_a_fence_say_the_same_weights(weights):
+    children = [
+        scripted(name, names_weights=False, request_finished=(False, {name: 1})) for name in "ab"
+    ]
+    (multi, *_), (worker, *_) = (make(role, *children) for role in (SCHEDULER, WORKER))
+    multi.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    multi.get_num_new_matched_tokens(REQUEST, 0)
+    assert finish(multi) == (False, {"a": 1, "b": 1, "remote_weights": "fingerprint-1"})
+
+
 def test_two_that_hand_the_same_request_over_are_an_error_that_says_so():
     params = {"do_remote_prefill": True}
     children = [scripted(name, request_finished=(True, params)) for name in "ab"]
@@ -822,20 +833,6 @@ def test_two_that_hand_the_same_request_over_are_an_error_that_says_so():
 def test_the_cache_is_reset_if_all_that_keep_something_did_so(said, expected):
     children = [scripted(n, reset_cache=each) for n, each in zip("ab", said, strict=True)]
     assert make(SCHEDULER, *children)[0].reset_cache() is expected
-
-
-def test_a_child_that_can_neither_name_weights_nor_forget_stands_for_all():
-    """A host asks after a commit; it must not take the others' word for this one."""
-    children = [scripted("a", reset_cache=True), scripted("b", names_weights=False)]
-    assert make(SCHEDULER, *children)[0].reset_cache() is False
-
-
-def test_only_those_that_cannot_tell_weights_apart_forget_when_these_change():
-    """What the others keep under other weights is right, and may be other instances' as well."""
-    keeps = scripted("a", reset_cache=False), scripted("b", names_weights=False, reset_cache=True)
-    multi, first, second = make(SCHEDULER, *keeps)
-    assert multi.reset_cache() is True
-    assert (first.heard("reset_cache"), second.heard("reset_cache")) == ([], [()])
 
 
 @pytest.mark.parametrize(

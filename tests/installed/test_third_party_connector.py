@@ -35,7 +35,7 @@ def test_it_is_listed_with_its_distribution(python):
 
 
 @pytest.mark.parametrize("how", ["name", pytest.param("path", marks=pytest.mark.slow)])
-def test_it_serves_loads_what_it_kept_and_forgets_when_the_weights_change(python, tmp_path, how):
+def test_it_serves_and_loads_what_it_kept_under_the_same_weights_only(python, tmp_path, how):
     folder = tmp_path / "kept"
     folder.mkdir()
     assert python(HERE / "third_party_connector_peer.py", folder, how) == {
@@ -45,3 +45,35 @@ def test_it_serves_loads_what_it_kept_and_forgets_when_the_weights_change(python
         "with other weights": True,
         "tokens loaded then": 0,
     }
+
+
+@pytest.fixture
+def serve(python, tmp_path):
+    """Serves requests in a process of its own, all over one folder: (right, tokens loaded) each."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+
+    def run(seed, *requests):
+        return python(HERE / "third_party_connector_process.py", folder, seed, *requests)
+
+    return run
+
+
+def test_it_knows_nothing_of_weights():
+    text = (HERE / "third_party_connector/src/acme_folder_connector/connector.py").read_text()
+    assert "weight" not in text
+    assert "fingerprint" not in text
+
+
+# Promise 3, without a line of its own (FAULTS 50).
+def test_processes_with_other_weights_never_load_each_others_blocks(serve):
+    assert serve(3, "1") == [[True, 0]]
+    # What the first has left is there, and so is soon what this one leaves; in both orders.
+    assert serve(4, "1", "2") == [[True, 0], [True, 0]]
+    assert serve(3, "2", "1") == [[True, 0], [True, 64]], "equal weights share"
+
+
+# FAULTS 51.
+def test_blocks_are_shared_under_one_salt_only(serve):
+    answers = serve(3, "1:tenant", "1:other", "1", "1:tenant")
+    assert answers == [[True, 0], [True, 0], [True, 0], [True, 64]]

@@ -1,5 +1,6 @@
 """Connectors that are wrong in one way each. `test_connector_kit.py` runs this as a test module."""
 
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,10 @@ from wtransfer.testing.connector_memory import (
 )
 
 BLOCK_SIZE = 16
+
+# The processes of the kit find what this one does.
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent / "connectors")]
 
 
 class Kit(ConnectorConformance):
@@ -582,6 +587,31 @@ class NamesNoWeights(MemoryScheduler):
 
 class TestNamesNoWeights(Kit):
     connector_cls = connector(scheduler=NamesNoWeights)
+
+
+class ForgetsAtAChange(NamesNoWeights):
+    """It hears of changes, and not of what others have left before it began."""
+
+    def update_connector_output(self, connector_output):
+        before = self.fence.now
+        super().update_connector_output(connector_output)
+        if before not in (None, self.fence.now):
+            self.shelf.clear()
+
+
+class TestForgetsAtAChange(Kit):
+    connector_cls = connector(scheduler=ForgetsAtAChange)
+
+
+class TestNamesByRequest(Kit):
+    """A fence cannot change what has no part of the request in it."""
+
+    connector = "ByRequestConnector"
+    module_path = "by_request_connector"
+    in_processes = True
+
+    def options_in(self, folder):
+        return {"folder": str(folder)}
 
 
 class NamesTheWeightsOfNow(MemoryScheduler):

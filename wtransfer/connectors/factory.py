@@ -11,6 +11,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.connectors.fenced import fence
 from wtransfer.connectors.interface import KVConnectorBase, KVConnectorBase_V1
 from wtransfer.errors import ConnectorGenerationError, PluginTypeError, RegistrationError
 from wtransfer.host import hooks
@@ -70,7 +71,8 @@ class KVConnectorFactory:
 
         The name is looked up; where nobody offers it, it is the name of a class in the module
         ``kv_connector_module_path``. A class whose constructor knows no `kv_cache_config` gets two
-        arguments.
+        arguments. A connector without ``names_weights`` gets the fence of
+        `wtransfer.connectors.fenced`.
 
         Args:
             config: The serving engine's configuration, with ``kv_transfer_config``.
@@ -92,6 +94,8 @@ class KVConnectorFactory:
             transfer.engine_id,
         )
         made = _make(connector_cls, config, role, kv_cache_config)
+        if not made.names_weights:
+            fence(made, config)
         hooks.board.attach(made)
         if made.side is not None:
             hooks.board.attach(made.side)

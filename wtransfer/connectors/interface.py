@@ -45,6 +45,11 @@ The life of a request, S beside the scheduler, W beside every worker's model:
 
 A load that fails is a miss: the worker names the blocks, and the host computes them.
 
+A connector that does not name weights itself (``names_weights``) is made with a fence around each
+side, which needs no line by its author: it keys its store by the token ids or block hashes that it
+sees, and these are encoded with the weights. Call 2 then comes just before the first call 3. The
+rules stand in `wtransfer.connectors.fenced`.
+
 Arguments are the serving engine's own objects. What our connectors read of them, under the names
 that vLLM gives them, and nothing else:
 
@@ -226,8 +231,8 @@ class ConnectorScheduler(ConnectorSide):
     def reset_cache(self) -> bool | None:
         """Forget everything that is kept; return whether that was done.
 
-        None: it cannot be said, as where this method is left out. A host that has to keep weights
-        apart itself then loads nothing by this connector any more.
+        None: it cannot be said, as where this method is left out. A change of weights is no reason
+        to call it.
         """
         return None
 
@@ -395,8 +400,10 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     worker_cls: ClassVar[type[ConnectorWorker] | str | None] = None
     """The worker's side, likewise."""
     names_weights: ClassVar[bool] = False
-    """Whether what it keeps is named with the weights that computed it, so that it needs not be
-    told when they change. If not, a host has everything forgotten then, by ``reset_cache``."""
+    """Whether the connector itself names blocks with the weights that computed them, as by
+    `wtransfer.connectors.naming`. If not, the factory puts a fence around each side that it makes,
+    and this is True of that side: the connector sees token ids and block hashes that are encoded
+    with the weights. The rules stand in `wtransfer.connectors.fenced`."""
 
     requires_kv_delivery: ClassVar[bool] = False
     """Whether a request must hand on what it has computed. If so, a host computes a request that is

@@ -11,8 +11,9 @@ that. Its option is vLLM's::
         ]
     }
 
-A child may be anybody's. It gets the configuration with the fields given for it in the place of the
-parent's; ``engine_id`` and ``kv_role`` are the parent's where it has none of its own.
+A child may be anybody's, and is fenced by itself where it does not name weights. It gets the
+configuration with the fields given for it in the place of the parent's; ``engine_id`` and
+``kv_role`` are the parent's where it has none of its own.
 
 Children do not stand in each other's way. One that raises when it is asked what it has, has
 nothing. Of every other call all children hear, and what one of them raised is raised when the last
@@ -31,8 +32,6 @@ from wtransfer.host.registry import registry
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from wtransfer.connectors.interface import KVConnectorRole
-
 
 class MultiConnector(KVConnectorBase_V1):
     """Several connectors under one.
@@ -44,6 +43,7 @@ class MultiConnector(KVConnectorBase_V1):
 
     scheduler_cls = "wtransfer.connectors.several.scheduler:SeveralScheduler"
     worker_cls = "wtransfer.connectors.several.worker:SeveralWorker"
+    names_weights = True
     example_options: ClassVar[Mapping[str, Any]] = {
         "connectors": [
             {
@@ -56,13 +56,6 @@ class MultiConnector(KVConnectorBase_V1):
             },
         ]
     }
-
-    def __init__(
-        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None
-    ) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        # Of this one object: it depends on who its children are.
-        self.names_weights = self.side.children.names_weights  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:

@@ -46,9 +46,9 @@ class BlockNaming:
             request: ``all_token_ids``, or ``prompt_token_ids`` where there is none yet, and if it
                 has them ``cache_salt``, ``lora_request``, ``mm_features``, ``prompt_embeds``.
         """
-        root = msgspec.msgpack.encode([self._root, *_particulars(request)])
+        root = msgspec.msgpack.encode([self._root, *particulars(request)])
         hashes = BlockHashes(self.block_size, root, self._hash)
-        return RequestNames(request, hashes, nameless=_is_nameless(request))
+        return RequestNames(request, hashes, nameless=is_nameless(request))
 
 
 class RequestNames:
@@ -104,8 +104,8 @@ def _tokens(request: Any) -> Any:
     return request.prompt_token_ids if tokens is None else tokens
 
 
-def _is_nameless(request: Any) -> bool:
-    """Return whether a request's KV depends on something that nobody can name."""
+def is_nameless(request: Any) -> bool:
+    """Return whether a request's KV depends on something that has no name."""
     if getattr(request, "prompt_embeds", None) is not None or _tokens(request) is None:
         return True
     # Name and path of an adapter stay, while what stands there is trained on.
@@ -114,7 +114,7 @@ def _is_nameless(request: Any) -> bool:
     return any(each.identifier is None for each in getattr(request, "mm_features", None) or ())
 
 
-def _particulars(request: Any) -> list[Any]:
+def particulars(request: Any) -> list[Any]:
     """Return what a request's KV depends on besides its tokens."""
     # All of them, whichever block they stand in: some blocks are not shared that could be.
     media = [

@@ -30,20 +30,22 @@ class ProcessTests(ConnectorKit):
     """Scheduler, ranks and instances share nothing but what the connector has."""
 
     @pytest.fixture
-    def start(self, tmp_path: Path) -> Iterator[Callable[[str, int], Instance]]:
-        """Starts instances that end with the test."""
+    def start(self, tmp_path: Path) -> Iterator[Callable[..., Instance]]:
+        """Starts instances that end with the test: by name, number of ranks, seed of weights."""
         if not self.in_processes:
             pytest.skip("in_processes is not set: other processes do not find the connector")
         settings = self._settings(HostSettings(model=SIX_HEADS), tmp_path / "kept")
         with contextlib.ExitStack() as stack:
 
-            def start(name: str, num_ranks: int) -> Instance:
-                named = msgspec.structs.replace(settings, engine_id=name, num_ranks=num_ranks)
+            def start(name: str, num_ranks: int, seed: int = 0) -> Instance:
+                named = msgspec.structs.replace(
+                    settings, engine_id=name, num_ranks=num_ranks, seed=seed
+                )
                 return stack.enter_context(Instance(named, _zygote().spawn))
 
             yield start
 
-    def test_ranks_may_be_processes(self, start: Callable[[str, int], Instance]) -> None:
+    def test_ranks_may_be_processes(self, start: Callable[..., Instance]) -> None:
         """Each side has only what it is told."""
         leaver = start("leaver", 2)
         finder = start("finder", 2) if self._are_two() else leaver
@@ -57,7 +59,7 @@ class ProcessTests(ConnectorKit):
         assert num_loaded > 0
 
     def test_an_instance_that_was_killed_is_not_waited_for(
-        self, start: Callable[[str, int], Instance]
+        self, start: Callable[..., Instance]
     ) -> None:
         """Whatever it had is a miss, if it has gone with it (FAULTS 27)."""
         if not self._are_two():
@@ -72,12 +74,27 @@ class ProcessTests(ConnectorKit):
         for prompt, each in zip(prompts, left, strict=True):
             _check(prompt, finder.ask(prompt, NEW_TOKENS, _params(each), self.deadline_s))
 
+    def test_instances_with_other_weights_never_load_each_others_blocks(
+        self, start: Callable[..., Instance]
+    ) -> None:
+        """Over one store, in both orders; with equal weights they share, if instances do at all."""
+        one, other = start("one", 1), start("other", 1, 1)
+        instances = [(one, other), (other, one)]
+        instances += [(one, start("equal", 1))] if self._are_two() else []
+        for number, (leaver, finder) in enumerate(instances):
+            prompt = some_prompts(1, seed=number)[0]
+            left = self._left(leaver, prompt)
+            found = finder.ask(prompt, NEW_TOKENS, _params(left), self.deadline_s)
+            _check(prompt, found, finder.settings.seed)
+            is_equal = leaver.settings.seed == finder.settings.seed
+            assert bool(found.counts.get("tokens_loaded")) == is_equal
+
     def _left(self, leaver: Instance, prompt: list[int]) -> Answer:
         """Return what an instance says that leaves a prompt."""
         transfers = self.kind == "transfer"
         params = dict(self.prefill_params) if transfers else None
         left = leaver.ask(prompt, 1 if transfers else NEW_TOKENS, params, self.deadline_s)
-        _check(prompt, left)
+        _check(prompt, left, leaver.settings.seed)
         return left
 
 
@@ -93,7 +110,7 @@ def _params(left: Answer) -> dict[str, Any] | None:
     return left.kv_transfer_params
 
 
-def _check(prompt: list[int], answer: Answer) -> None:
-    """Compare an answer with the truth."""
+def _check(prompt: list[int], answer: Answer, seed: int = 0) -> None:
+    """Compare an answer with the truth of weights that were drawn from a seed."""
     assert answer.state == "finished", answer.error
-    assert answer.tokens == truth(prompt, len(answer.tokens), 0, SIX_HEADS).output
+    assert answer.tokens == truth(prompt, len(answer.tokens), seed, SIX_HEADS).output

@@ -16,7 +16,7 @@ from wtransfer.testing.connector_truth import some_prompts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from wtransfer.testing.connector_host import Tap
+    from wtransfer.testing.connector_host import Tap, Weights
     from wtransfer.testing.connector_kit import MakeSite
     from wtransfer.testing.connector_site import Site
 
@@ -54,6 +54,24 @@ class WeightsTests(ConnectorKit):
         _check_under(site, prompt, params, 0)
         site.exchange(prompt)
 
+    @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)], ids=["in one order", "in the other"])
+    def test_a_store_may_outlive_its_weights(
+        self, make_site: MakeSite, weights: Weights, seeds: tuple[int, int]
+    ) -> None:
+        """A later instance, which never had them, finds nothing of theirs (FAULTS 50)."""
+        prompt, params = some_prompts(1)[0], None
+        for seed in seeds:
+            weights.change(seed)
+            site = make_site()
+            site.find(prompt, params)
+            assert site.finder.counts["tokens_loaded"] == 0
+            params = site.leave(prompt)
+        # One with the first weights shares what the first has left, if instances share at all.
+        weights.change(seeds[0])
+        site = make_site()
+        site.find(prompt)
+        assert site.finder.counts["tokens_loaded"] > 0 or not self.is_shared
+
     @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
     def test_a_request_that_lives_through_a_change_leaves_nothing_wrong(
         self, make_site: MakeSite, seeds: tuple[int, ...]
@@ -89,8 +107,7 @@ class WeightsTests(ConnectorKit):
             site.serve(request)
             # Nothing of it had been computed: it began anew.
             site.finder.check(request)
-            if site.finder.scheduler.names_weights:
-                assert invalid_blocks(site.finder)[0].issuperset(planned), "they were loaded"
+            assert invalid_blocks(site.finder)[0].issuperset(planned), "they were loaded"
             _check_under(site, prompt, params, seeds[-1], 1, 0)
 
     def test_weights_may_change_between_any_two_calls(self, make_site: MakeSite) -> None:

@@ -6,7 +6,6 @@ weights, and names blocks by their tokens alone. Options:
     folder      where the blocks are
     lazily      each layer is read when the forward pass has come to it
     behind      a thread reads layer after layer; blocks that are not there are known at once
-    forgets     whether `reset_cache` does anything
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class FolderConnector(KVConnectorBase_V1):
         self.folder = Path(options["folder"])
         self.lazily = options.get("lazily", False)
         self.behind = options.get("behind", False)
-        self.forgets = options.get("forgets", True)
         self.block_size = vllm_config.cache_config.block_size
         self.rank = vllm_config.parallel_config.rank
         if role is KVConnectorRole.SCHEDULER:
@@ -92,13 +90,6 @@ class FolderConnector(KVConnectorBase_V1):
     def request_finished(self, request, block_ids):
         self.progress.forget(request.request_id)
         return False, {"seen": len(block_ids)}
-
-    def reset_cache(self):
-        if not self.forgets:
-            return None
-        for path in self.folder.iterdir():
-            path.unlink()
-        return True
 
     # -- the worker's side
 

@@ -103,7 +103,7 @@ def test_a_step_whose_tokens_need_a_load_waits_for_it(kit, serve, prompts, setti
     fill(kit, host, prompts[:1])
     first = next(plan for plan in plans if plan.spans)
     assert first.loads_first
-    assert from_plain(first.metadata).loads
+    assert from_plain(first.metadata).inner.loads
     assert first.spans[0].start == BLOCK_SIZE * (len(prompts[0]) // BLOCK_SIZE)
     assert [plan.loads_first for plan in plans].count(True) == 1
 
@@ -113,7 +113,8 @@ def test_a_request_gets_what_the_connector_says_when_it_ends(serve, prompts, set
     request = host.submit(prompts[0], 2, {"for": "the connector"})
     assert request.kv_transfer_params == {"for": "the connector"}
     host.run()
-    assert request.kv_transfer_params == {"seen": len(request.block_ids)}
+    said = {"seen": len(request.block_ids), "remote_weights": process_weights.stamp().fingerprint}
+    assert request.kv_transfer_params == said
 
 
 @pytest.mark.parametrize("lazily", [False, True])
@@ -165,16 +166,16 @@ def test_a_step_for_weights_that_have_gone_saves_nothing(
     assert kept(folder) == before
     host.scheduler.update(plan, [result])
     assert (request.state, request.began) == ("waiting", False)
-    assert kept(folder) == {}, "it was told to forget"
     host.run()
     assert request.output == kit.truth([*prompts[0], 1], 4)
     fill(kit, host, prompts, seed=4)
+    assert kept(folder).items() >= before.items(), "what the old weights computed is theirs"
 
 
 def test_nothing_stale_is_handed_on_by_a_connector_that_knows_no_weights(
-    kit, serve, prompts, settings, change
+    kit, serve, prompts, *, settings, folder, change
 ):
-    """FAULTS 47: a request that lives through a change is computed anew before it goes on."""
+    """FAULTS 47: what a request computes after a change, that began before it, is not kept."""
     host = serve(settings(num_blocks=32))
     to = change(host)
     # Some of its blocks are computed, but not all of its prompt.
@@ -182,30 +183,32 @@ def test_nothing_stale_is_handed_on_by_a_connector_that_knows_no_weights(
     while not request.num_computed_tokens:
         host.step()
     assert not request.output
+    before = kept(folder)
     to(4)
     host.run()
-    assert request.output == kit.truth(prompts[0], 4, 2 * BLOCK_SIZE)
-    assert host.scheduler.counts["restarts"] == 1
+    assert request.state == "finished"
+    assert kept(folder) == before
     fill(kit, host, [request.all_token_ids, *prompts], seed=4)
     assert host.scheduler.counts["tokens_loaded"] + host.scheduler.counts["tokens_cached"] > 0
 
 
-def test_a_connector_that_cannot_forget_is_not_asked_again_after_a_change(
-    kit, serve, prompts, *, settings, change, caplog
+def test_what_a_connector_keeps_of_other_weights_is_found_when_they_are_back(
+    kit, serve, prompts, settings, change
 ):
     """FAULTS 31: promise 3 is kept also for those who do nothing about it."""
-    host = serve(settings(forgets=False))
+    host = serve(settings())
     to = change(host)
+    counts = host.scheduler.counts
     fill(kit, host, prompts)
     to(4)
-    before = host.scheduler.counts.copy()
-    for _ in range(2):
-        fill(kit, host, prompts, seed=4)
+    host.step()
+    before = counts["tokens_loaded"]
+    fill(kit, host, prompts[:1], seed=4)
+    assert counts["tokens_loaded"] == before
     to(3)
+    host.step()
     fill(kit, host, prompts)
-    assert (host.scheduler.counts - before)["tokens_loaded"] == 0
-    (record,) = caplog.records
-    assert "nothing is loaded by it from now on" in record.getMessage()
+    assert counts["tokens_loaded"] > before
 
 
 def test_a_step_for_weights_that_have_gone_waits_for_its_loads(

@@ -61,11 +61,6 @@ class Children:
     def __iter__(self) -> Iterator[KVConnectorBase_V1]:
         return iter(self._all)
 
-    @property
-    def names_weights(self) -> bool:
-        """Whether all of them name what they keep with the weights that computed it."""
-        return all(child.names_weights for child in self._all)
-
     def tell(self, call: Callable[[int, KVConnectorBase_V1], object]) -> None:
         """Call every child, also after one of them has raised.
 

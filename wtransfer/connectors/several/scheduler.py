@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.connectors.fenced import REMOTE_WEIGHTS
 from wtransfer.connectors.interface import ConnectorScheduler, KVConnectorRole
 from wtransfer.connectors.settings import Instance
 from wtransfer.connectors.several.children import Children
@@ -132,10 +133,12 @@ class SeveralScheduler(ConnectorScheduler):
                 self._next.holding[request_id] = holding
                 if is_loading:
                     self._next.ended_loading.add(request_id)
-            if params and given and params.keys() & given.keys():
+            # The weights are those of the instance, whichever child says so.
+            both = (params.keys() & (given or {}).keys()) - {REMOTE_WEIGHTS}
+            if both:
                 raise ConnectorOptionError(
                     f"{self.children.names[number]} and a connector before it both say "
-                    f"{sorted(params.keys() & given.keys())} to the next instance; only one of "
+                    f"{sorted(both)} to the next instance; only one of "
                     "them can hand requests over: give the others another kv_role"
                 )
             params.update(given or {})
@@ -182,25 +185,13 @@ class SeveralScheduler(ConnectorScheduler):
         return [event for events in said for event in events or ()]
 
     def reset_cache(self) -> bool | None:
-        """Let the children forget what they keep.
-
-        If some of them keep things under names that weights have no part in, only those: the host
-        asks because the weights have changed, and what the others keep stays right.
+        """Let all children forget what they keep.
 
         Returns:
-            False if one of those asked did not, or has no part of the weights in its names and does
-            not say that it did; None if none of them keeps anything.
+            False if one of them did not; None if none of them says that it keeps anything.
         """
         said: list[bool | None] = []
-        asks_all = self.children.names_weights
-
-        def tell(_: int, child: KVConnectorBase_V1) -> None:
-            if child.names_weights and not asks_all:
-                return
-            done = child.reset_cache()
-            said.append(False if done is None and not child.names_weights else done)
-
-        self.children.tell(tell)
+        self.children.tell(lambda _, child: said.append(child.reset_cache()))
         if False in said:
             return False
         return True if True in said else None

@@ -302,19 +302,13 @@ class Scheduler:
         stamps = known_stamps(said)
         if stamps == self._stamps:
             return
-        # What was kept before the first stamps are heard is for the user to answer for.
-        is_change = self._stamps is not None
-        self.counts["weight_changes"] += is_change
+        self.counts["weight_changes"] += self._stamps is not None
         self._stamps = stamps
         self.pool.forget_all()
-        # What is computed from now on must not build on what was computed so far, where the
-        # connector keeps both under one name.
-        link = self.link if is_change else None
-        keeps_unnamed = link is not None and link.forget_weights()
         while self._loaded:
             self._restart(self._loaded.pop())
         for request in reversed(list(self._running.values())):
-            if not request.wrote_blocks or keeps_unnamed:
+            if not request.wrote_blocks:
                 self._restart(request)
 
     def _restart(self, request: Request) -> None:

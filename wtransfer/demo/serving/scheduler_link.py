@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from wtransfer.demo.serving.messages import Said
     from wtransfer.demo.serving.request import Request
     from wtransfer.demo.serving.schedule import SchedulerOutput
-
-logger = logging.getLogger(__name__)
 
 
 class SchedulerLink:
@@ -38,7 +35,6 @@ class SchedulerLink:
         """How often a rank has named a request that nobody waits for, or that it had named."""
         self._sent: defaultdict[str, set[int]] = defaultdict(set)
         self._received: defaultdict[str, set[int]] = defaultdict(set)
-        self._is_shut = False
 
     def meet(self, handshakes: Sequence[Any]) -> None:
         """Pass on what the ranks' sides say before the first step, in order of rank."""
@@ -48,8 +44,7 @@ class SchedulerLink:
 
     def matched(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Ask how many tokens can be loaded, and whether that outlasts the step."""
-        answer = self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
-        return (0, False) if self._is_shut else answer
+        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def allocated(self, request: Request, num_external_tokens: int) -> None:
         """Tell which blocks a request has got."""
@@ -65,23 +60,6 @@ class SchedulerLink:
         # Nobody here routes by them; taken all the same, as a host does.
         self.connector.take_events()
         return metadata
-
-    def forget_weights(self) -> bool:
-        """Have everything forgotten that was computed with other weights than the present ones.
-
-        Returns:
-            Whether the connector keeps blocks under names that weights have no part in.
-        """
-        if self.connector.names_weights:
-            return False
-        if self.connector.reset_cache() is not True and not self._is_shut:
-            self._is_shut = True
-            logger.warning(
-                "the weights have changed, and %s can neither tell blocks of different weights "
-                "apart nor forget them (reset_cache): nothing is loaded by it from now on",
-                type(self.connector).__name__,
-            )
-        return True
 
     def hear(
         self,

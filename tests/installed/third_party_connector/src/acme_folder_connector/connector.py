@@ -6,7 +6,6 @@ It checks nothing, names blocks by their tokens alone, and leaves the rest to th
 from __future__ import annotations
 
 import hashlib
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,11 +59,6 @@ class FolderConnector(KVConnectorBase_V1):
                 self.plan.saves.append((str(place), new.block_ids[0][:whole]))
         plan, self.plan = self.plan, Plan()
         return plan
-
-    def reset_cache(self):
-        for place in self.root.iterdir():
-            shutil.rmtree(place)
-        return True
 
     # -- worker
 
