@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tiny_models.make(folder / "A", 1)
     tiny_models.make(folder / "B", 2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sealed(tmp_path_factory):
+    """Folder with models A and B and their digests: what vLLM computes has its name at once."""
+    import tiny_models
+
+    folder = tmp_path_factory.mktemp("sealed")
+    for seed, name in enumerate("AB", start=1):
+        tiny_models.make(folder / name, seed)
+        command = [sys.executable, "-m", "wtransfer", "seal", str(folder / name)]
+        subprocess.run(command, check=True, timeout=60)
     return folder
 
 

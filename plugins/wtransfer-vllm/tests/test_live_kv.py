@@ -41,13 +41,13 @@ def third_parties(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fresh(models, tmp_path_factory):
+def fresh(sealed, tmp_path_factory):
     """Maker of the answers of a fresh vLLM without us, by number of ranks; each made once."""
     made = {}
 
     def answers(ranks=1):
         if ranks not in made:
-            engine = start(tmp_path_factory.mktemp("fresh"), models / "A", ranks=ranks)
+            engine = start(tmp_path_factory.mktemp("fresh"), sealed / "A", ranks=ranks)
             made[ranks] = engine.do("answer", PROMPTS)
             engine.close()
         return made[ranks]
@@ -56,13 +56,13 @@ def fresh(models, tmp_path_factory):
 
 
 @pytest.fixture
-def engines(models, third_parties, tmp_path):
+def engines(sealed, third_parties, tmp_path):
     """Maker of engines with a connector, which are closed at the end."""
     with contextlib.ExitStack() as stack:
 
         def make(connector, *, env=None, model="A", **options):
             env = third_parties | {"WTRANSFER_CACHE": str(tmp_path / "cache")} | (env or {})
-            engine = start(tmp_path, models / model, connector, env=env, **options)
+            engine = start(tmp_path, sealed / model, connector, env=env, **options)
             stack.callback(engine.close)
             return engine
 

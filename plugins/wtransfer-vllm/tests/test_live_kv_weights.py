@@ -23,11 +23,11 @@ def held_offloading(folder):
 
 
 @pytest.fixture(scope="module")
-def fresh(models, tmp_path_factory):
+def fresh(sealed, tmp_path_factory):
     """Model's name -> the answers of a fresh vLLM of its own: tokens, and how probable they are."""
     answers = {}
     for name in ("A", "B"):
-        engine = start(tmp_path_factory.mktemp("fresh"), models / name)
+        engine = start(tmp_path_factory.mktemp("fresh"), sealed / name)
         answers[name] = engine.do("answer", PROMPTS, NUM_TOKENS)
         engine.close()
     assert answers["A"][0]["tokens"] != answers["B"][0]["tokens"]
@@ -35,7 +35,7 @@ def fresh(models, tmp_path_factory):
 
 
 @pytest.fixture
-def serving(models, weights, tmp_path):
+def serving(sealed, weights, tmp_path):
     """Maker of an engine with model A, of what publishes to it, and of a gate for its loads."""
     with contextlib.ExitStack() as stack:
 
@@ -44,7 +44,7 @@ def serving(models, weights, tmp_path):
             weight_config = {"backend": "shm"}
             engine = start(
                 tmp_path,
-                models / "A",
+                sealed / "A",
                 connector,
                 env=env,
                 weight_transfer_config=weight_config,
