@@ -33,8 +33,11 @@ if TYPE_CHECKING:
         WeightTransferTrainerFactory,
     )
     from wtransfer.engines.interface import (
+        ParamMeta,
         TrainerInitInfo,
         TrainerWeightTransferEngine,
+        WeightSource,
+        WeightSyncClient,
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferInitRequest,
@@ -49,12 +52,14 @@ if TYPE_CHECKING:
     from wtransfer.errors import WTransferError
     from wtransfer.host import hooks
     from wtransfer.host.hooks import hookimpl
+    from wtransfer.manifest import DTYPES
     from wtransfer.specs.factory import OffloadingSpecFactory
     from wtransfer.specs.interface import OffloadingManager, OffloadingSpec, OffloadingWorker
 
     __version__: str
 
 __all__ = [
+    "DTYPES",
     "CheckpointSource",
     "ConnectorScheduler",
     "ConnectorWorker",
@@ -71,6 +76,7 @@ __all__ = [
     "OffloadingSpecFactory",
     "OffloadingWorker",
     "ParallelConfig",
+    "ParamMeta",
     "Publisher",
     "ServingConfig",
     "ShardedSource",
@@ -78,6 +84,8 @@ __all__ = [
     "TrainerRank",
     "TrainerWeightTransferEngine",
     "WTransferError",
+    "WeightSource",
+    "WeightSyncClient",
     "WeightTransferConfig",
     "WeightTransferEngine",
     "WeightTransferEngineFactory",
@@ -116,8 +124,11 @@ _MEMBERS = {
     ),
     "wtransfer.engines.factory": ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"),
     "wtransfer.engines.interface": (
+        "ParamMeta",
         "TrainerInitInfo",
         "TrainerWeightTransferEngine",
+        "WeightSource",
+        "WeightSyncClient",
         "WeightTransferEngine",
         "WeightTransferInitInfo",
         "WeightTransferInitRequest",
@@ -132,6 +143,7 @@ _MEMBERS = {
     "wtransfer.engines.worker_server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.host.hooks": ("hookimpl",),
+    "wtransfer.manifest": ("DTYPES",),
     "wtransfer.specs.factory": ("OffloadingSpecFactory",),
     "wtransfer.specs.interface": ("OffloadingManager", "OffloadingSpec", "OffloadingWorker"),
 }

@@ -41,7 +41,13 @@ class WeightsStamp(NamedTuple):
     """Identity of the weights: equal everywhere, and again after a way back to them."""
     epoch: int
     """How often this process's weights have changed. Equal stamps, read at two times in one
-    process, mean that nothing has changed in between, not even there and back."""
+    process, mean that nothing has changed in between, not even there and back. Above
+    `COUNT_BITS` stands a number of the process."""
+
+
+COUNT_BITS = 32
+"""Bits of an epoch that count. The others tell processes apart: one that takes the place of a
+process that has died must not have its stamps."""
 
 
 Stamps = tuple[WeightsStamp, ...]
@@ -58,6 +64,35 @@ def known_stamps(stamps: Iterable[Sequence[str | int] | None]) -> Stamps | None:
     given = list(stamps)
     known = [WeightsStamp(*stamp) for stamp in given if stamp is not None]  # type: ignore[arg-type]
     return tuple(known) if known and len(known) == len(given) else None
+
+
+class RankStamps:
+    """What each rank of an instance was last heard to compute with.
+
+    Words about it may be overtaken: the scheduler's side is told of a commit at once, and may get
+    the result of a step from before it afterwards. Epochs of one process grow, so a stamp of a
+    lower one is late and changes nothing. That of another process is believed: the rank was
+    restarted.
+
+    Args:
+        num_ranks: Ranks of the instance.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._epochs = [-1] * num_ranks
+        self.now: list[WeightsStamp | None] = [None] * num_ranks
+        """By rank; None: it is changing, or was not heard of."""
+
+    def hear(self, said: Mapping[int, Sequence[str | int] | None]) -> None:
+        """Take what ranks have said; as it travels, a stamp may have become a plain list."""
+        for rank, told in said.items():
+            if told is None:
+                self.now[rank] = None
+                continue
+            stamp, last = WeightsStamp(*told), self._epochs[rank]  # type: ignore[arg-type]
+            if stamp.epoch >> COUNT_BITS == last >> COUNT_BITS and stamp.epoch < last:
+                continue
+            self._epochs[rank], self.now[rank] = stamp.epoch, stamp
 
 
 def instance_fingerprint(stamps: Stamps) -> str:
@@ -97,8 +132,7 @@ class ProcessWeights:
         self._vouches: dict[int, Vouch] = {}
         self._named: WeightsStamp | None = None
         self._num_withheld = 0
-        # Not from 0: who takes the place of a process that has died must not have its stamps.
-        self._epoch = secrets.randbits(48)
+        self._epoch = secrets.randbits(31) << COUNT_BITS
         self._restamp()
 
     def stamp(self) -> WeightsStamp | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -320,3 +322,18 @@ def test_what_an_engine_does_to_a_tensor_is_not_done_to_the_trainers():
     for _, tensor in source.iter_full():
         tensor.t_()
     assert tensors["buffer"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("facts", "shape"),
+    [
+        ({}, None),
+        ({"owners": (0, 2)}, (2,)),
+        ({"owners": (0, 1, 2, 3), "mesh": types.SimpleNamespace(shape=torch.Size([2, 2]))}, (2, 2)),
+    ],
+    ids=["whole on every rank", "owners", "a mesh"],
+)
+def test_the_shape_of_a_mesh_is_told_as_plain_numbers(facts, shape):
+    told = ParamMeta("a", torch.float32, (8, 8), **facts).mesh_shape
+    assert told == shape
+    assert type(told) in (tuple, type(None))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
-from wtransfer.weights import instance_fingerprint, known_stamps, process_weights
+from wtransfer.weights import RankStamps, instance_fingerprint, known_stamps, process_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,14 +70,13 @@ class SchedulerFence:
     def __init__(self, num_ranks: int) -> None:
         self.now: Stamps | None = None
         """What the ranks compute with, as far as is known; None: not of all of them."""
-        self._heard: dict[int, Sequence[str | int] | None] = {}
-        self._num_ranks = num_ranks
+        self._heard = RankStamps(num_ranks)
         self._began: dict[str, Stamps | None] = {}
 
     def hear(self, stamps: Mapping[int, Sequence[str | int] | None]) -> None:
         """Take what workers have said."""
-        self._heard |= stamps
-        self.now = known_stamps(self._heard.get(rank) for rank in range(self._num_ranks))
+        self._heard.hear(stamps)
+        self.now = known_stamps(self._heard.now)
 
     def begin(self, request_id: str) -> str | None:
         """Note what a request begins with, that has no blocks.

@@ -127,6 +127,16 @@ class ParamMeta:
     a round in which they come out otherwise is ended."""
 
     @property
+    def mesh_shape(self) -> tuple[int, ...] | None:
+        """Shape of the mesh over `owners`, as plain numbers; None: every rank holds all of it.
+
+        Source: vLLM 0.33's field of that name.
+        """
+        if self.mesh is not None:
+            return tuple(self.mesh.shape)
+        return None if self.owners is None else (len(self.owners),)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize

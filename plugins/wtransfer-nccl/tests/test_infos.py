@@ -124,3 +124,9 @@ def test_a_trainer_may_use_either_name_of_its_address():
 def test_what_a_trainer_cannot_do_is_refused(options, why):
     with pytest.raises(ValueError, match=why):
         NCCLTrainerInitInfo(**options)
+
+
+def test_an_update_of_the_seed_era_says_whether_it_is_packed(engine):
+    told = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}
+    assert engine.parse_update_info(told).packed is False
+    assert engine.parse_update_info({**told, "packed": True}).packed is True

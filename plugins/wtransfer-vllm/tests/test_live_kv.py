@@ -10,6 +10,7 @@ from kv import (
     TO_ANOTHER,
     check_same,
     count_hits,
+    forget_prefixes,
     install_third_parties,
     start,
 )
@@ -79,8 +80,7 @@ def test_a_prefix_comes_back_by_the_connector_with_the_tokens_of_a_fresh_vllm(
     computed, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
     check_same(computed, expected)
     assert hits == 0
-    engine.do("answer", ["a step for what is stored after a request has ended"])
-    assert engine.do("forget_prefixes") is True
+    forget_prefixes(engine)
     loaded, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
     check_same(loaded, expected)
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE

@@ -14,6 +14,7 @@ from kv import (
     TO_ANOTHER,
     check_same,
     count_hits,
+    forget_prefixes,
     start,
 )
 
@@ -75,10 +76,10 @@ def test_damaged_blocks_are_computed(engines, fresh, tmp_path, damage):
     (files,) = block_files(tmp_path)
     for file in files[::2]:
         damage(file)
-    engine.do("forget_prefixes")
+    forget_prefixes(engine)
     check_same(engine.do("answer", PROMPTS), fresh["A"])
     # They were set aside and stored again.
-    engine.do("forget_prefixes")
+    forget_prefixes(engine)
     again, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
     check_same(again, fresh["A"])
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
@@ -96,7 +97,7 @@ def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh, t
     for number, file in enumerate(of_b):
         foreign = kept[number - 1] if number % 2 else of_a[number].read_bytes()
         file.write_bytes(foreign)
-    engine.do("forget_prefixes")
+    forget_prefixes(engine)
     check_same(engine.do("answer", PROMPTS), fresh["B"])
 
 
@@ -159,7 +160,7 @@ def test_fifty_requests_at_once_with_shared_prefixes_and_preemptions(
     engine = engines(connector, kv_cache_memory_bytes=40 * BLOCK_SIZE * TOKEN_NBYTES, **shape)
     for _ in range(3):
         check_same(engine.do("answer", crowd(50), 24), fresh_crowd)
-        engine.do("forget_prefixes")
+        forget_prefixes(engine)
     counters = engine.do("counters")
     assert counters["vllm:num_preemptions"] > 0
     assert counters["vllm:external_prefix_cache_hits"] > 0

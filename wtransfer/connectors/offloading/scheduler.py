@@ -28,6 +28,7 @@ from wtransfer.specs.interface import (
     ReqContext,
     ScheduleEndContext,
 )
+from wtransfer.weights import RankStamps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -95,7 +96,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self._next = OffloadingMetadata()
         self._step = 0
         self._heard: dict[int, int] = {}
-        self._stamps: dict[int, Any] = {}
+        self._stamps = RankStamps(self._num_ranks)
         # Of jobs: what the spec's manager counts are blocks.
         self._counts = Counter(
             load_jobs_failed_total=0,
@@ -301,8 +302,8 @@ class OffloadingScheduler(ConnectorScheduler):
         return min(self._heard.get(rank, 0) for rank in range(self._num_ranks))
 
     def _hear(self, stamps: Mapping[int, Any]) -> None:
-        self._stamps |= stamps
-        self._manager.weights_are([self._stamps.get(rank) for rank in range(self._num_ranks)])
+        self._stamps.hear(stamps)
+        self._manager.weights_are(self._stamps.now)
 
     def _take(self, rank: int, outcome: Outcome) -> None:
         job = self._in_flight.get(outcome.job_id)

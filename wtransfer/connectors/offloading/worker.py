@@ -9,7 +9,6 @@ from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import ConnectorRoleError
-from wtransfer.specs.copying.pages import page_of
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.fenced import FencedSpec
 from wtransfer.specs.interface import (
@@ -17,6 +16,7 @@ from wtransfer.specs.interface import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from wtransfer.transport.pages import byte_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,13 +51,14 @@ class OffloadingSide(ConnectorWorker):
         self._num_unknown = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the spec's worker, which sees the caches as bytes.
-
-        Raises:
-            OffloadingOptionError: A cache cannot be copied by block.
-        """
-        rows = [page_of(each, each[0].nbytes).rows for each in kv_caches.values()]
-        tensors = [CanonicalKVCacheTensor(each, each.shape[1]) for each in rows]
+        """Make the spec's worker, which sees as bytes what lies together."""
+        tensors = [
+            CanonicalKVCacheTensor(
+                byte_rows(cache, cache[0].nbytes) if cache[0].is_contiguous() else cache,
+                cache[0].nbytes,
+            )
+            for cache in kv_caches.values()
+        ]
         pages = [CanonicalKVCacheRef(i, each.page_size_bytes) for i, each in enumerate(tensors)]
         self._made = self._spec.get_worker(CanonicalKVCaches(tensors, [pages]))
 

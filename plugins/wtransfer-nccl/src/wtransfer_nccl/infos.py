@@ -90,6 +90,9 @@ class NCCLWeightTransferInitInfo(CollectiveInitInfo):
 class NCCLWeightTransferUpdateInfo(CollectiveUpdateInfo):
     """One update: its tensors in the order of the stream. All lists have the same length."""
 
+    packed: bool = False
+    """Whether tensors travel in buckets, as callers of the seed era say it here; they always do."""
+
 
 @dataclass
 class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):

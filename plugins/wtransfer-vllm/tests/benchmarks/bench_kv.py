@@ -22,7 +22,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "live")]
 import tiny_models
 import wtransfer
 from engines import publish
-from kv import OFFLOADING, STORAGE, start
+from kv import OFFLOADING, STORAGE, forget_prefixes, start
 
 NUM_TOKENS = 448
 """Tokens of a prompt: 14 blocks of 32."""
@@ -48,8 +48,7 @@ def time_first_tokens(engines, rounds):
         for name, engine in engines.items():
             for how in ("computed", "loaded") if ENGINES[name] else ("computed",):
                 times[name, how].append(engine.do("time_first_token", prompt(number)[:NUM_TOKENS]))
-                engine.do("answer", ["a step for what is stored after a request has ended"], 2)
-                engine.do("forget_prefixes")
+                forget_prefixes(engine)
     for (name, how), seconds in times.items():
         if seconds:
             print(f"time to first token, {how:8} {median_ms(seconds)}   {name}")
