@@ -615,3 +615,69 @@ def test_a_policy_that_breaks_its_word_is_replaced(policy, caplog, monkeypatch):
     manager.complete_load([D], ONE)
     loaded = manager.prepare_load([A, B, C, D], TWO)
     assert sorted(loaded.slots) == [0, 1, 2, 3]
+
+
+def evicted_one_by_one(manager, count):
+    """Return who gives way, one by one, to blocks of another request."""
+    others = [make_offload_key(bytes([200 + number]) * 16) for number in range(count)]
+    return [manager.prepare_store([each], TWO).evicted_keys for each in others]
+
+
+def test_blocks_that_were_stored_one_a_step_give_way_from_the_tail(make):
+    manager = make(5)
+    manager.on_new_request(ONE)
+    for key in (A, B, C, D, E):
+        store(manager, key)
+    manager.on_request_finished(ONE)
+    assert evicted_one_by_one(manager, 5) == [[E], [D], [C], [B], [A]]
+
+
+def test_the_last_store_may_end_after_its_request(make):
+    manager = make(3)
+    manager.on_new_request(ONE)
+    store(manager, A)
+    store(manager, B)
+    prepared = manager.prepare_store([C], ONE)
+    manager.on_request_finished(ONE)
+    manager.complete_store(prepared.keys_to_store, ONE)
+    assert evicted_one_by_one(manager, 3) == [[C], [B], [A]]
+
+
+def test_a_prefix_that_was_there_or_loaded_outlives_what_was_stored_after_it(make):
+    manager = make(4)
+    store(manager, A, B, ctx=TWO)
+    manager.on_new_request(ONE)
+    manager.touch([A], ONE)
+    manager.prepare_load([B], ONE)
+    manager.complete_load([B], ONE)
+    store(manager, C)
+    store(manager, D)
+    manager.on_request_finished(ONE)
+    others = [make_offload_key(bytes([100 + number]) * 16) for number in range(2)]
+    assert [manager.prepare_store([each], TWO).evicted_keys for each in others] == [[D], [C]]
+
+
+def test_the_head_of_a_request_that_runs_on_is_used_again_whenever_it_has_doubled(make):
+    manager = make(8)
+    for number in range(4):
+        store(manager, make_offload_key(bytes([50 + number]) * 16), ctx=TWO)
+    manager.on_new_request(ONE)
+    for key in (A, B, C, D):
+        store(manager, key)
+    # Blocks of others that were used before its last block go first, then its tail.
+    gone = [key for keys in evicted_one_by_one(manager, 5) for key in keys]
+    assert gone[4] == D
+
+
+def test_to_order_blocks_costs_as_little_as_twice_their_number(make, monkeypatch):
+    manager, ordered = make(2000), []
+    reorder = manager._generations.reorder
+    monkeypatch.setattr(
+        manager._generations, "reorder", lambda keys: ordered.append(len(keys)) or reorder(keys)
+    )
+    manager.on_new_request(ONE)
+    for number in range(1000):
+        store(manager, make_offload_key(number.to_bytes(16, "big")))
+    manager.on_request_finished(ONE)
+    assert sum(ordered) <= 3 * 1000
+    assert not manager._sequences

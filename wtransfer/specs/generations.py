@@ -119,6 +119,11 @@ class Generations:
             self.release(earlier)
         self._current.policy.touch(keys)
 
+    def reorder(self, keys: Sequence[OffloadKey]) -> None:
+        """Make candidates the ones used last, each in its generation."""
+        for generation, some in self._by_generation(keys):
+            generation.policy.reorder(some)
+
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget blocks that are no candidates."""
         for generation, some in self._by_generation(keys):

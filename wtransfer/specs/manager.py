@@ -54,6 +54,17 @@ class _Jobs:
         self.stores: set[OffloadKey] = set()
 
 
+class _Sequence:
+    """Blocks of one request in the order of their places in it, the head first."""
+
+    __slots__ = ("ended", "keys", "num_ordered")
+
+    def __init__(self) -> None:
+        self.keys: dict[OffloadKey, None] = {}
+        self.num_ordered = 0
+        self.ended = False
+
+
 class CPUOffloadingManager(OffloadingManager):
     """Keeps blocks in slots that are numbered from 0.
 
@@ -78,6 +89,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._jobs: dict[str, _Jobs] = {}
+        self._sequences: dict[str, _Sequence] = {}
         self._blocks: dict[OffloadKey, Block] = {}
         self._num_storing = 0
         # Slots from this number on were never used; of the others these are free, the last first.
@@ -87,8 +99,9 @@ class CPUOffloadingManager(OffloadingManager):
 
     # -- what is known
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for the blocks that a request computes."""
+        self._sequences[req_context.req_id] = _Sequence()
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002
@@ -98,8 +111,9 @@ class CPUOffloadingManager(OffloadingManager):
             return LookupResult.MISS
         return LookupResult.HIT_PENDING if block.num_loads == STORING else LookupResult.HIT
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note that blocks are in use; those that are pinned or not kept are passed over."""
+        self._extend(keys, req_context)
         self._generations.touch(
             [key for key in dict.fromkeys(_tail_first(keys)) if self._is_idle(key)]
         )
@@ -117,6 +131,7 @@ class CPUOffloadingManager(OffloadingManager):
         blocks = self._hits(keys)
         if not blocks:
             return ArenaLoadStoreSpec([], [])
+        self._extend(keys, req_context)
         loads = self._jobs_of(req_context).loads
         # Before it is counted: a block may be named twice.
         idle = {key: None for key, block in zip(keys, blocks, strict=True) if not block.num_loads}
@@ -144,6 +159,7 @@ class CPUOffloadingManager(OffloadingManager):
                 ended.append(key)
         self._generations.release(ended)
         self._forget_jobs_if_done(req_context)
+        self._order(req_context)
 
     def _hits(self, keys: Collection[OffloadKey]) -> list[Block]:
         blocks = []
@@ -160,6 +176,7 @@ class CPUOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """Make room for those of these blocks that are not kept, all of them or none."""
+        self._extend(keys, req_context)
         blocks = self._blocks
         new = [key for key in dict.fromkeys(keys) if key not in blocks]
         if not new:
@@ -191,6 +208,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             self._discard(ended)
         self._forget_jobs_if_done(req_context)
+        self._order(req_context)
 
     def _keep(self, keys: Sequence[OffloadKey]) -> None:
         kept = [key for key in keys if not self._went(key, self._blocks[key])]
@@ -222,6 +240,37 @@ class CPUOffloadingManager(OffloadingManager):
             self._note(evicted, removed=True)
         return evicted
 
+    # -- the order of a request's blocks
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Let the tail of the request's blocks give way before its head, in however many stores."""
+        sequence = self._sequences.get(req_context.req_id)
+        if sequence is not None:
+            sequence.ended = True
+            self._order(req_context)
+
+    def _extend(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        sequence = self._sequences.get(req_context.req_id)
+        if sequence is not None:
+            sequence.keys.update(dict.fromkeys(keys))
+
+    def _order(self, req_context: ReqContext) -> None:
+        """Order a request's blocks when it has ended, and whenever there are twice as many.
+
+        Not at every store: each costs time for all of them.
+        """
+        sequence = self._sequences.get(req_context.req_id)
+        if sequence is None:
+            return
+        is_done = sequence.ended and req_context.req_id not in self._jobs
+        if is_done or len(sequence.keys) >= 2 * sequence.num_ordered:
+            sequence.num_ordered = len(sequence.keys)
+            self._generations.reorder(
+                [key for key in reversed(sequence.keys) if self._is_idle(key)]
+            )
+        if is_done:
+            del self._sequences[req_context.req_id]
+
     # -- all at once
 
     def weights_changed(self) -> None:
@@ -244,6 +293,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Keep nothing, and take nothing any more."""
         self._num_slots = self._num_used = self._num_storing = 0
         self._jobs.clear()
+        self._sequences.clear()
         self._blocks.clear()
         self._free = []
         self._generations = Generations(self._policy_cls, 0, self._blocks)

@@ -93,6 +93,13 @@ class PolicyConformance:
         assert sorted(evicted) == sorted(keys)
         assert _try_evict(cache, 1) is None
 
+    def test_an_order_of_their_own_loses_no_candidate(self, make: MakePolicy) -> None:
+        """Blocks that are reordered stay candidates, each once."""
+        cache = make(CAPACITY)
+        keys = _kept(cache, CAPACITY)
+        cache.reorder(keys[::-2])
+        assert sorted(_evict(cache, CAPACITY)) == sorted(keys)
+
     @pytest.mark.parametrize("count", [1, 2, 5, CAPACITY])
     def test_as_many_give_way_as_are_asked_for(self, make: MakePolicy, count: int) -> None:
         """All of them different, and none of them named again."""

@@ -105,6 +105,12 @@ class ARCCachePolicy(CachePolicy):
             del (frequent if key in frequent else recent)[key]
             frequent[key] = None
 
+    def reorder(self, keys: Sequence[OffloadKey]) -> None:
+        """Make candidates the ones used last of their kind."""
+        recent, frequent = self._recent.order, self._frequent.order
+        for key in keys:
+            (frequent if key in frequent else recent).move_to_end(key)
+
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget blocks, and do not remember them."""
         for key in keys:

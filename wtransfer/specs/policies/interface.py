@@ -53,6 +53,14 @@ class CachePolicy(ABC):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note that candidates are in use."""
 
+    def reorder(self, keys: Sequence[OffloadKey]) -> None:
+        """Make candidates the ones used last, the last of `keys` last of all.
+
+        It is no further use: blocks of one request, stored over several steps, get the order of
+        their places in it. A policy that counts uses has a method of its own for this.
+        """
+        self.touch(keys)
+
     @abstractmethod
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget blocks, candidates or not, that are gone for another reason than `evict`."""
