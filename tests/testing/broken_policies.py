@@ -35,6 +35,12 @@ class TestReleasesAtOnce(PolicyConformance):
             self.release(keys)
 
 
+class TestReordersByPinning(PolicyConformance):
+    class policy_cls(LRUCachePolicy):
+        def reorder(self, keys):
+            self.pin(keys)
+
+
 class TestPinsNothing(PolicyConformance):
     class policy_cls(LRUCachePolicy):
         def pin(self, keys): ...

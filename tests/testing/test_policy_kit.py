@@ -15,6 +15,7 @@ CAUGHT_BY = {
     "TestNamesTheSameTwice": "test_as_many_give_way_as_are_asked_for[5]",
     "TestGivesWhatItHas": "test_every_candidate_gives_way_at_last",
     "TestReleasesAtOnce": "test_blocks_that_are_being_stored_stay",
+    "TestReordersByPinning": "test_an_order_of_their_own_loses_no_candidate",
     "TestPinsNothing": "test_blocks_that_are_being_loaded_stay",
     "TestPinsForEver": "test_blocks_that_are_being_loaded_stay",
     "TestProtectsNobody": "test_protected_blocks_stay",
