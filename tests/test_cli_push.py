@@ -400,7 +400,7 @@ def until(condition, what=lambda: ""):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
 )
 def test_a_signal_ends_a_push_with_every_worker_whole(begin, workers, write, number):
     before = [contents(each.tensors) for each in workers]

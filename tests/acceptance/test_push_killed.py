@@ -1,4 +1,4 @@
-"""A hundred pushes of a real model that are killed at random (FAULTS 13, 16, 34)."""
+"""Pushes of a real model that are killed at random (FAULTS 13, 16, 34)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from wtransfer.transport.zygote import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_KILLS = 100
 PHASES = {"start", "init", "plan", "transfer", "seal", "commit", "over"}
 
 
@@ -74,8 +73,9 @@ class Story:
             )
 
 
+@pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.nightly)])
 def test_workers_stay_whole_and_the_next_push_works(
-    nursery, original, start_workers, push, folders
+    nursery, original, start_workers, push, folders, *, num_kills
 ):
     rng = random.Random(3)
     workers = start_workers(2)
@@ -87,15 +87,17 @@ def test_workers_stay_whole_and_the_next_push_works(
     story.go_well("odd")
     story.go_well("even")
     held = [each.holdings for each in workers]
-    for number in range(NUM_KILLS):
+    for number in range(num_kills):
         label = ("odd", "even")[number % 2]
         story.be_killed(label, rng)
         story.go_well(label)
-    # Kills fell before the round, into it, and most of them into a push at all.
+    # Kills fell into pushes; of a hundred, also before the round, into it, and most of them.
     told = dict(story.outcomes)
-    assert told.get("start", 0) >= 1, told
-    assert told.get("transfer", 0) >= NUM_KILLS // 20, told
-    assert told.get("too late", 0) <= NUM_KILLS // 2, told
+    assert told.get("too late", 0) < num_kills, told
+    if num_kills == 100:
+        assert told.get("start", 0) >= 1, told
+        assert told.get("transfer", 0) >= 5, told
+        assert told.get("too late", 0) <= 50, told
     story.go_well("odd")
     story.go_well("even")
     assert [each.settled(before) for each, before in zip(workers, held, strict=True)] == held

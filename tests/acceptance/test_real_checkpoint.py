@@ -84,7 +84,14 @@ def flipped(original, folder):
 
 
 @pytest.mark.parametrize(
-    "spoil", [missing, renamed, another_dtype, another_shape, truncated, flipped]
+    "spoil",
+    [
+        *(missing, flipped),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in (renamed, another_dtype, another_shape, truncated)
+        ),
+    ],
 )
 def test_a_spoiled_copy_is_refused_by_name_and_the_next_good_one_works(
     spoil, original, workers, push, folders

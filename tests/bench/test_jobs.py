@@ -58,7 +58,7 @@ def test_buckets_hold_all_bytes_in_order(monkeypatch):
     assert all(map(torch.equal, copies, tensors))
 
 
-@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize("verified", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rounds_are_told_with_and_without_verification(play, verified):
     told = play(PUBLISH, JOIN, arguments=arguments(verified=verified))
     assert [each["nbytes"] for each in told.trainer["rounds"]] == [20 * 4096] * 2

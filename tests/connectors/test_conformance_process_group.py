@@ -9,7 +9,7 @@ import pytest
 from wtransfer.testing.connector import ConnectorConformance
 
 
-@pytest.mark.nightly  # what it has in common with SharedMemoryConnector is tested there each time
+@pytest.mark.slow  # what it has in common with SharedMemoryConnector is tested there each time
 class TestProcessGroupConnector(ConnectorConformance):
     connector = "ProcessGroupConnector"
     kind = "transfer"

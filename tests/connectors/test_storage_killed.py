@@ -68,6 +68,7 @@ def test_a_writer_that_is_killed_tears_no_block(zygote, tmp_path):
     assert kills(zygote, tmp_path, 12) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_writer_that_is_killed_200_times_tears_no_block(zygote, tmp_path):
     assert kills(zygote, tmp_path, 200) > 20

@@ -58,7 +58,7 @@ def test_the_demo_keeps_its_promises(run):
     assert len({each["text"] for each in told["samples"]}) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # `.ci/run` has no terminal and runs it, too
 def test_without_a_terminal_it_writes_lines(run):
     result = run()
     assert result.exit_code == 0, result.output
@@ -113,7 +113,9 @@ def test_what_cannot_be_shown_is_refused_at_once(arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sent", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL]
+)
 def test_nothing_is_left_when_the_demo_is_ended(sent):
     command = [sys.executable, "-c", RUN, *SMALLEST]
     with subprocess.Popen(

@@ -58,7 +58,7 @@ class TestFile(OnAFolder):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestFileInSmallPieces(OnAFolder):
     more: ClassVar = {"bucket_nbytes": 100, "shard_nbytes": 1000}
 
@@ -345,9 +345,6 @@ def nursery():
         yield zygote
 
 
-NUM_KILLS = 150
-
-
 def publish_for_ever(root, address):
     """Runs in a child: publish v1, v2, ... whose every number is that of the label."""
     weights = {f"layer.{i}": torch.zeros(1 << 14) for i in range(8)}
@@ -364,13 +361,16 @@ def publish_for_ever(root, address):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_publisher_killed_at_any_point_leaves_workers_whole_and_nothing_else(nursery, store):
+@pytest.mark.parametrize("num_kills", [15, pytest.param(150, marks=pytest.mark.nightly)])
+def test_a_publisher_killed_at_any_point_leaves_workers_whole_and_nothing_else(
+    nursery, store, num_kills
+):
     rng = random.Random(5)
     address = random_address()
     model = {f"layer.{i}": torch.zeros(1 << 14) for i in range(8)}
     seen = set()
     with WorkerSession(model, join=address, token=TOKEN) as session:
-        for _ in range(NUM_KILLS):
+        for _ in range(num_kills):
             child = nursery.spawn("test_file_engine:publish_for_ever", str(store.root), address)
             before, end = session.version, time.monotonic() + 20.0
             while session.version == before:
@@ -384,7 +384,7 @@ def test_a_publisher_killed_at_any_point_leaves_workers_whole_and_nothing_else(n
             session.commit_pending(0.0)
             seen.add(_whole(session, model))
             _listed_are_whole(store)
-    assert len(seen) == NUM_KILLS
+    assert len(seen) == num_kills
     _next_publisher_sweeps(store)
 
 

@@ -44,7 +44,7 @@ class TestGloo(EngineConformance):
     engine = "gloo"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestGlooInSmallBuckets(EngineConformance):
     engine = "gloo"
     options: ClassVar = {"packed_buffer_size_bytes": 4096}

@@ -162,7 +162,11 @@ def play(seed):
 
 # Each of these has shown a mistake.
 SHOWN = [91, 183, 284, 399, 552]
-MANY = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1_000) if seed not in SHOWN]
+MANY = [
+    pytest.param(seed, marks=pytest.mark.slow if seed < 100 else pytest.mark.nightly)
+    for seed in range(1_000)
+    if seed not in SHOWN
+]
 
 
 @pytest.mark.parametrize("seed", [*SHOWN, *MANY])

@@ -84,12 +84,10 @@ def view(tensors):
 @pytest.mark.parametrize(
     "change",
     [
-        replace,
-        repoint,
         onto_a_flat_buffer,
         *(
             pytest.param(each, marks=pytest.mark.slow)
-            for each in (set_elsewhere, turn, write, view)
+            for each in (replace, repoint, set_elsewhere, turn, write, view)
         ),
     ],
 )

@@ -58,7 +58,11 @@ def start(kind, engine, rank, port):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "engine"), [("fsdp", "gloo"), ("dtensors", "shm"), ("metadata", "shm")]
+    ("kind", "engine"),
+    [
+        *(("fsdp", "gloo"), ("dtensors", "shm")),
+        pytest.param("metadata", "shm", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_two_ranks_hold_arrives_whole_in_every_round(kind, engine):
     first = start(kind, engine, 0, 0)

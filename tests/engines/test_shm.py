@@ -11,7 +11,7 @@ class TestShm(EngineConformance):
     engine = "shm"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestShmInSmallBuckets(EngineConformance):
     engine = "shm"
     options: ClassVar = {"bucket_nbytes": 100}

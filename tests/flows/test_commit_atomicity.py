@@ -92,7 +92,7 @@ def test_ranks_of_an_instance_go_back_together_when_one_cannot_apply(flow, pair)
         flow.holds(rank, 3)
 
 
-@pytest.mark.parametrize("phase", ["verdict", "commit"])
+@pytest.mark.parametrize("phase", [pytest.param("verdict", marks=pytest.mark.slow), "commit"])
 def test_a_rank_goes_back_when_another_one_is_killed_in_the_commit(flow, pair, phase):
     trainer, (first, second) = pair()
     second.witness.hold(phase)

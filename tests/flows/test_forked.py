@@ -121,6 +121,7 @@ def test_a_forked_child_does_not_keep_a_killed_workers_connection_open(flow, fai
         flow.holds(other, number)
 
 
+@pytest.mark.slow
 def test_many_forked_children_change_nothing_in_the_trainer(flow, lingering):
     trainer = flow.trainer()
     worker = flow.worker()

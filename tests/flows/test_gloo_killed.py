@@ -14,7 +14,7 @@ BEFORE_COMMIT = [
     pytest.param("transfer", 0, marks=pytest.mark.slow),
     ("midst", 0),
     pytest.param("midst", 2, marks=pytest.mark.slow),
-    ("seal", 0),
+    pytest.param("seal", 0, marks=pytest.mark.slow),
 ]
 OPTIONS = {"packed_buffer_size_bytes": 1 << 20}
 
@@ -124,8 +124,7 @@ def test_whom_the_group_still_needs_is_not_dropped_and_others_are(flow, failing,
     "phase",
     [
         "midst",
-        "seal",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "transfer", "commit")),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "transfer", "seal", "commit")),
     ],
 )
 def test_a_trainer_killed_leaves_its_workers_serving_and_its_successor_finds_them(
@@ -151,13 +150,18 @@ def killed_in_transfer(flow, victim, moments):
 
 
 @pytest.mark.slow
-def test_of_a_trainer_killed_while_a_bucket_travels_nothing_is_left_after_five_seconds(flow, home):
+@pytest.mark.parametrize(
+    ("num_kills", "least_hits"), [(3, 1), pytest.param(8, 5, marks=pytest.mark.nightly)]
+)
+def test_of_a_trainer_killed_while_a_bucket_travels_nothing_is_left_after_five_seconds(
+    flow, home, num_kills, least_hits
+):
     flow.size = {"num_tensors": 16, "numel": 1 << 20}  # 64 MiB
     nbytes = 64 << 20
     workers = []
     moments = itertools.cycle([0.0, 0.004, 0.009, 0.015, 0.022, 0.03])
     num_hits = 0
-    for _ in range(8):
+    for _ in range(num_kills):
         trainer = flow.trainer(engine="gloo", options=BUCKETS_THAT_TAKE_TIME, **home)
         workers = workers or flow.workers(2)
         trainer.ask("wait", n=2)
@@ -177,19 +181,20 @@ def test_of_a_trainer_killed_while_a_bucket_travels_nothing_is_left_after_five_s
                 lambda worker=worker: (worker.tcp_sockets(), worker.holdings()["threads"]), wanted
             )
             assert worker.resident_nbytes() - resident[place] < nbytes // 2
-    assert num_hits > 4
+    assert num_hits >= least_hits
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [4, pytest.param(8, marks=pytest.mark.nightly)])
 def test_of_a_worker_killed_while_a_bucket_travels_nothing_is_left_in_the_others(
-    flow, failing, home
+    flow, failing, home, num_kills
 ):
     flow.size = {"num_tensors": 16, "numel": 1 << 20}  # 64 MiB
     trainer = flow.trainer(engine="gloo", options=BUCKETS_THAT_TAKE_TIME, **home)
     stays = flow.worker()
     moments = itertools.cycle([0.0, 0.004, 0.009, 0.015, 0.022, 0.03])
     seen = []
-    for number in range(1, 9):
+    for number in range(1, num_kills + 1):
         victim = flow.worker()
         trainer.ask("wait", n=2)
         for _ in range(2):

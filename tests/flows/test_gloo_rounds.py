@@ -28,7 +28,7 @@ def test_trainer_and_worker_listen_at_the_address_that_was_given_and_nowhere_els
     assert worker.listeners() == ["0100007F"]
 
 
-@pytest.mark.parametrize("commit", ["adopt", "copy"])
+@pytest.mark.parametrize("commit", ["adopt", pytest.param("copy", marks=pytest.mark.slow)])
 def test_three_workers_take_round_after_round(flow, trainer, commit):
     workers = flow.workers(3, commit=commit)
     trainer.ask("wait", n=3)

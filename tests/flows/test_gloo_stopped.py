@@ -30,7 +30,7 @@ def serving(flow):
     [
         ("midst", 0),
         *(
-            pytest.param(phase, place, marks=pytest.mark.slow)
+            pytest.param(phase, place, marks=pytest.mark.nightly)
             for phase, place in (("midst", 2), ("transfer", 1), ("midst", 1))
         ),
     ],
@@ -73,7 +73,7 @@ def test_a_worker_stopped_before_it_has_joined_the_group_is_blamed(flow, failing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_worker_whose_engine_hangs_while_its_heart_beats_is_among_the_named(
     flow, failing, serving, place
 ):
@@ -108,7 +108,7 @@ def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["midst", pytest.param("seal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["midst", pytest.param("seal", marks=pytest.mark.nightly)])
 def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, serving, phase):
     trainer, workers = serving
     flow.held_in(trainer, trainer, phase)

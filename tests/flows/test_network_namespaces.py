@@ -144,6 +144,7 @@ def test_a_cable_pulled_in_mid_broadcast_holds_nobody_and_the_next_group_works(
     close(ranks, "group")
 
 
+@pytest.mark.slow
 def test_who_meets_at_a_host_that_is_cut_off_waits_no_longer_than_told(ranks, cables):
     meeting = ranks[0].ask("host", host=cables[0].address)
     ranks[1].ask("join", **meeting)

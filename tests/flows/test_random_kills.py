@@ -192,7 +192,10 @@ def tell(flow, num_kills):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_three_hundred_random_kills_tear_nothing_and_leave_nothing(flow):
-    histogram = tell(flow, 300)
+@pytest.mark.parametrize(
+    ("num_kills", "least"), [(40, 0), pytest.param(300, 5, marks=pytest.mark.nightly)]
+)
+def test_random_kills_tear_nothing_and_leave_nothing(flow, num_kills, least):
+    histogram = tell(flow, num_kills)
     for role, counts in histogram.items():
-        assert all(counts[phase] >= 5 for phase in PHASES), (role, counts)
+        assert all(counts[phase] >= least for phase in PHASES), (role, counts)

@@ -202,7 +202,9 @@ def test_weights_that_are_rejected_are_so_on_every_rank(flow, failing, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_tensors", [NUM_TENSORS - 1, NUM_TENSORS + 1])
+@pytest.mark.parametrize(
+    "num_tensors", [NUM_TENSORS - 1, pytest.param(NUM_TENSORS + 1, marks=pytest.mark.nightly)]
+)
 def test_ranks_that_have_other_tensors_are_refused(flow, failing, ranks, num_tensors):
     first, other = ranks(engine="shm")
     worker = flow.worker()
@@ -219,12 +221,13 @@ def test_ranks_that_have_other_tensors_are_refused(flow, failing, ranks, num_ten
     in_step(first, [other])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "how"),
     [
-        pytest.param(1, "name", marks=pytest.mark.slow),
-        *(pytest.param(1, how, marks=pytest.mark.slow) for how in ("shape", "raises")),
-        *(pytest.param(0, how, marks=pytest.mark.slow) for how in ("name", "shape", "raises")),
+        *((1, "name"), (0, "raises")),
+        *(pytest.param(1, how, marks=pytest.mark.nightly) for how in ("shape", "raises")),
+        *(pytest.param(0, how, marks=pytest.mark.nightly) for how in ("name", "shape")),
     ],
 )
 def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(

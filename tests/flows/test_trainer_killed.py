@@ -35,7 +35,14 @@ def restart(flow, home, number, workers):
         assert report["fingerprint"] == flow.holds(worker, number)["fingerprint"]
 
 
-@pytest.mark.parametrize("phase", ["init", "plan", "transfer", "seal", "commit"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "init",
+        "transfer",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "seal", "commit")),
+    ],
+)
 def test_workers_end_the_round_serve_on_and_find_the_next_trainer(flow, home, serving, phase):
     trainer, workers = serving
     before = [worker.look() for worker in workers]
@@ -56,7 +63,9 @@ def test_workers_end_the_round_serve_on_and_find_the_next_trainer(flow, home, se
     restart(flow, home, 3, workers)
 
 
-@pytest.mark.parametrize("phase", ["plan", "transfer", "seal"])
+@pytest.mark.parametrize(
+    "phase", ["transfer", *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "seal"))]
+)
 def test_a_worker_in_the_midst_of_a_phase_ends_it_too(flow, home, serving, phase):
     trainer, workers = serving
     slow = workers[0]
@@ -90,6 +99,7 @@ def test_a_new_trainer_takes_over_the_dead_round_of_the_old_one(flow, home, serv
         flow.holds(worker, 3)
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_noticed_within_a_second(flow, home):
     trainer = flow.trainer(**home)
     worker = flow.worker()

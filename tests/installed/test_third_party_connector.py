@@ -34,7 +34,8 @@ def test_it_is_listed_with_its_distribution(python):
     assert (row["kind"], row["name"], row["status"]) == ("connectors", "acme-folder", "available")
 
 
-@pytest.mark.parametrize("how", ["name", pytest.param("path", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["name", pytest.param("path", marks=pytest.mark.nightly)])
 def test_it_serves_and_loads_what_it_kept_under_the_same_weights_only(python, tmp_path, how):
     folder = tmp_path / "kept"
     folder.mkdir()

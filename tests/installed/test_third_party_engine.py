@@ -125,6 +125,7 @@ def test_it_stays_as_small_as_it_claims():
     assert not any("digest" in line or "version" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_rounds_through_it_are_proven_and_leave_nothing(site_of_three):
     for number in (1, 2, 3):
         report = site_of_three.publisher.ask("publish", number)
@@ -142,7 +143,7 @@ def test_rounds_through_it_are_proven_and_leave_nothing(site_of_three):
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
-        pytest.param("drop", "IncompleteUpdateError", marks=pytest.mark.slow),
+        pytest.param("drop", "IncompleteUpdateError", marks=pytest.mark.nightly),
         pytest.param("flip", "DigestMismatchError", marks=pytest.mark.slow),
     ],
 )

@@ -131,7 +131,7 @@ def rig(request, make_rig):
     )
 
 
-@pytest.mark.parametrize("num_steps", [400, pytest.param(6_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [400, pytest.param(6_000, marks=pytest.mark.nightly)])
 def test_every_block_that_is_loaded_is_the_one_that_was_asked_for(rig, arena_rig, num_steps):
     traffic = Traffic(rig, arena_rig.key, 1)
     traffic.run(num_steps)
@@ -142,7 +142,7 @@ def test_every_block_that_is_loaded_is_the_one_that_was_asked_for(rig, arena_rig
     assert rig.spec.get_manager().get_stats()["evictions_total"] > 0
 
 
-@pytest.mark.parametrize("num_steps", [400, pytest.param(6_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [400, pytest.param(6_000, marks=pytest.mark.nightly)])
 def test_damage_is_refused_and_nothing_else(rig, arena_rig, num_steps):
     traffic = Traffic(rig, arena_rig.key, 2)
     traffic.run(num_steps, damage=0.5)

@@ -192,7 +192,7 @@ def test_no_hit_is_a_block_of_other_weights_or_of_a_request_that_lived_through_a
     assert min(FOUND["loaded"], FOUND["changes"], FOUND["refused"]) > 0, FOUND
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_such_hit_in_many_more_interleavings():
     run(1_000, 80)
 

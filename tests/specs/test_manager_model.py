@@ -243,7 +243,7 @@ def test_any_order_of_calls(machine):
     run_state_machine_as_test(machine, settings=SHORT)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("machine", [ManagerMachine, ArcMachine])
 def test_any_order_of_calls_for_ten_thousand_steps(machine):

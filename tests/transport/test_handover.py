@@ -567,7 +567,7 @@ def test_no_reader_ever_sees_a_mix(lender, job):
     rounds_over_killed_readers(3, 1, lender, job)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_reader_ever_sees_a_mix_for_long(lender, job):
     rounds_over_killed_readers(40, 2, lender, job)
 

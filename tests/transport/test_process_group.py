@@ -247,7 +247,7 @@ def test_after_abort_and_close_nothing_is_left_and_the_next_group_works(three):
     assert len(set(all_do(three, "broadcast", group="group", nbytes=MIB, root=0))) == 1
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_rank_killed_in_the_midst_of_a_tensor_leaves_nothing_in_the_others(make_rank, victim):
     """Gloo tells no operation of its own that is in the midst; it would wait for its time-out."""
     others = [make_rank(), make_rank()]
@@ -308,6 +308,7 @@ def test_closing_under_operations_frees_everything_though_their_pendings_live(ma
     assert rank.ask("wait_for_kept") == ["rank 0 of 2: the group was aborted"] * 3
 
 
+@pytest.mark.slow
 def test_fifty_groups_leave_nothing(make_rank):
     ranks = [make_rank(), make_rank()]
     before = all_do(ranks, "holdings")
@@ -395,6 +396,7 @@ def test_a_rank_whose_host_stops_while_the_group_forms_can_be_called_off(stoppin
     assert errors[0][1] - called_off < ABORT_S
 
 
+@pytest.mark.slow
 def test_dialing_a_host_that_has_stopped_can_be_called_off(host, leaves_nothing):
     told = host.ask("host")
     host.stop()

@@ -124,6 +124,7 @@ class WeightsTests(ConnectorKit):
         site.exchange(some_prompts(1)[0])
 
     @pytest.mark.slow
+    @pytest.mark.nightly
     @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
     def test_weights_may_change_before_every_single_call(
         self, make_site: MakeSite, seeds: tuple[int, ...]

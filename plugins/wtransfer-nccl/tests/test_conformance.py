@@ -18,7 +18,7 @@ class TestOnDevice(EngineConformance):
     options: ClassVar = {"communicator": "gloo"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestPinnedInSmallBuckets(EngineConformance):
     engine = "nccl"
     options: ClassVar = {
@@ -29,7 +29,7 @@ class TestPinnedInSmallBuckets(EngineConformance):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestUnstagedInSmallBuckets(EngineConformance):
     """What the engine hands out is gone with the next bucket: the session has its own by then."""
 
@@ -77,7 +77,7 @@ class TestWhereNCCLWouldHang(EngineConformance):
     options: ClassVar = {"communicator": "gloo", "packed_buffer_size_bytes": SMALL}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestPinnedWhereNCCLWouldHang(EngineConformance):
     """The slots that take turns are never received into before they are free."""
 
@@ -89,7 +89,7 @@ class TestPinnedWhereNCCLWouldHang(EngineConformance):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestUnstagedWhereNCCLWouldHang(EngineConformance):
     """No bucket's memory goes while it is received into."""
 

@@ -256,6 +256,7 @@ def test_a_publisher_lost_after_its_order_leaves_a_commit_that_the_next_ones_ini
         assert engine.tokens(PROMPTS) == fresh["A"]
 
 
+@pytest.mark.nightly
 def test_without_a_checkpoint_a_failed_first_commit_empties_the_worker_until_the_next(
     models, tmp_path, weights, fresh
 ):
@@ -279,6 +280,7 @@ def test_without_a_checkpoint_a_failed_first_commit_empties_the_worker_until_the
         engine.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_head", [True, False])
 def test_tied_embeddings_are_one_tensor_with_or_without_a_head(tmp_path, with_head):
     head = "lm_head.weight"
@@ -308,6 +310,7 @@ def test_tied_embeddings_are_one_tensor_with_or_without_a_head(tmp_path, with_he
         engine.close()
 
 
+@pytest.mark.nightly
 def test_float32_masters_are_taken_where_the_environment_allows_it(
     models, tmp_path, weights, fresh
 ):

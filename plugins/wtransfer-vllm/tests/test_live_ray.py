@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from engines import PROMPTS
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 HOST = Path(__file__).parent / "live" / "ray_host.py"
 MARK = "WTRANSFER_RAY_TEST"

@@ -9,7 +9,7 @@ import wtransfer
 from engines import PROMPTS, RANKS_ENV
 from wtransfer.engines.clients import HttpClient
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import pytest
 import wtransfer
 from engines import PROMPTS, Engine, await_commit
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+# `test_old_vllm.py` has a vLLM of that time.
+pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 def publish(publisher, engine, version):

@@ -48,6 +48,7 @@ def until(condition, timeout_s=20.0):
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
 def test_asleep_at_level_2_it_is_empty_and_serves_under_no_label(engine, trainer):
     publisher, _ = trainer
     fall_asleep(engine)
@@ -73,6 +74,7 @@ def test_what_the_publisher_brings_again_in_sleep_is_there_when_it_wakes(engine,
     until(lambda: [each.state for each in publisher.workers()] == ["serving"])
 
 
+@pytest.mark.nightly
 def test_woken_it_takes_the_next_update(engine, trainer, weights, fresh):
     publisher, held = trainer
     fall_asleep(engine)
@@ -84,6 +86,7 @@ def test_woken_it_takes_the_next_update(engine, trainer, weights, fresh):
     assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["A"], "a")
 
 
+@pytest.mark.nightly
 def test_an_update_that_was_ordered_before_the_sleep_is_not_lost_in_it(
     engine, trainer, weights, fresh
 ):
@@ -100,6 +103,7 @@ def test_an_update_that_was_ordered_before_the_sleep_is_not_lost_in_it(
     assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["A"], "a")
 
 
+@pytest.mark.nightly
 def test_sleep_at_level_1_keeps_weights_and_label(engine, trainer, fresh):
     engine.do("sleep", 1)
     assert (engine.do("label"), engine.do("session")["state"]) == ("b", "serving")
@@ -109,6 +113,7 @@ def test_sleep_at_level_1_keeps_weights_and_label(engine, trainer, fresh):
     assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["B"], "b")
 
 
+@pytest.mark.nightly
 def test_without_anybody_to_ask_it_stays_empty(engine, fresh):
     fall_asleep(engine)
     assert engine.do("wake_up") is True
@@ -116,6 +121,7 @@ def test_without_anybody_to_ask_it_stays_empty(engine, fresh):
     assert engine.tokens(PROMPTS) != fresh["B"]
 
 
+@pytest.mark.nightly
 def test_vllm_refuses_its_sleep_mode_on_a_cpu(models):
     # Where this fails, sleep has come to the CPU: then the tests above need not let memory go.
     asked = "import sys, vllm.config; vllm.config.ModelConfig(sys.argv[1], enable_sleep_mode=True)"

@@ -74,6 +74,7 @@ def test_each_of_an_engines_processes_registers_once(models, startup, tmp_path, 
     check_costs(log, 3, record_property)
 
 
+@pytest.mark.nightly
 def test_each_of_a_servers_processes_registers_once(models, startup, tmp_path, record_property):
     log, env = startup
     Server(tmp_path, models / "A", "shm", env).close()

@@ -18,14 +18,15 @@ USUAL = [Stack(pair) for pair in (("tier", "files"), ("shm", "tier"), ("several"
 
 
 def cases(stacks, usual):
-    """Return stacks with every block size, twins with one; only usual ones of 16 are not slow."""
+    """Return stacks with every block size, twins with one."""
+
+    def marks(stack, block_size):
+        if block_size == 16:
+            return () if stack in usual else pytest.mark.slow
+        return pytest.mark.slow if stack in ALONE else pytest.mark.nightly
+
     return [
-        pytest.param(
-            stack,
-            block_size,
-            id=f"{stack}-{block_size}",
-            marks=() if block_size == 16 and stack in usual else pytest.mark.slow,
-        )
+        pytest.param(stack, block_size, id=f"{stack}-{block_size}", marks=marks(stack, block_size))
         for block_size in BLOCK_SIZES
         for stack in stacks
         if block_size == 16 or stack not in TWINS

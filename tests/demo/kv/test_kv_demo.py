@@ -128,7 +128,9 @@ def descendants_of(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)]
+)
 def test_nothing_is_left_when_the_demo_is_ended(sent):
     code = "from wtransfer.demo.command import demo; demo(['--kv'])"
     with subprocess.Popen(

@@ -94,7 +94,7 @@ def all_gone(processes, within_s=10.0):
 # -- serving --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [{}, {"num_ranks": 2}])
+@pytest.mark.parametrize("ranks", [{}, pytest.param({"num_ranks": 2}, marks=pytest.mark.slow)])
 def test_requests_are_handed_over_without_waiting_and_collected_in_any_order(
     kit, begin, prompts, ranks
 ):
@@ -220,7 +220,7 @@ def test_a_process_that_ends_before_it_begins_is_not_waited_for(nursery, tmp_pat
 # -- death ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_instance_is_named_and_leaves_nothing(kit, begin, prompts, num_ranks):
     # Whatever is here once, for all.
     begin("before", "SharedMemoryConnector").close()
@@ -247,7 +247,7 @@ def test_a_killed_instance_is_named_and_leaves_nothing(kit, begin, prompts, num_
     assert leftovers.found() == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_and_takes_its_instance_along(begin, prompts, rank):
     instance = begin("victim", num_ranks=2)
     processes = list(instance.processes)
@@ -297,7 +297,11 @@ def handed(kit, prefill, decode, prompt):
 
 @pytest.mark.parametrize(
     ("connector", "ranks"),
-    [(CONNECTORS[0], {}), (CONNECTORS[0], {"num_ranks": 2}), (CONNECTORS[1], {})],
+    [
+        (CONNECTORS[0], {}),
+        pytest.param(CONNECTORS[0], {"num_ranks": 2}, marks=pytest.mark.slow),
+        (CONNECTORS[1], {}),
+    ],
 )
 def test_equal_weights_share_keys_and_values_without_a_trainer(
     kit, begin, prompts, connector, ranks

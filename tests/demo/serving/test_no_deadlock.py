@@ -19,7 +19,11 @@ from wtransfer.weights import process_weights
 MOST_STEPS = 3000
 MOST_UNCHANGED = 5
 MOST_CHANGES = 12
-CASES = 12
+CASES = [
+    0,
+    *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)),
+    *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 12)),
+]
 
 
 class Slow:
@@ -130,10 +134,7 @@ def judge(kit, requests):
 
 
 @pytest.mark.parametrize("connector", [None, "cpu", "shelf", "folder"])
-@pytest.mark.parametrize(
-    "case",
-    [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, CASES))],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_every_request_ends(kit, serve, tmp_path, connector, case):
     drawn = random.Random(f"{connector} {case}")
     service = Service(kit, serve, drawn, connector, tmp_path)
@@ -151,9 +152,7 @@ def held():
 
 
 @pytest.mark.parametrize("connector", [None, "cpu", "folder"])
-@pytest.mark.parametrize(
-    "case", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, CASES))]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_every_request_ends_also_while_weights_change(
     kit, serve, tmp_path, held, *, connector, case
 ):

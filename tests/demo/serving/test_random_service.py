@@ -77,8 +77,13 @@ def held():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("policy", ["lru", "arc"])
-@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize(
+    ("policy", "block_size"),
+    [
+        *(("lru", 16), ("arc", 1)),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("lru", 1), ("arc", 16))),
+    ],
+)
 def test_tokens_are_those_of_a_fresh_model_whatever_happens(kit, serve, held, policy, block_size):
     drawn = random.Random(f"{policy} {block_size}")
     tier = kit.cpu_tier(block_size, 640 // block_size, eviction_policy=policy)
