@@ -31,8 +31,10 @@ def shapes(kinds, smoke=None):
         found += [
             pytest.param(kind, IN_ONE, id=f"{kind}, one process"),
             pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=marks),
-            pytest.param(kind, TWO_RANKS, id=f"{kind}, two ranks", marks=[nightly]),
         ]
+        if "third party" not in kind and "third-party" not in kind:
+            # Those keep one file for all ranks.
+            found.append(pytest.param(kind, TWO_RANKS, id=f"{kind}, two ranks", marks=[nightly]))
     return found
 
 
