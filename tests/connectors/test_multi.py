@@ -811,12 +811,17 @@ def test_children_behind_a_fence_say_the_same_weights(weights):
     assert finish(multi) == (False, {"a": 1, "b": 1, "remote_weights": "fingerprint-1"})
 
 
-def test_two_that_hand_the_same_request_over_are_an_error_that_says_so():
-    params = {"do_remote_prefill": True}
-    children = [scripted(name, request_finished=(True, params)) for name in "ab"]
+def test_of_two_that_hand_the_same_request_over_the_first_is_heard_and_the_log_says_so(caplog):
+    given = [{"do_remote_prefill": True, "at": at} for at in ("first", "second")]
+    children = [
+        scripted(name, request_finished=(True, params))
+        for name, params in zip("ab", given, strict=True)
+    ]
     multi, *_ = make(SCHEDULER, *children)
-    with pytest.raises(ConnectorOptionError, match=r"1_Scripted and .* \['do_remote_prefill'\]"):
-        finish(multi)
+    assert finish(multi) == (True, given[0])
+    assert (
+        "1_Scripted and a connector before it both say ['at', 'do_remote_prefill']" in caplog.text
+    )
     assert multi.build_connector_meta(SchedulerOutput()).holding == {"r": [0, 1]}
 
 

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.connectors.interface import KVConnectorBase_V1
 from wtransfer.connectors.several.children import OPTION
+from wtransfer.errors import ConnectorOptionError
 from wtransfer.host.registry import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 class MultiConnector(KVConnectorBase_V1):
@@ -60,10 +61,44 @@ class MultiConnector(KVConnectorBase_V1):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
         """Return whether one of them works layer by layer."""
-        for fields in extra_config.get(OPTION) or ():
-            options = fields.get("kv_connector_extra_config") or {}
+        return any(
+            child.requires_piecewise_for_cudagraph(fields.get("kv_connector_extra_config") or {})
+            for child, fields in _child_classes(extra_config)
+        )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that one of them needs.
+
+        Raises:
+            ConnectorOptionError: Two of them need different ones.
+        """
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        asked = [
+            child.get_required_kvcache_layout(vllm_config) for child, _ in _child_classes(options)
+        ]
+        layouts = sorted(set(filter(None, asked)))
+        if len(layouts) > 1:
+            raise ConnectorOptionError(
+                f"connectors under one MultiConnector need the KV cache in the layouts {layouts}; "
+                "they must agree"
+            )
+        return layouts[0] if layouts else None
+
+    @property
+    def requires_kv_delivery(self) -> bool:  # type: ignore[override]
+        """Whether one of them must hand on what a request has computed."""
+        return any(child.requires_kv_delivery for child in self.side.children)
+
+
+def _child_classes(
+    options: Mapping[str, Any],
+) -> Iterator[tuple[type[KVConnectorBase_V1], Mapping[str, Any]]]:
+    """Yield the class and the fields of each child that is described as it should be.
+
+    What is wrong with others is said when they are made.
+    """
+    for fields in options.get(OPTION) or ():
+        if isinstance(fields, dict) and fields.get("kv_connector"):
             place = fields.get("kv_connector_module_path")
-            child = registry("connectors").get_or_import(fields["kv_connector"], place)
-            if child.requires_piecewise_for_cudagraph(options):
-                return True
-        return False
+            yield registry("connectors").get_or_import(fields["kv_connector"], place), fields

@@ -111,6 +111,9 @@ def is_nameless(request: Any) -> bool:
     # Name and path of an adapter stay, while what stands there is trained on.
     if getattr(request, "lora_request", None) is not None:
         return True
+    # A session gets further media while it lasts, which its name would not contain.
+    if getattr(request, "resumable", False):
+        return True
     return any(each.identifier is None for each in getattr(request, "mm_features", None) or ())
 
 

@@ -112,7 +112,8 @@ def adapter(tmp_path, monkeypatch):
         scheduler_config=bag(disable_hybrid_kv_cache_manager=True),
     )
 
-    def make(role, kv_cache_config=None):
+    def make(role, kv_cache_config=None, *, batches=1, draft=None):
+        config.max_concurrent_batches, config.speculative_config = batches, draft
         side = KVConnectorFactory.create_connector(
             config, KVConnectorRole[role], kv_cache_config or cache_config()
         )
@@ -187,6 +188,51 @@ def test_loads_of_every_layer_end_where_no_forward_pass_waits_for_them(adapter):
         "wait layer.0",
         "wait layer.1",
     ]
+
+
+def test_with_speculative_decoding_saves_come_before_what_is_asked_and_once(adapter):
+    (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
+    worker.bind_connector_metadata(plan(scheduler))
+    worker.start_load_kv(None)
+    # vLLM defers the save until the draft tokens are there.
+    worker.get_transfer_results(set())
+    assert inner.calls == ["load", "saved"]
+    worker.get_block_ids_with_load_errors()
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+    assert inner.calls.count("saved") == 1
+
+
+def test_a_step_planned_before_a_failed_load_was_heard_of_is_not_saved_either(adapter):
+    (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER", batches=2)
+    Scripted.answers["matched"] = (16, False)
+    metadata = plan(scheduler, name="sync", ids=(2, 3), num_tokens=16)
+    Scripted.answers["errors"] = {2}
+    step(worker, metadata)
+    step(worker, plan(scheduler))
+    assert "saved" not in inner.calls
+    step(worker, plan(scheduler))
+    assert "saved" in inner.calls
+
+
+def test_layers_of_a_draft_model_are_refused_where_they_would_be_saved_one_by_one(adapter):
+    with pytest.raises(ConnectorOptionError, match="saves KV layer by layer, and the draft model"):
+        adapter("WORKER", draft=bag(draft_model_config=bag()))
+    adapter("WORKER", draft=bag(draft_model_config=None))
+
+
+def test_a_pause_of_vllm_empties_no_store(adapter):
+    side, _ = adapter("SCHEDULER")
+    assert side.reset_cache() is None
+
+
+def test_an_identity_that_is_used_again_is_not_received_by_a_word_of_before(adapter):
+    (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers["finished"] = (None, {"again"})
+    step(worker, plan(scheduler))
+    Scripted.answers["matched"] = (16, True)
+    results, _ = step(worker, plan(scheduler, name="again", ids=(1,), num_tokens=16))
+    assert results.finished_recving == set()
 
 
 def test_a_request_that_vllm_does_not_wait_for_is_not_named(adapter):
@@ -275,6 +321,14 @@ def test_statistics_add_up_over_ranks_and_intervals_and_gauges_do_not(adapter, m
     Scripted.answers["stats"] = {"blocks_loaded_total": 5, "slots": 6, "never_total": 0}
     together.aggregate(build(worker.get_kv_connector_stats().to_dict()))
     assert together.reduce() == {"worker_blocks_loaded_total": 8, "worker_slots": 6}
+    assert worker.get_kv_connector_stats() is None
+    # A gauge that falls to 0 is told; numbers that cannot be read end no step.
+    Scripted.answers["stats"] = {"blocks_loaded_total": 5, "slots": 0}
+    stats = worker.get_kv_connector_stats()
+    assert (stats.data, stats.is_empty()) == ({"worker_slots": 0}, False)
+    Scripted.answers["stats"] = {"slots": "many"}
+    assert worker.get_kv_connector_stats().data == {"worker_slots": "many"}
+    Scripted.answers["stats"] = None
     assert worker.get_kv_connector_stats() is None
     assert build().is_empty()
     assert not together.is_empty()

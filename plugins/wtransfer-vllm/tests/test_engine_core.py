@@ -415,7 +415,7 @@ def serve(make, monkeypatch):
         worker.called.append(("renamed", why))
         return {"touched": True, "state": "empty", "version": None, "error": None}
 
-    monkeypatch.setattr("wtransfer_vllm.engine_core.weights_were_replaced", renamed)
+    monkeypatch.setattr("wtransfer_vllm.engine_core.replaced_weights", renamed)
 
     def make_core(**options):
         core, workers = make(**options)
@@ -454,6 +454,25 @@ def test_a_connector_that_cannot_be_told_is_not_asked_until_it_can(serve):
     connector.deaf = False
     commit(core, workers)
     assert connector.get_num_new_matched_tokens(object(), 0) == (16, True)
+
+
+def test_a_connector_by_module_path_is_none_of_ours_whatever_its_name(serve):
+    core, workers = serve()
+    core.vllm_config.kv_transfer_config.kv_connector_module_path = "somebody.elses"
+    commit(core, workers)
+    assert core.scheduler.connector.told == []
+    assert core.scheduler.connector.get_num_new_matched_tokens(object(), 0) == (0, False)
+
+
+def test_the_children_of_vllms_multi_connector_are_asked_one_by_one(make):
+    core, workers = make()
+    core.scheduler.connector = multi = Connector(forgets=True)
+    multi.sub_connectors = [Connector(forgets=True), Connector(forgets=None)]
+    commit(core, workers)
+    assert multi.get_num_new_matched_tokens(object(), 0) == (0, False)
+    multi.sub_connectors[1].forgets = True
+    commit(core, workers)
+    assert multi.get_num_new_matched_tokens(object(), 0) == (16, True)
 
 
 def test_who_joins_may_name_the_weights_anew_so_the_connector_is_told(serve):

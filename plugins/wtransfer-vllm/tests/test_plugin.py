@@ -144,6 +144,34 @@ def test_connectors_and_specs_are_registered_when_vllm_imports_its_factories(pyt
         )
 
 
+def test_vllms_multi_connector_refuses_ours_as_children(python):
+    code = """
+        import json, types
+        from wtransfer_vllm.plugin import register
+        register()
+        import vllm.distributed.kv_transfer.kv_connector.factory
+        from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+        bag = types.SimpleNamespace
+
+        def made(*names):
+            children = [{"kv_connector": name} for name in names]
+            transfer = bag(kv_connector_extra_config={"connectors": children})
+            return MultiConnector(bag(kv_transfer_config=transfer), "role", kv_cache_config=None)
+
+        theirs = made("NixlConnector", "OffloadingConnector").made_with[1:]
+        try:
+            made("NixlConnector", "SharedStorageConnector")
+        except ValueError as error:
+            print(json.dumps([theirs, str(error)]))
+    """
+    theirs, refusal = python("current", code)["said"]
+    assert theirs == ["role", None]
+    assert refusal == (
+        "'SharedStorageConnector' is wtransfer's connector and runs under wtransfer's "
+        'MultiConnector: set "kv_connector": "wtransfer-MultiConnector" in --kv-transfer-config'
+    )
+
+
 def test_a_shape_that_is_not_known_is_left_alone_and_said(python):
     found = python("other", NAMES)
     assert found["backends"] == ["nccl"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.connectors.fenced import REMOTE_WEIGHTS
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
         KVConnectorOutput,
     )
+
+logger = logging.getLogger(__name__)
 
 
 class SeveralScheduler(ConnectorScheduler):
@@ -41,6 +44,7 @@ class SeveralScheduler(ConnectorScheduler):
         self._chosen: dict[str, tuple[int, bool]] = {}
         self._next = SeveralMetadata()
         self._underway: set[str] = set()
+        self._silenced: set[str] = set()
 
     def on_new_request(self, request: Any) -> None:
         """Let every child hear of a request."""
@@ -115,9 +119,8 @@ class SeveralScheduler(ConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Hear that a request has ended; its blocks stay if any child wants that.
 
-        Raises:
-            ConnectorOptionError: Two children say different things to the next instance under the
-                same names.
+        Where two children say different things to the next instance under the same names, the
+        first one's stand.
         """
         request_id = request.request_id
         self._chosen.pop(request_id, None)
@@ -136,15 +139,25 @@ class SeveralScheduler(ConnectorScheduler):
             # The weights are those of the instance, whichever child says so.
             both = (params.keys() & (given or {}).keys()) - {REMOTE_WEIGHTS}
             if both:
-                raise ConnectorOptionError(
-                    f"{self.children.names[number]} and a connector before it both say "
-                    f"{sorted(both)} to the next instance; only one of "
-                    "them can hand requests over: give the others another kv_role"
-                )
-            params.update(given or {})
+                # A request asks for it, so it must not end the host. The lease of this one's
+                # blocks runs out by itself.
+                self._warn_of_two(number, both)
+            else:
+                params.update(given or {})
 
         self.children.tell(tell)
         return bool(holding), params or None
+
+    def _warn_of_two(self, number: int, both: set[str]) -> None:
+        name = self.children.names[number]
+        if name not in self._silenced:
+            logger.warning(
+                "%s and a connector before it both say %s to the next instance, which hears the "
+                "first; only one of them can hand requests over: give the others another kv_role",
+                name,
+                sorted(both),
+            )
+        self._silenced.add(name)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Let each child hear what its own workers say to other instances."""

@@ -48,7 +48,12 @@ def forget_kv(core: Any) -> None:
 def has_our_connector(core: Any) -> bool:
     """Whether vLLM's KV connector is one of wtransfer's."""
     transfer = getattr(core.vllm_config, "kv_transfer_config", None)
-    return transfer is not None and names.is_ours("connectors", transfer.kv_connector)
+    # A module path wins over the names in vLLM's factory.
+    return (
+        transfer is not None
+        and not getattr(transfer, "kv_connector_module_path", None)
+        and names.is_ours("connectors", transfer.kv_connector)
+    )
 
 
 def tell_connector(core: Any) -> None:
@@ -104,9 +109,14 @@ def _forget_blocks(core: Any) -> bool:
 
 
 def _forget_stored(connector: Any) -> bool:
-    """Whether a connector says that what it has stored is gone; most of vLLM's say nothing."""
+    """Whether a connector says that what it has stored is gone; most of vLLM's say nothing.
+
+    vLLM's MultiConnector takes silence for consent, so its children are asked.
+    """
     try:
-        return connector.reset_cache() is True
+        children = getattr(connector, "sub_connectors", None) or [connector]
+        answers = [each.reset_cache() for each in children]
+        return all(answer is True for answer in answers)
     except Exception as error:
         logger.error("the KV connector could not forget: %s", error)  # noqa: TRY400
         return False

@@ -4,8 +4,9 @@ vLLM's factory asks this module for a class by a connector's name, and gets one 
 adapter hands every call on to the connector, which wtransfer's factory makes. What differs between
 the two contracts is decided here and nowhere else:
 
-*   vLLM calls ``wait_for_save`` after every step; ours is told only after a step that counts, all
-    of whose own loads have come.
+*   vLLM calls ``wait_for_save`` after every step, and with speculative decoding last of all; ours
+    is told only after a step that counts, all of whose own loads have come, and before it is asked
+    what has finished.
 *   vLLM calls ``wait_for_layer_load`` only within a forward pass; ours is told for every layer
     before a step ends.
 *   vLLM's engine core ends if ``get_finished`` names a request that it does not wait for; ours may
@@ -86,8 +87,8 @@ class WTransferConnector(KVConnectorBase_V1):
             Role[role.name],
             cache_shape(vllm_config, kv_cache_config),
         )
-        parallel = vllm_config.parallel_config
-        self._tp_size = parallel.tensor_parallel_size
+        self._refuse_draft_layers(vllm_config)
+        self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._stats = KVStatsInterval("worker" if is_worker else "scheduler", self._inner.get_stats)
         # Scheduler's side.
         self._outlasts: dict[str, bool] = {}
@@ -101,6 +102,11 @@ class WTransferConnector(KVConnectorBase_V1):
         self._awaited_sent: set[str] = set()
         self._early: set[str] = set()
         self._load_errors: set[int] = set()
+        self._is_judged = False
+        # A step may be planned before the failed load of an earlier one, on which it builds, is
+        # heard of.
+        self._num_overlapping = getattr(vllm_config, "max_concurrent_batches", 1) - 1
+        self._num_doubtful = 0
         if not is_worker and self._kv_transfer_config.kv_load_failure_policy == "fail":
             logger.warning(
                 "kv_load_failure_policy is 'fail', vLLM's default: a request whose KV blocks turn "
@@ -113,7 +119,8 @@ class WTransferConnector(KVConnectorBase_V1):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Return the layout of the KV cache that the connector needs; None: any."""
-        layout: str | None = cls._connector_class().get_required_kvcache_layout(vllm_config)
+        config = with_our_names(vllm_config, cls.connector_name)
+        layout: str | None = cls._connector_class().get_required_kvcache_layout(config)
         return layout
 
     @classmethod
@@ -142,6 +149,22 @@ class WTransferConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         """Whether a request must hand its KV on. Not where a lost block is only a later miss."""
         return self._inner.requires_kv_delivery
+
+    def _refuse_draft_layers(self, vllm_config: Any) -> None:
+        """Refuse a draft model's own layers where a connector works layer by layer.
+
+        vLLM computes them after the step in which their tokens are verified.
+        """
+        speculative = getattr(vllm_config, "speculative_config", None)
+        draft = getattr(speculative, "draft_model_config", None)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if draft is not None and self.requires_piecewise_for_cudagraph(options):
+            raise ConnectorOptionError(
+                f"{self.connector_name} saves KV layer by layer, and the draft model of "
+                "speculative_config has layers that vLLM computes later; use a connector that "
+                "moves whole blocks (OffloadingConnector, SharedStorageConnector), or speculate "
+                "without a draft model"
+            )
 
     @classmethod
     def _connector_class(cls) -> Any:
@@ -217,8 +240,11 @@ class WTransferConnector(KVConnectorBase_V1):
         return self._inner.get_finished_count()
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept."""
-        return self._inner.reset_cache()
+        """Forget nothing, and say so: vLLM asks at each pause and before it sleeps.
+
+        What is kept is named by its weights, so it stays right, and others may share it.
+        """
+        return None
 
     # -- the worker's side
 
@@ -249,7 +275,9 @@ class WTransferConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """Take what the scheduler's side told for the step that begins."""
         super().bind_connector_metadata(connector_metadata)
-        self._step = connector_metadata
+        self._step, self._is_judged = connector_metadata, False
+        # What was named under the name of a request before it is not about this one.
+        self._early -= connector_metadata.loading
         self._awaited_received |= connector_metadata.loading
         self._awaited_sent |= connector_metadata.ended
         self._inner.bind_connector_metadata(connector_metadata.inner)
@@ -283,12 +311,20 @@ class WTransferConnector(KVConnectorBase_V1):
 
         Failed loads of requests that wait for theirs beside the step do not touch it.
         """
+        if self._is_judged:
+            return
+        self._is_judged = True
         self._load_errors |= self._inner.get_block_ids_with_load_errors()
-        if self._load_errors.isdisjoint(self._step.sync_blocks):
+        if not self._load_errors.isdisjoint(self._step.sync_blocks):
+            self._num_doubtful = self._num_overlapping
+        elif self._num_doubtful:
+            self._num_doubtful -= 1
+        else:
             self._inner.wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return the requests that are sent and received: those that vLLM waits for, each once."""
+        self.wait_for_save()
         sent, received = self._inner.get_finished(finished_req_ids)
         named = (sent or set()) | (received or set()) | self._early
         done_receiving = named & self._awaited_received
@@ -346,6 +382,8 @@ def with_our_names(vllm_config: Any, connector_name: str) -> Any:
     transfer.kv_connector = connector_name
     transfer.kv_connector_module_path = None
     transfer.kv_connector_extra_config = _our_options(transfer.kv_connector_extra_config)
+    # Events are not taken: vLLM's name blocks by other hashes.
+    config.kv_events_config = None
     return config
 
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer_vllm.caches import forget_kv, has_our_connector, tell_connector
 from wtransfer_vllm.invitation import addressed, is_foreign, read_invitation
 from wtransfer_vllm.names import is_ours
-from wtransfer_vllm.outcome import commit_left, has_left, outcome_of
-from wtransfer_vllm.vouching import weights_were_replaced
+from wtransfer_vllm.outcome import commit_left, has_left, outcome_of, replaced_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,13 +202,13 @@ class Watch:
         if method not in WRITING:
             return self._call(method, *arguments)
         why = f"{method} of another weight backend"
-        self._call(weights_were_replaced, None, (why,))
+        self._call(replaced_weights, None, (why,))
         tell_connector(self._core)
         try:
             return self._call(method, *arguments)
         finally:
             if method == self._commits_in or method in REPLACING:
-                self._call(weights_were_replaced, None, (why,))
+                self._call(replaced_weights, None, (why,))
                 forget_kv(self._core)
 
     def _check_time(self, method: Any) -> None:
@@ -297,7 +296,7 @@ class Watch:
 
     def lose_weights(self, why: str) -> None:
         """Enter everywhere that the model has no version any more."""
-        self._call(weights_were_replaced, None, (why,))
+        self._call(replaced_weights, None, (why,))
         forget_kv(self._core)
         if self._has_our_engine:
             self._label(EMPTY_LABEL)

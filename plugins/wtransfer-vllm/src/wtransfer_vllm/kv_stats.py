@@ -7,6 +7,7 @@ are gauges: the last one stands.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 INTERVAL_S = 1.0
 """How often a side collects its numbers, in seconds: vLLM asks after every step."""
@@ -44,8 +47,8 @@ class KVStats(KVConnectorStats):
         return {name: number for name, number in self.data.items() if number}
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing to show."""
-        return not any(self.data.values())
+        """Return whether there is nothing to show. A gauge that has become 0 is something."""
+        return not self.data
 
 
 class KVStatsInterval:
@@ -61,6 +64,7 @@ class KVStatsInterval:
         self._get_stats = get_stats
         self._before: dict[str, float] = {}
         self._due = 0.0
+        self._has_failed = False
 
     def take(self) -> KVStats | None:
         """Return the numbers since the last time; None within an interval, or if none changed."""
@@ -68,13 +72,25 @@ class KVStatsInterval:
         if now < self._due:
             return None
         self._due = now + INTERVAL_S
+        try:
+            return self._increase()
+        except Exception:
+            # A third party's numbers are not worth the engine's step.
+            if not self._has_failed:
+                logger.exception("the connector's statistics cannot be read")
+            self._has_failed = True
+            return None
+
+    def _increase(self) -> KVStats | None:
         stats = dict(self._get_stats())
         changed = {name: n for name, n in stats.items() if n != self._before.get(name, 0)}
         data = {
-            f"{self._side}_{name}": n - self._before.get(name, 0) if name.endswith(TOTAL) else n
+            f"{self._side}_{name}": (
+                max(0, n - self._before.get(name, 0)) if name.endswith(TOTAL) else n
+            )
             for name, n in changed.items()
         }
-        self._before = stats
+        self._before |= stats
         return KVStats(data) if data else None
 
 

@@ -45,6 +45,14 @@ def lose_weights(worker: Any, why: str) -> dict[str, Any]:
     return outcome_of(worker)
 
 
+def replaced_weights(worker: Any, why: str) -> None:
+    """Enter that something else has put other weights into the model; runs in each worker."""
+    # With torch and what reads checkpoints: not where vLLM's processes register their plug-ins.
+    from wtransfer_vllm.vouching import weights_were_replaced
+
+    weights_were_replaced(worker, why)
+
+
 def has_left(worker: Any) -> bool:
     """Return whether a verified update waits for a commit; runs in each worker."""
     member = member_of(worker)

@@ -14,6 +14,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its
 ENGINE_CORE = "vllm.v1.engine.core"
 CONNECTOR_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
+MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 UNKNOWN = (
     "this vLLM's weight transfer has a shape that wtransfer-vllm does not know, so its engines are "
     "not registered; known are those of vLLM 0.16 to 0.17 and 0.27 to 0.33"
@@ -36,6 +37,7 @@ def register() -> None:
     _register("weight transfer backends", _engines)
     on_import(CONNECTOR_FACTORY, lambda module: _register("KV connectors", _connectors, module))
     on_import(SPEC_FACTORY, lambda module: _register("offloading specs", _specs, module))
+    on_import(MULTI_CONNECTOR, _guard_multi_connector)
 
 
 def _register(what: str, add: Callable[..., list[str]], *factory: Any) -> None:
@@ -74,6 +76,12 @@ def _connectors(module: Any) -> list[str]:
     from wtransfer_vllm.registration import register_connectors
 
     return register_connectors(module.KVConnectorFactory)
+
+
+def _guard_multi_connector(module: Any) -> None:
+    from wtransfer_vllm.registration import refuse_as_children
+
+    refuse_as_children(module.MultiConnector)
 
 
 def _specs(module: Any) -> list[str]:

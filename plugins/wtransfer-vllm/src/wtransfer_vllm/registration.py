@@ -11,6 +11,7 @@ specs       ``OffloadingSpecFactory``               a refusal: `wtransfer_vllm.s
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.host.registry import registry
@@ -71,6 +72,32 @@ def register_specs(factory: Any) -> list[str]:
         The names that were added.
     """
     return _register("specs", lambda name, ours: factory.register_spec(name, REFUSAL, ours))
+
+
+def refuse_as_children(multi_connector: Any) -> None:
+    """Have vLLM's MultiConnector refuse connectors of ours, which run under ours.
+
+    It hands on one child's words only, and takes a child's silence at a commit for consent.
+
+    Args:
+        multi_connector: vLLM's class.
+    """
+    construct = multi_connector.__init__
+
+    @functools.wraps(construct)
+    def checked(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        children = [child.get("kv_connector") for child in options.get("connectors", ())]
+        ours = [name for name in children if names.is_ours("connectors", name)]
+        if ours:
+            ours_multi = names.vllm_names("connectors").get("MultiConnector", "MultiConnector")
+            raise ValueError(
+                f"{ours[0]!r} is wtransfer's connector and runs under wtransfer's MultiConnector: "
+                f'set "kv_connector": "{ours_multi}" in --kv-transfer-config'
+            )
+        construct(self, vllm_config, *args, **kwargs)
+
+    multi_connector.__init__ = checked
 
 
 def _register(kind: str, register: Callable[[str, str], object]) -> list[str]:
