@@ -339,7 +339,7 @@ def test_what_vllm_asks_before_it_makes_anything(adapter):
     cls = type(side)
     assert (cls.__name__, cls.__module__) == ("scripted", "wtransfer_vllm.connector")
     assert cls.requires_piecewise_for_cudagraph({}) is True
-    assert cls.get_required_kvcache_layout(None) is None
+    assert cls.get_required_kvcache_layout(side._vllm_config) is None
     assert side.requires_kv_delivery is False
     assert side.supports_divergent_local_hybrid_hits is False
 

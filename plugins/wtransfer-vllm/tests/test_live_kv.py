@@ -92,8 +92,10 @@ def test_a_prefix_comes_back_by_the_connector_with_the_tokens_of_a_fresh_vllm(
 def test_a_decode_instance_loads_what_the_prefill_instance_has_computed(
     engines, fresh, kind, shape
 ):
-    prefill = engines(TO_ANOTHER[kind], kv={"role": "kv_producer"}, **shape)
-    decode = engines(TO_ANOTHER[kind], kv={"role": "kv_consumer"}, **shape)
+    # A worker of vLLM spins while it waits: two of them on one core would starve our threads.
+    cores = [{"VLLM_CPU_OMP_THREADS_BIND": core} if shape == IN_THREE else {} for core in "01"]
+    prefill = engines(TO_ANOTHER[kind], kv={"role": "kv_producer"}, env=cores[0], **shape)
+    decode = engines(TO_ANOTHER[kind], kv={"role": "kv_consumer"}, env=cores[1], **shape)
     wish = [{"do_remote_decode": True}] * len(PROMPTS)
     transfers = [each["transfer"] for each in prefill.do("answer", PROMPTS, 1, wish)]
     served, hits = count_hits(decode, lambda: decode.do("answer", PROMPTS, 16, transfers))
