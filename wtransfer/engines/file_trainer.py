@@ -136,6 +136,7 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         self._bucket = Bucket(0)
         self._committed: Sent | None = None
         self._next: Sent | None = None
+        self._unfinished: str | None = None
 
     def worker_init_info(self) -> dict[str, Any]:
         """Return where versions are."""
@@ -146,6 +147,7 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
         source = self.source
         if source is None:
             raise NotInitializedError("not initialized: the engine has no source to send")
+        self._discard_unfinished()
         shards = lay_out(source.manifest.pieces, self.init_info.shard_nbytes)
         incoming = Incoming(*self._keeper.begin(), shards)
         name = incoming.name
@@ -155,7 +157,9 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
             incoming.complete(manifest)
             name = self._keeper.publish(name, manifest.fingerprint)
         except BaseException:
-            self._keeper.discard(name)
+            # Workers may still read it, and would say that it is missing before the round has heard
+            # what is wrong: it goes when the round is over.
+            self._unfinished = name
             raise
         finally:
             incoming.close()
@@ -170,6 +174,7 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
 
     def round_finished(self, *, committed: bool) -> None:
         """List what was committed; remove what was not."""
+        self._discard_unfinished()
         sent, self._next = self._next, None
         if sent is None:
             return
@@ -182,7 +187,13 @@ class FileTrainerEngine(TrainerWeightTransferEngine[FileTrainerInitInfo]):
 
     def shutdown(self) -> None:
         """Let others publish there; the versions stay."""
+        self._discard_unfinished()
         self._keeper.close()
+
+    def _discard_unfinished(self) -> None:
+        name, self._unfinished = self._unfinished, None
+        if name is not None:
+            self._keeper.discard(name)
 
     @classmethod
     def kept(cls, init_info: FileTrainerInitInfo) -> Sequence[KeptVersion]:

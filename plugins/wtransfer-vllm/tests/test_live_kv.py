@@ -88,6 +88,18 @@ def test_a_prefix_comes_back_by_the_connector_with_the_tokens_of_a_fresh_vllm(
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
 
 
+@nightly
+@pytest.mark.parametrize("kind", ["offloading", "storage"])
+def test_with_speculative_decoding_what_was_stored_is_found(engines, fresh, kind):
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    engine = engines(TO_A_STORE[kind], speculative_config=speculation)
+    check_same(engine.do("answer", PROMPTS), fresh())
+    forget_prefixes(engine)
+    loaded, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+    check_same(loaded, fresh())
+    assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
+
+
 @pytest.mark.parametrize(("kind", "shape"), shapes(TO_ANOTHER, smoke="shared memory"))
 def test_a_decode_instance_loads_what_the_prefill_instance_has_computed(
     engines, fresh, kind, shape
