@@ -131,13 +131,13 @@ def _card(registry: Registry, record: Record, name: str) -> dict[str, Any]:
 
 def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return what each serving engine that is installed here says of a backend."""
-    found = {}
+    entries: dict[str, Any] = {}
     for distribution in installed():
         # One that cannot be read is in `list`'s warnings.
         with contextlib.suppress(Exception):
-            for entry in distribution.entry_points.select(group=HOSTS):
-                found[entry.name] = _in_host(entry, record, options)
-    return found
+            entries |= {each.name: each for each in distribution.entry_points.select(group=HOSTS)}
+    # Called afterwards: what they import may change the path that is searched.
+    return {name: _in_host(entry, record, options) for name, entry in entries.items()}
 
 
 def _in_host(entry: Any, record: Record, options: Mapping[str, Any]) -> dict[str, str]:

@@ -158,12 +158,16 @@ class Watch:
         if method in REPLACING:
             # Before: where it fails half way, the weights are gone all the same.
             self.lose_weights(f"{method} was called")
-        begun, num_running = time.perf_counter(), len(getattr(self._core.scheduler, "running", ()))
+        begun, num_running = time.perf_counter(), self._num_running()
         result = self._call(method, timeout, args, kwargs)
         self._note(method)
         if method == self._commits_in and num_running:
             self._log_pause(begun, num_running)
         return result
+
+    def _num_running(self) -> int:
+        # vLLM calls its workers before there is a scheduler.
+        return len(getattr(getattr(self._core, "scheduler", None), "running", ()))
 
     def _log_pause(self, begun: float, num_running: int) -> None:
         """Log how long a commit has kept requests from their next token, when that is there.
