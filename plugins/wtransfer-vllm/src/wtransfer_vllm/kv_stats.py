@@ -1,8 +1,8 @@
 """Statistics of connectors as vLLM's objects: in its log, and at its Prometheus endpoint.
 
 A connector's ``get_stats`` returns plain numbers; those whose names end in ``_total`` only grow.
-Of these the increase within an interval travels, and adds up over ranks and intervals. All others
-are gauges: the last one stands.
+Of these the increase within an interval travels, and adds up over ranks and intervals. All other
+numbers are gauges: the last one stands. What is no number is left out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class KVStatsInterval:
             return None
 
     def _increase(self) -> KVStats | None:
-        stats = dict(self._get_stats())
+        stats = {
+            name: n for name, n in self._get_stats().items() if isinstance(n, int | float)
+        }
         changed = {name: n for name, n in stats.items() if n != self._before.get(name, 0)}
         data = {
             f"{self._side}_{name}": (
