@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 pytest.importorskip("uvicorn")
 
 from wtransfer.cli import main
-from wtransfer.engines.commands.engine_options import typed_options
-from wtransfer.engines.session import WorkerSession
+from wtransfer.commands.engine_options import typed_options
 from wtransfer.testing.contents import contents
 from wtransfer.transport.zygote import Zygote
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 ENGINES = Path(__file__).parent / "engines"
 HttpWorker = runpy.run_path(str(ENGINES / "http_worker.py"))["HttpWorker"]
@@ -366,7 +366,12 @@ def test_help_loads_no_torch():
 
 @pytest.fixture(scope="module")
 def nursery():
-    preload = ["torch", "wtransfer.engines.commands.push", "wtransfer.engines.publisher", "httpx"]
+    preload = [
+        "torch",
+        "wtransfer.commands.push",
+        "wtransfer.weight_sync.trainer.publisher",
+        "httpx",
+    ]
     with Zygote(preload=preload, paths=[ENGINES]) as zygote:
         yield zygote
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -19,14 +22,15 @@ FLOORS = [
     {"deadline"},
     {"config", "manifest", "blocks", "weights"},
     {"transport"},
-    {"host"},
-    {"engines", "connectors", "specs"},
+    {"registry"},
+    {"engines", "checkpoint", "weight_sync", "connectors", "specs"},
     {"demo"},
     {"bench"},
     {"testing"},
+    {"commands"},
     {"cli", "__main__"},
 ]
-ROOMS = FLOORS[5]
+ROOMS = {"engines", "connectors", "specs"}
 ALLOWED_NEIGHBOURS = {
     ("wtransfer.connectors.offloading", neighbour)
     for neighbour in (
@@ -199,6 +203,35 @@ def test_every_public_name_resolves():
     code = "import wtransfer; print(len([getattr(wtransfer, n) for n in wtransfer.__all__]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 0
+
+
+PUBLIC_MODULES = [
+    name
+    for name in MODULES
+    if name.endswith((".interface", ".factory")) or name in {"wtransfer.errors", "wtransfer.config"}
+]
+
+
+@pytest.mark.parametrize("name", ["wtransfer", *PUBLIC_MODULES])
+def test_public_names_have_docstrings(name):
+    module = importlib.import_module(name)
+    names = getattr(module, "__all__", None) or [
+        key for key, value in vars(module).items() if getattr(value, "__module__", "") == name
+    ]
+    documented = {key: getattr(module, key) for key in names if not key.startswith("_")}
+    for key, value in list(documented.items()):
+        if inspect.isclass(value) and value.__module__.startswith("wtransfer"):
+            documented |= {
+                f"{key}.{method}": function
+                for method, function in vars(value).items()
+                if not method.startswith("_") and isinstance(function, FunctionType | property)
+            }
+    missing = [
+        key
+        for key, value in documented.items()
+        if (callable(value) or isinstance(value, property)) and not inspect.getdoc(value)
+    ]
+    assert missing == []
 
 
 def test_wheel_and_sdist_hold_the_package_and_nothing_of_the_plugins(tmp_path):

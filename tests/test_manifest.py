@@ -11,7 +11,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.engines.messages import CODEC, Plan
 from wtransfer.errors import LimitError, ManifestError, ProtocolError
 from wtransfer.manifest import (
     DTYPES,
@@ -23,6 +22,7 @@ from wtransfer.manifest import (
     local_fingerprint,
 )
 from wtransfer.transport.frames import FrameReader, pack_frame
+from wtransfer.weight_sync.messages import CODEC, Plan
 
 PIECES = (
     Piece("embed", "bfloat16", (4, 2)),

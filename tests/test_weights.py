@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.engines.identity import module_fingerprint
 from wtransfer.errors import WTransferError
+from wtransfer.weight_sync.identity import module_fingerprint
 from wtransfer.weights import ProcessWeights, RankStamps, WeightsStamp, process_weights
 
 F0, F1, F2 = ("0" * 32, "1" * 32, "2" * 32)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wtransfer import errors
+    from wtransfer.checkpoint.source import CheckpointSource
     from wtransfer.config import (
         KVCacheConfig,
         KVTransferConfig,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         KVConnectorBase_V1,
         KVConnectorRole,
     )
-    from wtransfer.engines.checkpoint import CheckpointSource
     from wtransfer.engines.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
         WeightTransferUpdateInfo,
         WeightTransferUpdateRequest,
     )
-    from wtransfer.engines.publisher import Publisher
-    from wtransfer.engines.session import WorkerSession
-    from wtransfer.engines.sharded import ShardedSource
-    from wtransfer.engines.trainer_rank import TrainerRank
-    from wtransfer.engines.worker_server import WorkerServer
     from wtransfer.errors import WTransferError
-    from wtransfer.host import hooks
-    from wtransfer.host.hooks import hookimpl
     from wtransfer.manifest import DTYPES
+    from wtransfer.registry import hooks
+    from wtransfer.registry.hooks import hookimpl
     from wtransfer.specs.factory import OffloadingSpecFactory
     from wtransfer.specs.interface import OffloadingManager, OffloadingSpec, OffloadingWorker
+    from wtransfer.weight_sync.http.worker_server import WorkerServer
+    from wtransfer.weight_sync.trainer.publisher import Publisher
+    from wtransfer.weight_sync.trainer.sharded import ShardedSource
+    from wtransfer.weight_sync.trainer.trainer_rank import TrainerRank
+    from wtransfer.weight_sync.worker.session import WorkerSession
 
     __version__: str
 
@@ -102,7 +102,7 @@ __all__ = [
     "hooks",
 ]
 
-_MODULES = {"errors": "wtransfer.errors", "hooks": "wtransfer.host.hooks"}
+_MODULES = {"errors": "wtransfer.errors", "hooks": "wtransfer.registry.hooks"}
 
 _MEMBERS = {
     "wtransfer.config": (
@@ -135,14 +135,14 @@ _MEMBERS = {
         "WeightTransferUpdateInfo",
         "WeightTransferUpdateRequest",
     ),
-    "wtransfer.engines.checkpoint": ("CheckpointSource",),
-    "wtransfer.engines.publisher": ("Publisher",),
-    "wtransfer.engines.session": ("WorkerSession",),
-    "wtransfer.engines.sharded": ("ShardedSource",),
-    "wtransfer.engines.trainer_rank": ("TrainerRank",),
-    "wtransfer.engines.worker_server": ("WorkerServer",),
+    "wtransfer.checkpoint.source": ("CheckpointSource",),
+    "wtransfer.weight_sync.trainer.publisher": ("Publisher",),
+    "wtransfer.weight_sync.worker.session": ("WorkerSession",),
+    "wtransfer.weight_sync.trainer.sharded": ("ShardedSource",),
+    "wtransfer.weight_sync.trainer.trainer_rank": ("TrainerRank",),
+    "wtransfer.weight_sync.http.worker_server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
-    "wtransfer.host.hooks": ("hookimpl",),
+    "wtransfer.registry.hooks": ("hookimpl",),
     "wtransfer.manifest": ("DTYPES",),
     "wtransfer.specs.factory": ("OffloadingSpecFactory",),
     "wtransfer.specs.interface": ("OffloadingManager", "OffloadingSpec", "OffloadingWorker"),

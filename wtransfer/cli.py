@@ -26,15 +26,11 @@ COMMANDS = {
     "demo": Place(
         "wtransfer.demo.command", "demo", "Train, publish and serve a small model, and watch it."
     ),
-    "plugins": Place("wtransfer.host.command", "plugins", "List and check installed backends."),
-    "push": Place(
-        "wtransfer.engines.commands.push", "push", "Bring a checkpoint into running workers."
-    ),
-    "seal": Place(
-        "wtransfer.engines.commands.seal", "seal", "Write down the digests of a checkpoint."
-    ),
+    "plugins": Place("wtransfer.commands.plugins", "plugins", "List and check installed backends."),
+    "push": Place("wtransfer.commands.push", "push", "Bring a checkpoint into running workers."),
+    "seal": Place("wtransfer.commands.seal", "seal", "Write down the digests of a checkpoint."),
     "worker": Place(
-        "wtransfer.engines.commands.worker", "worker", "Serve a checkpoint, and take updates of it."
+        "wtransfer.commands.worker", "worker", "Serve a checkpoint, and take updates of it."
     ),
 }
 

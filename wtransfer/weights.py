@@ -210,7 +210,7 @@ class ProcessWeights:
         vouch = self.vouch_later(model)
         try:
             # By name: this module lies below the engines', and is imported without torch.
-            identity = importlib.import_module("wtransfer.engines.identity")
+            identity = importlib.import_module("wtransfer.weight_sync.identity")
             fingerprint = identity.module_fingerprint(model)
         except BaseException:
             vouch.settle(local_fingerprint())

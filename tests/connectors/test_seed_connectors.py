@@ -26,10 +26,10 @@ from wtransfer.errors import (
     RegistrationError,
     UnknownBackendError,
 )
-from wtransfer.host import hooks
-from wtransfer.host import registry as registry_module
-from wtransfer.host.hooks import Board, hookimpl
-from wtransfer.host.registry import Host
+from wtransfer.registry import hooks
+from wtransfer.registry import registry as registry_module
+from wtransfer.registry.hooks import Board, hookimpl
+from wtransfer.registry.registry import Host
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from wtransfer.checkpoint.versions import VersionStore
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.engines.store.versions import VersionStore
 from wtransfer.testing.faults import Faults
 from wtransfer.testing.fleet import Fleet
 from wtransfer.testing.memory import MemoryEngine

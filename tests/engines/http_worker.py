@@ -15,9 +15,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from wtransfer.engines.clients import InProcessClient
-from wtransfer.engines.session import WorkerSession
 from wtransfer.errors import CommitError, WTransferError, to_wire
+from wtransfer.weight_sync.http.clients import InProcessClient
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 
 class HttpWorker:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.engines.adopting import Adopted
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.staged import StagedTensors
-from wtransfer.engines.state import Group
-from wtransfer.engines.target import NotedTensors, StateDictTarget
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.buckets import aligned
 from wtransfer.transport.tensors import PART
+from wtransfer.weight_sync.state import Group
+from wtransfer.weight_sync.worker.adopting import Adopted
+from wtransfer.weight_sync.worker.target import NotedTensors, StateDictTarget
 
 SHAPES = {"a": (4,), "b": (4,), "square": (3, 3), "scalar": (), "row": (1, 6)}
 OUTLINE = Outline(list(SHAPES), [torch.float32] * len(SHAPES), list(SHAPES.values()))
@@ -42,14 +42,14 @@ def filled(value, shapes=SHAPES):
 def small_nbytes(request, monkeypatch):
     """Up to which size tensors have homes: all of these, none, or some."""
     found = {"at home": 1 << 10, "pointed": -1, "both": 16}[request.param]
-    monkeypatch.setattr("wtransfer.engines.target.SMALL_NBYTES", found)
+    monkeypatch.setattr("wtransfer.weight_sync.worker.target.SMALL_NBYTES", found)
     return found
 
 
 @pytest.fixture
 def all_pointed(monkeypatch):
     """No tensor has a home."""
-    monkeypatch.setattr("wtransfer.engines.target.SMALL_NBYTES", -1)
+    monkeypatch.setattr("wtransfer.weight_sync.worker.target.SMALL_NBYTES", -1)
 
 
 @pytest.fixture

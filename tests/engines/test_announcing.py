@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from wtransfer.engines import sender
-from wtransfer.engines.announcing import Announcer
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.engines.sender import RoundClient
 from wtransfer.errors import NotInitializedError, RoundAbortedError
 from wtransfer.testing.memory import MemoryEngine
+from wtransfer.weight_sync.trainer import sender
+from wtransfer.weight_sync.trainer.announcing import Announcer
+from wtransfer.weight_sync.trainer.sender import RoundClient
 
 
 class SomeRound:

@@ -13,19 +13,19 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from wtransfer.checkpoint.manifest_file import MANIFEST_NAME, ManifestFile
+from wtransfer.checkpoint.sealing import check, seal
+from wtransfer.checkpoint.shards import INDEX_NAME
+from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.cli import main
-from wtransfer.engines.checkpoint import CheckpointSource
-from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.store.manifest_file import MANIFEST_NAME, ManifestFile
-from wtransfer.engines.store.sealing import check, seal
-from wtransfer.engines.store.shards import INDEX_NAME
 from wtransfer.errors import ManifestError, SourceError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.transport.digests import digest
 from wtransfer.transport.tensors import dtype_name
 from wtransfer.transport.zygote import Zygote
+from wtransfer.weight_sync.trainer.digesting import DigestingSource
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
 

@@ -18,15 +18,6 @@ from starlette.applications import Starlette  # noqa: E402
 from starlette.responses import JSONResponse, PlainTextResponse, Response  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
-from wtransfer.engines.clients import (  # noqa: E402
-    ClientGroup,
-    HttpClient,
-    InProcessClient,
-    all_at_once,
-)
-from wtransfer.engines.http import call as http_call  # noqa: E402
-from wtransfer.engines.http.url import parse_host_url  # noqa: E402
-from wtransfer.engines.session import WorkerSession  # noqa: E402
 from wtransfer.errors import (  # noqa: E402
     AddressError,
     AuthenticationError,
@@ -40,6 +31,15 @@ from wtransfer.errors import (  # noqa: E402
     SchemaError,
     StallError,
 )
+from wtransfer.weight_sync.http import call as http_call  # noqa: E402
+from wtransfer.weight_sync.http.clients import (  # noqa: E402
+    ClientGroup,
+    HttpClient,
+    InProcessClient,
+    all_at_once,
+)
+from wtransfer.weight_sync.http.url import parse_host_url  # noqa: E402
+from wtransfer.weight_sync.worker.session import WorkerSession  # noqa: E402
 
 TOKEN = "the-secret"
 

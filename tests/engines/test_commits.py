@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.target import StateDictTarget
 from wtransfer.errors import ClosedError, CommitError, RoundBusyError
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 
 class ModelThatRefuses(StateDictTarget):

@@ -9,9 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from wtransfer.engines.clients import InProcessClient
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.source import StateDictSource
 from wtransfer.errors import (
     DigestMismatchError,
     IncompleteUpdateError,
@@ -19,11 +16,14 @@ from wtransfer.errors import (
     RoundAbortedError,
     SchemaError,
 )
-from wtransfer.host import hooks
-from wtransfer.host.hooks import hookimpl
+from wtransfer.registry import hooks
+from wtransfer.registry.hooks import hookimpl
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.weight_sync.http.clients import InProcessClient
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 
 class Told:

@@ -19,15 +19,13 @@ from typing import ClassVar
 import pytest
 import torch
 
+from wtransfer.checkpoint.keeper import Keeper
+from wtransfer.checkpoint.sealing import check
+from wtransfer.checkpoint.shards import lay_out
+from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines import file_trainer
 from wtransfer.engines.file import ROOT_VARIABLE, FileInitInfo, FileWeightTransferEngine
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.store.keeper import Keeper
-from wtransfer.engines.store.sealing import check
-from wtransfer.engines.store.shards import lay_out
-from wtransfer.engines.store.versions import CURRENT_NAME, VersionStore
 from wtransfer.errors import (
     DescriptorLimitError,
     NotInitializedError,
@@ -41,6 +39,8 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.transport.addresses import random_address
 from wtransfer.transport.zygote import Zygote
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 TOKEN = "a token of these tests"
 
@@ -181,7 +181,7 @@ def test_a_file_that_is_cut_while_it_is_sent_ends_the_round(publishing, store, m
     assert made.publish("v1").ok
     before = made.members[0].contents
     made.source["layer.0"] += 1
-    cut = "wtransfer.engines.store.incoming.Incoming.sync"
+    cut = "wtransfer.checkpoint.incoming.Incoming.sync"
     monkeypatch.setattr(cut, lambda self, file: os.ftruncate(self._fds[file], 400))
     with pytest.raises(TruncatedError, match=r"'layer\.\d'"):
         made.publish("v2")

@@ -10,12 +10,8 @@ import time
 import pytest
 import torch
 
-from wtransfer.engines import follower
-from wtransfer.engines import session as session_module
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.store import stored
-from wtransfer.engines.store.versions import CURRENT_NAME, VersionStore
-from wtransfer.engines.target import StateDictTarget
+from wtransfer.checkpoint import stored
+from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
 from wtransfer.errors import (
     AddressError,
     CommitError,
@@ -28,6 +24,10 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
+from wtransfer.weight_sync.worker import follower
+from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weights import ProcessWeights
 
 PATIENCE_S = 5.0
@@ -35,8 +35,8 @@ PATIENCE_S = 5.0
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch):
-    monkeypatch.setattr("wtransfer.engines.follower.POLL_S", 0.02)
-    monkeypatch.setattr("wtransfer.engines.follower.RETRY_S", 0.1)
+    monkeypatch.setattr("wtransfer.weight_sync.worker.follower.POLL_S", 0.02)
+    monkeypatch.setattr("wtransfer.weight_sync.worker.follower.RETRY_S", 0.1)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_damaged_version_is_refused_and_named_and_the_next_good_one_is_taken(
     first = publish("v1")
     model, session = follow()
     assert session.commit_pending(PATIENCE_S)
-    with caplog.at_level(logging.WARNING, "wtransfer.engines.follower"):
+    with caplog.at_level(logging.WARNING, "wtransfer.weight_sync.worker.follower"):
         spoilt(store, publish, damage)
         eventually(lambda: session.refusal is not None)
         assert not session.commit_pending(0.4)

@@ -15,13 +15,6 @@ from wtransfer.engines.collective import CollectiveInitInfo
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.gloo import GlooWeightTransferEngine
 from wtransfer.engines.gloo_trainer import GlooTrainerEngine, GlooTrainerInitInfo
-from wtransfer.engines.origin import Origin
-from wtransfer.engines.roster import Exchange
-from wtransfer.engines.rules import Rules
-from wtransfer.engines.seating import Seating
-from wtransfer.engines.sender import Sender
-from wtransfer.engines.source import StateDictSource
-from wtransfer.engines.watch import Watch
 from wtransfer.errors import (
     AddressError,
     EngineError,
@@ -35,6 +28,13 @@ from wtransfer.testing.faults import Fault
 from wtransfer.transport import rendezvous
 from wtransfer.transport.connections import listening
 from wtransfer.transport.rendezvous import host_rendezvous
+from wtransfer.weight_sync.trainer.origin import Origin
+from wtransfer.weight_sync.trainer.roster import Exchange
+from wtransfer.weight_sync.trainer.rules import Rules
+from wtransfer.weight_sync.trainer.seating import Seating
+from wtransfer.weight_sync.trainer.sender import Sender
+from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.trainer.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("libuv")
 

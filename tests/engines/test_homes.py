@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.engines import homes as homes_module
-from wtransfer.engines.homes import Homes
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.staged import StagedTensors
 from wtransfer.transport.buckets import aligned
+from wtransfer.weight_sync.worker import homes as homes_module
+from wtransfer.weight_sync.worker.homes import Homes
 
 
 def update_of(sizes, starts, value=0):

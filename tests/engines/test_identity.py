@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from wtransfer.engines.identity import module_fingerprint
+from wtransfer.weight_sync.identity import module_fingerprint
 
 
 class Tied(nn.Module):

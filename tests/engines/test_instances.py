@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from wtransfer.engines.target import StateDictTarget
 from wtransfer.errors import CommitError, NoWorkersError, SchemaError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 
 class Rank(StateDictTarget):

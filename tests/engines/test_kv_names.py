@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
-from wtransfer.engines import session as session_module
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.target import StateDictTarget
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weights import ProcessWeights
 
 

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 import wtransfer
-from wtransfer.engines import hosted as hosted_module
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.engines.hosted import HostedEngine
-from wtransfer.engines.ledger import Held, Ledger, Pending
-from wtransfer.engines.messages import (
+from wtransfer.errors import CommitError, RoundAbortedError, RoundBusyError
+from wtransfer.manifest import Manifest
+from wtransfer.registry import hooks
+from wtransfer.testing.memory import MemoryEngine
+from wtransfer.transport.channel import Listener
+from wtransfer.transport.rendezvous import host_rendezvous
+from wtransfer.weight_sync.messages import (
     CODEC,
     Abort,
     Accept,
@@ -30,13 +33,10 @@ from wtransfer.engines.messages import (
     Seal,
     Verdict,
 )
-from wtransfer.engines.session import WorkerSession
-from wtransfer.errors import CommitError, RoundAbortedError, RoundBusyError
-from wtransfer.host import hooks
-from wtransfer.manifest import Manifest
-from wtransfer.testing.memory import MemoryEngine
-from wtransfer.transport.channel import Listener
-from wtransfer.transport.rendezvous import host_rendezvous
+from wtransfer.weight_sync.worker import hosted as hosted_module
+from wtransfer.weight_sync.worker.hosted import HostedEngine
+from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 TIMEOUT_S = 10
 

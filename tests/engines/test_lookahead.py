@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from wtransfer.engines.interface import TensorSpec
-from wtransfer.engines.ledger import Held, Ledger, Pending
-from wtransfer.engines.lookahead import LookAhead
-from wtransfer.engines.source import StateDictSource
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
+from wtransfer.weight_sync.worker.lookahead import LookAhead
 
 SCHEMA = {"w": TensorSpec(torch.float32, (2,))}
 

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.engines.messages import (
+from wtransfer.errors import EngineError, LimitError, ProtocolError, SchemaError
+from wtransfer.manifest import MAX_PIECES
+from wtransfer.transport.frames import FrameReader, pack_frame
+from wtransfer.weight_sync.messages import (
     CODEC,
     MAX_TEXT_NBYTES,
     Abort,
@@ -19,9 +22,6 @@ from wtransfer.engines.messages import (
     Seal,
     clipped,
 )
-from wtransfer.errors import EngineError, LimitError, ProtocolError, SchemaError
-from wtransfer.manifest import MAX_PIECES
-from wtransfer.transport.frames import FrameReader, pack_frame
 
 UNDECODABLE = os.fsdecode(b"/tmp/\xff")
 LONG = "x" * 2_000_000

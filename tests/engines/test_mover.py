@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from wtransfer.engines import hosted
-from wtransfer.engines.mover import MoverThread
 from wtransfer.transport.niceness import NICENESS
+from wtransfer.weight_sync.worker import hosted
+from wtransfer.weight_sync.worker.mover import MoverThread
 
 PATIENCE_S = 5.0
 

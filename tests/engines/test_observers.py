@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wtransfer.errors import RoundBusyError
-from wtransfer.host import hooks
+from wtransfer.registry import hooks
 
 
 class Waiter:

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.incoming import HostLanding, receive
 from wtransfer.engines.outgoing import NUM_BUCKETS, Outgoing
-from wtransfer.engines.source import StateDictSource
 from wtransfer.errors import RoundAbortedError
 from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.contents import contents
 from wtransfer.transport.buckets import Layout
 from wtransfer.transport.digests import digest
 from wtransfer.transport.tensors import dtype_name, tensor_from
+from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 BUCKET_NBYTES = 256
 

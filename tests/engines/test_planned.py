@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.engines.planned import Planned
 from wtransfer.errors import ProtocolError
 from wtransfer.manifest import Manifest, Piece, fingerprint
+from wtransfer.weight_sync.planned import Planned
 
 PIECES = (
     Piece("a", "float32", (4,)),

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.source import StateDictSource
 from wtransfer.errors import (
     ClosedError,
     ManifestError,
@@ -28,6 +26,8 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 
 class Gated(StateDictSource):

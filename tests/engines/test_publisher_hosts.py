@@ -14,10 +14,6 @@ import torch
 
 pytest.importorskip("uvicorn")
 
-from wtransfer.engines.clients import InProcessClient
-from wtransfer.engines.hosts import Hosts
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
 from wtransfer.errors import (
     AddressError,
     AddressInUseError,
@@ -29,6 +25,10 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.http.clients import InProcessClient
+from wtransfer.weight_sync.trainer.hosts import Hosts
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 HttpWorker = runpy.run_path(str(Path(__file__).with_name("http_worker.py")))["HttpWorker"]
 TOKEN = "the-secret"

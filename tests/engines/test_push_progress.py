@@ -9,10 +9,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from wtransfer.engines.commands import progress
-from wtransfer.engines.commands.progress import Bars, Lines, Silence, arrived, view_of, watch
-from wtransfer.engines.source import StateDictSource
+from wtransfer.commands import progress
+from wtransfer.commands.progress import Bars, Lines, Silence, arrived, view_of, watch
 from wtransfer.errors import SchemaError
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 MB = 1_000_000
 

@@ -11,10 +11,10 @@ import torch
 
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.staged import StagedTensors
-from wtransfer.engines.target import StateDictTarget
 from wtransfer.testing.contents import contents as contents_of_plain
 from wtransfer.transport.buckets import aligned
 from wtransfer.transport.tensors import byte_view, plain
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 NUM_STEPS = 30
 SHAPES = [(), (1,), (4,), (3, 3), (16, 16), (4096,), (4097,), (8192,), (100, 50)]

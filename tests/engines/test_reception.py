@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.engines.hosted import HostedEngine
-from wtransfer.engines.ledger import Ledger
-from wtransfer.engines.messages import Plan
-from wtransfer.engines.reception import Reception
-from wtransfer.engines.schema import Fitting
 from wtransfer.manifest import Manifest
+from wtransfer.weight_sync.messages import Plan
+from wtransfer.weight_sync.worker.hosted import HostedEngine
+from wtransfer.weight_sync.worker.ledger import Ledger
+from wtransfer.weight_sync.worker.reception import Reception
+from wtransfer.weight_sync.worker.schema import Fitting
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from wtransfer.engines.clients import HttpClient
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
 from wtransfer.errors import NoWorkersError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 
 class Server:

@@ -9,8 +9,20 @@ import msgspec
 import pytest
 import torch
 
-from wtransfer.engines.lookahead import LookAhead
-from wtransfer.engines.messages import (
+from wtransfer.errors import (
+    DigestMismatchError,
+    EngineError,
+    PeerError,
+    ProtocolError,
+    StallError,
+)
+from wtransfer.manifest import Manifest, Piece, fingerprint
+from wtransfer.testing.contents import contents
+from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
+from wtransfer.transport.channel import Dialer, Listener
+from wtransfer.transport.digests import digest
+from wtransfer.transport.frames import pack_frame
+from wtransfer.weight_sync.messages import (
     CODEC,
     Abort,
     Accept,
@@ -33,21 +45,9 @@ from wtransfer.engines.messages import (
     Seal,
     Verdict,
 )
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
-from wtransfer.errors import (
-    DigestMismatchError,
-    EngineError,
-    PeerError,
-    ProtocolError,
-    StallError,
-)
-from wtransfer.manifest import Manifest, Piece, fingerprint
-from wtransfer.testing.contents import contents
-from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
-from wtransfer.transport.channel import Dialer, Listener
-from wtransfer.transport.digests import digest
-from wtransfer.transport.frames import pack_frame
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.lookahead import LookAhead
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 PATIENCE_S = 5.0
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.ones(2, 2)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.engines.rules import Rules
+from wtransfer.weight_sync.trainer.rules import Rules
 
 
 @pytest.mark.parametrize("num", [0, -3, True, 1.0, "1", None])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from wtransfer.engines.interface import TensorSpec
-from wtransfer.engines.schema import Fitting, canonical_names, check_fit
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import Manifest, Piece
+from wtransfer.weight_sync.worker.schema import Fitting, canonical_names, check_fit
 
 SCHEMA = {
     "embed": TensorSpec(torch.bfloat16, (4, 2), aliases=("head",)),

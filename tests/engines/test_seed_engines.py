@@ -31,10 +31,10 @@ from wtransfer.errors import (
     PluginTypeError,
     RegistrationError,
 )
-from wtransfer.host import hooks
-from wtransfer.host import registry as registry_module
-from wtransfer.host.hooks import Board, hookimpl
-from wtransfer.host.registry import Host
+from wtransfer.registry import hooks
+from wtransfer.registry import registry as registry_module
+from wtransfer.registry.hooks import Board, hookimpl
+from wtransfer.registry.registry import Host
 
 
 @dataclass

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.places import Places
-from wtransfer.engines.sharded import ShardedSource
-from wtransfer.engines.source import ModuleSource, StateDictSource, look_at
 from wtransfer.errors import RoundAbortedError, SourceError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
+from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.sharded import ShardedSource
+from wtransfer.weight_sync.trainer.source import ModuleSource, StateDictSource, look_at
 
 NUMBER = 700
 """More than are looked at together."""

@@ -19,11 +19,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import wtransfer
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.leavable import LeavableThread
-from wtransfer.engines.sharded import ShardedSource
-from wtransfer.engines.shards import check_equal, digest_of, iter_shards, layout_between
-from wtransfer.engines.source import StateDictSource
-from wtransfer.engines.whereabouts import Note, Whereabouts
 from wtransfer.errors import (
     ClosedError,
     NotInitializedError,
@@ -34,6 +29,11 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.trainer.leavable import LeavableThread
+from wtransfer.weight_sync.trainer.sharded import ShardedSource
+from wtransfer.weight_sync.trainer.shards import check_equal, digest_of, iter_shards, layout_between
+from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.trainer.whereabouts import Note, Whereabouts
 
 SCRIPT = Path(__file__).parent / "sharded_ranks.py"
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.source import ModuleSource, StateDictSource, as_source
 from wtransfer.errors import ManifestError, RoundAbortedError, SourceError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
+from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.source import ModuleSource, StateDictSource, as_source
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.engines.digesting import DigestingSource
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.engines.shm_trainer import SegmentLayout
-from wtransfer.engines.source import StateDictSource
 from wtransfer.errors import RoundAbortedError, SourceError
 from wtransfer.transport.digests import digest
+from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 
 class Custom(StateDictSource):

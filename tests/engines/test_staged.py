@@ -11,7 +11,7 @@ import torch
 
 from wtransfer.engines.outline import Outline
 from wtransfer.engines.staged import StagedTensors
-from wtransfer.engines.state import stands_alone
+from wtransfer.weight_sync.state import stands_alone
 
 OUTLINE = Outline(
     ["a", "b", "none"], [torch.float32, torch.int64, torch.int8], [(2,), (1, 2), (0,)]

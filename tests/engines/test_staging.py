@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wtransfer.engines.staging import Staging, is_out_of_memory
 from wtransfer.errors import (
     DigestMismatchError,
     IncompleteUpdateError,
@@ -26,6 +25,7 @@ from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.transport.digests import digest
 from wtransfer.transport.host_tensors import HostTensors
 from wtransfer.transport.tensors import byte_view, dtype_name
+from wtransfer.weight_sync.worker.staging import Staging, is_out_of_memory
 
 TENSORS = {
     "a": random_tensor(torch.float32, (2, 3), seed=1),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from wtransfer.engines.outline import Outline
-from wtransfer.engines.state import (
+from wtransfer.weight_sync.state import (
     Group,
     Grouping,
     group_storages,

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.engines.homes import SMALL_NBYTES
 from wtransfer.engines.interface import TensorSpec
-from wtransfer.engines.state import stands_alone
-from wtransfer.engines.target import ModuleTarget, StateDictTarget, as_target
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.state import stands_alone
+from wtransfer.weight_sync.worker.homes import SMALL_NBYTES
+from wtransfer.weight_sync.worker.target import ModuleTarget, StateDictTarget, as_target
 
 
 def model():

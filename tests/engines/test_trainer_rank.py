@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from wtransfer.engines.source import StateDictSource
-from wtransfer.engines.trainer_rank import TrainerRank
-from wtransfer.engines.trainer_ranks import TrainerRanks
-from wtransfer.engines.whereabouts import Whereabouts
 from wtransfer.errors import ClosedError, PeerLostError, SourceError, StallError
 from wtransfer.transport.rendezvous import host_rendezvous
+from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.trainer.trainer_rank import TrainerRank
+from wtransfer.weight_sync.trainer.trainer_ranks import TrainerRanks
+from wtransfer.weight_sync.trainer.whereabouts import Whereabouts
 
 pytestmark = pytest.mark.usefixtures("libuv")
 

@@ -9,12 +9,19 @@ import time
 import pytest
 import torch.distributed as dist
 
-from wtransfer.engines.messages import ErrorInfo
-from wtransfer.engines.rank_messages import RANK_CODEC, Arrive, Begin, End, Failed, Packed
-from wtransfer.engines.trainer_ranks import TrainerRanks
-from wtransfer.engines.whereabouts import Whereabouts
 from wtransfer.errors import PeerLostError, RoundAbortedError, SourceError, StallError
 from wtransfer.transport.channel import Dialer
+from wtransfer.weight_sync.messages import ErrorInfo
+from wtransfer.weight_sync.trainer.rank_messages import (
+    RANK_CODEC,
+    Arrive,
+    Begin,
+    End,
+    Failed,
+    Packed,
+)
+from wtransfer.weight_sync.trainer.trainer_ranks import TrainerRanks
+from wtransfer.weight_sync.trainer.whereabouts import Whereabouts
 
 PATIENCE_S = 10.0
 QUIET_S = 0.4

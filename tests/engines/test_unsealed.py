@@ -14,18 +14,12 @@ pytest.importorskip("uvicorn")
 
 import requests
 
-from wtransfer.engines.clients import HttpClient
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.interface import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.target import StateDictTarget
-from wtransfer.engines.unsealed.updates import UnsealedUpdates
-from wtransfer.engines.worker_server import WorkerServer
 from wtransfer.errors import (
     ClosedError,
     CommitError,
@@ -41,6 +35,12 @@ from wtransfer.errors import (
     UnknownBackendError,
 )
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.http.unsealed.updates import UnsealedUpdates
+from wtransfer.weight_sync.http.worker_server import WorkerServer
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 TOKEN = "the-secret"
 ENGINE = "tests-lists"

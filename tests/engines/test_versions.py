@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wtransfer.engines.checkpoint import CheckpointSource
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.store.keeper import Keeper
-from wtransfer.engines.store.versions import CURRENT_NAME
+from wtransfer.checkpoint.keeper import Keeper
+from wtransfer.checkpoint.source import CheckpointSource
+from wtransfer.checkpoint.versions import CURRENT_NAME
 from wtransfer.errors import (
     DigestMismatchError,
     ManifestError,
@@ -24,6 +23,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.transport.folder_lock import LOCK_NAME
+from wtransfer.weight_sync.trainer.publisher import Publisher
 
 
 def publish(made, label, *, change=True):

@@ -8,15 +8,15 @@ import time
 import pytest
 import torch
 
-from wtransfer.engines.catchup import CatchUp
-from wtransfer.engines.messages import CODEC, MAX_TEXT_NBYTES, Lost
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.source import as_source
-from wtransfer.engines.store.versions import VersionStore
-from wtransfer.engines.target import StateDictTarget
+from wtransfer.checkpoint.versions import VersionStore
 from wtransfer.errors import ClosedError, CommitError, RoundBusyError, SchemaError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.messages import CODEC, MAX_TEXT_NBYTES, Lost
+from wtransfer.weight_sync.trainer.catchup import CatchUp
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.source import as_source
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 
 class Remembering(StateDictTarget):
@@ -233,7 +233,7 @@ def test_a_loss_in_the_middle_of_a_round_does_not_end_it(fleet, engines, weights
 
 
 def test_a_folder_brings_it_again_where_no_publisher_lives(fleet, weights, tmp_path, monkeypatch):
-    monkeypatch.setattr("wtransfer.engines.follower.POLL_S", 0.02)
+    monkeypatch.setattr("wtransfer.weight_sync.worker.follower.POLL_S", 0.02)
     store = VersionStore(tmp_path / "store")
     made = fleet(weights, engine="file", options={"path": str(store.root)})
     made.join()

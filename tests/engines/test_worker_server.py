@@ -26,12 +26,6 @@ import requests
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from wtransfer.engines.clients import HttpClient
-from wtransfer.engines.http import door, gate, invitations, protocol
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.target import StateDictTarget
-from wtransfer.engines.worker_server import WorkerServer, worker_app
 from wtransfer.errors import (
     AddressInUseError,
     AuthenticationError,
@@ -44,6 +38,12 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
+from wtransfer.weight_sync.http import door, gate, invitations, protocol
+from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.http.worker_server import WorkerServer, worker_app
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 TOKEN = "the-secret"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

@@ -12,9 +12,9 @@ from flow_trainer import TrainerPuppet
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.source import ModuleSource
-from wtransfer.engines.trainer_rank import TrainerRank
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.source import ModuleSource
+from wtransfer.weight_sync.trainer.trainer_rank import TrainerRank
 
 
 class FaultySource(ModuleSource):

@@ -7,13 +7,13 @@ import resource
 
 import flow_stage
 
-from wtransfer.engines.messages import CODEC, Commit
 from wtransfer.engines.outgoing import Outgoing
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.roster import Worker
-from wtransfer.engines.round import Round
 from wtransfer.transport.frames import FrameReader
 from wtransfer.transport.listener import Listener
+from wtransfer.weight_sync.messages import CODEC, Commit
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.roster import Worker
+from wtransfer.weight_sync.trainer.round import Round
 
 PHASES_OF_ROUND = {"over": "idle"}
 

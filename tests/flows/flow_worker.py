@@ -8,10 +8,10 @@ import time
 
 import flow_stage
 
-from wtransfer.engines.session import WorkerSession
-from wtransfer.engines.target import ModuleTarget
 from wtransfer.errors import CommitError
 from wtransfer.transport.dialer import Dialer
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import ModuleTarget
 
 
 class SlowTarget(ModuleTarget):

@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from wtransfer.engines.clients import HttpClient
-from wtransfer.engines.http.door import MAX_CONNECTIONS
-from wtransfer.engines.publisher import Publisher
+from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.http.door import MAX_CONNECTIONS
+from wtransfer.weight_sync.trainer.publisher import Publisher
 
 PARTS = runpy.run_path(str(Path(__file__).with_name("http_worker.py")))
 WorkerProcess, WEIGHTS, drained = PARTS["WorkerProcess"], PARTS["WEIGHTS"], PARTS["drained"]

@@ -48,7 +48,7 @@ def test_one_publisher_refuses_its_own_second_round(flow, failing):
 
 
 def test_a_second_trainer_cannot_listen_where_one_listens(flow):
-    from wtransfer.engines.publisher import Publisher
+    from wtransfer.weight_sync.trainer.publisher import Publisher
 
     home = {"listen": random_address(), "token": "t"}
     flow.trainer(**home)

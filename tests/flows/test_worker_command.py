@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from wtransfer.engines.clients import HttpClient
-from wtransfer.engines.publisher import Publisher
 from wtransfer.errors import NoWorkersError
 from wtransfer.transport.digests import digest
+from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.trainer.publisher import Publisher
 
 PARTS = runpy.run_path(str(Path(__file__).with_name("http_worker.py")))
 WorkerProcess, WEIGHTS = PARTS["WorkerProcess"], PARTS["WEIGHTS"]

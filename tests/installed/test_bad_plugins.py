@@ -8,7 +8,7 @@ import pytest
 
 PROBE = """
 import json, sys, time
-from wtransfer.host.registry import host, registry
+from wtransfer.registry.registry import host, registry
 
 def attempt(name):
     started = time.monotonic()

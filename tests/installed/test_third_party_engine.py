@@ -107,7 +107,7 @@ def site_of_three(site, tmp_path):
 
 def test_it_is_found_by_name_with_its_distribution(site):
     code = (
-        "from wtransfer.host.registry import registry; import sys;"
+        "from wtransfer.registry.registry import registry; import sys;"
         "r = registry('engines').record('acme-file');"
         "print(r.distribution, r.version, 'acme_file_engine' in sys.modules)"
     )

@@ -19,10 +19,10 @@ from wtransfer.config import (
     tokens_per_block,
 )
 from wtransfer.errors import OffloadingOptionError, PluginTypeError
-from wtransfer.host import hooks
-from wtransfer.host import registry as registry_module
-from wtransfer.host.hooks import Board, hookimpl
-from wtransfer.host.registry import Host
+from wtransfer.registry import hooks
+from wtransfer.registry import registry as registry_module
+from wtransfer.registry.hooks import Board, hookimpl
+from wtransfer.registry.registry import Host
 from wtransfer.specs.configs import to_offloading_config, to_serving_config
 from wtransfer.specs.constructors import constructor_of
 from wtransfer.specs.factory import OffloadingSpecFactory

@@ -11,9 +11,9 @@ import pytest
 
 from wtransfer import KVCacheConfig, KVTransferConfig, OffloadingSpecFactory, ServingConfig
 from wtransfer.errors import KVTransferConfigError, PluginTypeError, WTransferError
-from wtransfer.host import registry as registry_module
-from wtransfer.host.hooks import Board
-from wtransfer.host.registry import Host
+from wtransfer.registry import registry as registry_module
+from wtransfer.registry.hooks import Board
+from wtransfer.registry.registry import Host
 from wtransfer.specs.interface import OffloadingSpec
 
 MODULE = """

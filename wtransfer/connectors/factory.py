@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.connectors.fenced import fence
 from wtransfer.connectors.interface import KVConnectorBase, KVConnectorBase_V1
 from wtransfer.errors import ConnectorGenerationError, PluginTypeError, RegistrationError
-from wtransfer.host import hooks
-from wtransfer.host.registry import registry
+from wtransfer.registry import hooks
+from wtransfer.registry.registry import registry
 
 if TYPE_CHECKING:
     from wtransfer.connectors.interface import Connector, KVConnectorRole

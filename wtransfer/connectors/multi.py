@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from wtransfer.connectors.interface import KVConnectorBase_V1
 from wtransfer.connectors.several.children import OPTION
 from wtransfer.errors import ConnectorOptionError
-from wtransfer.host.registry import registry
+from wtransfer.registry.registry import registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

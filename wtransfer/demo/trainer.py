@@ -19,14 +19,14 @@ from wtransfer.demo.messages import Held, Listening, Publish, Receipt, RoundOver
 from wtransfer.demo.model import ByteTransformer
 from wtransfer.demo.proof import weights_digest
 from wtransfer.demo.sizes import ModelShape
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.source import ModuleSource
 from wtransfer.errors import WTransferError
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.source import ModuleSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from wtransfer.engines.report import Report
+    from wtransfer.weight_sync.report import Report
 
 _SEED = 1
 _JOIN_S = 120.0

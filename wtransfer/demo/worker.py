@@ -18,7 +18,7 @@ from wtransfer.demo.messages import Applied, Join, Proof, Prove, Ready, Sample, 
 from wtransfer.demo.model import ByteTransformer
 from wtransfer.demo.proof import LiveDigest
 from wtransfer.demo.sizes import ModelShape
-from wtransfer.engines.session import WorkerSession
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 _FLUSH_S = 0.1
 # Large models take their time for a token.

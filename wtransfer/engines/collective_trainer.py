@@ -8,10 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from wtransfer.engines.announcing import Announcer
 from wtransfer.engines.collective import MAX_TIMEOUT_S
-from wtransfer.engines.digesting import same_metadata
-from wtransfer.engines.hosted import forget_frames
 from wtransfer.engines.interface import (
     ParamMeta,
     RoundSource,
@@ -24,6 +21,9 @@ from wtransfer.errors import GroupError, NotInitializedError
 from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
 from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 from wtransfer.transport.tensors import dtype_name
+from wtransfer.weight_sync.trainer.announcing import Announcer
+from wtransfer.weight_sync.trainer.digesting import same_metadata
+from wtransfer.weight_sync.worker.hosted import forget_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import PluginTypeError, RegistrationError
-from wtransfer.host.registry import registry
+from wtransfer.registry.registry import registry
 
 if TYPE_CHECKING:
     from wtransfer.config import HasBackend, ParallelConfig
@@ -58,7 +58,7 @@ class WeightTransferEngineFactory:
 
         Raises:
             UnknownBackendError: Nobody offers it; a `ValueError`. For the other reasons why it
-                cannot be loaded see `wtransfer.host.registry.Registry.get`.
+                cannot be loaded see `wtransfer.registry.registry.Registry.get`.
         """
         engine_cls = registry("engines").get(config.backend)
         logger.info("Creating weight transfer engine: %s", engine_cls.__name__)
@@ -150,6 +150,6 @@ def _twin(name: str, worker_cls: type) -> type[TrainerWeightTransferEngine[Any]]
 
 def listen(engine: Any) -> None:
     """Let an engine's hooks be called until its ``shutdown``, if it has any."""
-    from wtransfer.host import hooks
+    from wtransfer.registry import hooks
 
     hooks.board.attach(engine)

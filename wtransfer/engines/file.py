@@ -16,12 +16,12 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from wtransfer.checkpoint.stored import Place, read_tensors
 from wtransfer.engines.interface import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.engines.store.stored import Place, read_tensors
 from wtransfer.engines.update_lists import check_lengths
 from wtransfer.errors import NotInitializedError, StorageError
 from wtransfer.manifest import Piece

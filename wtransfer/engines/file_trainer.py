@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.engines.announcing import Announcer
-from wtransfer.engines.checkpoint import CheckpointSource
+from wtransfer.checkpoint.incoming import Incoming
+from wtransfer.checkpoint.keeper import Keeper
+from wtransfer.checkpoint.manifest_file import ManifestFile
+from wtransfer.checkpoint.shards import lay_out
+from wtransfer.checkpoint.source import CheckpointSource
+from wtransfer.checkpoint.versions import MAX_KEPT, Version, VersionStore, check_identity
 from wtransfer.engines.interface import (
     KeptVersion,
     ParamMeta,
@@ -17,14 +21,10 @@ from wtransfer.engines.interface import (
     TrainerWeightTransferEngine,
     WeightSyncClient,
 )
-from wtransfer.engines.store.incoming import Incoming
-from wtransfer.engines.store.keeper import Keeper
-from wtransfer.engines.store.manifest_file import ManifestFile
-from wtransfer.engines.store.shards import lay_out
-from wtransfer.engines.store.versions import MAX_KEPT, Version, VersionStore, check_identity
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.buckets import aligned
 from wtransfer.transport.tensors import dtype_name, own_memory
+from wtransfer.weight_sync.trainer.announcing import Announcer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

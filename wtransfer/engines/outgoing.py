@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wtransfer.engines.digesting import same_metadata
 from wtransfer.engines.places import Places
 from wtransfer.transport.buckets import Layout, aligned, slices
 from wtransfer.transport.tensors import own_memory
+from wtransfer.weight_sync.trainer.digesting import same_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.engines.announcing import Announcer
-from wtransfer.engines.digesting import same_metadata
 from wtransfer.engines.interface import (
     ParamMeta,
     RoundSource,
@@ -21,6 +19,8 @@ from wtransfer.transport.buckets import Layout
 from wtransfer.transport.handover import Lender
 from wtransfer.transport.memory import Segment
 from wtransfer.transport.tensors import dtype_name
+from wtransfer.weight_sync.trainer.announcing import Announcer
+from wtransfer.weight_sync.trainer.digesting import same_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,8 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.host import hooks
-from wtransfer.host.registry import registry
+from wtransfer.registry import hooks
+from wtransfer.registry.registry import registry
 from wtransfer.specs.configs import (
     extra_config_of,
     is_serving_config,

@@ -11,7 +11,7 @@ import torch
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.demo.serving.build import HostSettings
 from wtransfer.demo.serving.shape import ServedShape
-from wtransfer.host.registry import registry
+from wtransfer.registry.registry import registry
 from wtransfer.testing.connector_host import KitHost, Weights
 from wtransfer.testing.connector_site import Site
 

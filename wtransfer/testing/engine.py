@@ -29,15 +29,15 @@ import torch
 
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-from wtransfer.engines.source import StateDictSource
-from wtransfer.engines.target import StateDictTarget
 from wtransfer.errors import RoundAbortedError
-from wtransfer.host.registry import registry
+from wtransfer.registry.registry import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
 from wtransfer.testing.excuses import check_excused
 from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

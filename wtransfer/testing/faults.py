@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from wtransfer.engines.factory import WeightTransferTrainerFactory
-from wtransfer.host.registry import registry
+from wtransfer.registry.registry import registry
 from wtransfer.transport.tensors import plain
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wtransfer.deadline import Deadline
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.session import WorkerSession
 from wtransfer.errors import CommitError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.engines.interface import WeightSource, WeightTarget
-    from wtransfer.engines.report import Report
-    from wtransfer.engines.round import Round
+    from wtransfer.weight_sync.report import Report
+    from wtransfer.weight_sync.trainer.round import Round
 
 STEP_S = 0.005
 _POLL_S = 0.001

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from wtransfer.errors import BlockNotKeptError
-from wtransfer.host.registry import registry
+from wtransfer.registry.registry import registry
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import LookupResult
 from wtransfer.specs.older.spec import OlderSpec

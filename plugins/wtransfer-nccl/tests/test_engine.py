@@ -8,10 +8,10 @@ import torch
 import torch.distributed
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.collective import group_rank
-from wtransfer.engines.source import StateDictSource
 from wtransfer.errors import GroupError, RoundAbortedError, StagingMemoryError
 from wtransfer.testing.fleet import Fleet
 from wtransfer.transport.digests import digest
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 from wtransfer_nccl import devices
 from wtransfer_nccl.engine import NCCLWeightTransferEngine

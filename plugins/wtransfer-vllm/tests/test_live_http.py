@@ -15,8 +15,8 @@ from engines import PACE_S, PROMPTS, Trainer
 from server import Server
 from sources import HalfwaySource
 from stream import Stream, events
-from wtransfer.engines.clients import HttpClient
 from wtransfer.errors import RemoteError
+from wtransfer.weight_sync.http.clients import HttpClient
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 

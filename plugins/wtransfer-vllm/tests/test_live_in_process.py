@@ -174,7 +174,7 @@ from safetensors.torch import load_file
 weights = load_file(sys.argv[1])
 
 class Slow:
-    metadata = wtransfer.engines.source.as_source(weights).metadata
+    metadata = wtransfer.weight_sync.trainer.source.as_source(weights).metadata
     def iter_full(self):
         for index, (name, tensor) in enumerate(weights.items()):
             if index == 10:
@@ -194,7 +194,8 @@ def test_a_trainer_that_ends_in_mid_round_does_not_stop_generation(
     engine, models, weights, fresh, how
 ):
     code = textwrap.dedent(TRAINER).replace(
-        "import torch, wtransfer", "import torch, wtransfer\nimport wtransfer.engines.source"
+        "import torch, wtransfer",
+        "import torch, wtransfer\nimport wtransfer.weight_sync.trainer.source",
     )
     command = [sys.executable, "-c", code, str(models / "B" / "model.safetensors")]
     before = engine.tokens(PROMPTS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import wtransfer
 from engines import await_commit
-from wtransfer.engines.target import StateDictTarget
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 from wtransfer_vllm.member import Member
 from wtransfer_vllm.place import Place, place_of

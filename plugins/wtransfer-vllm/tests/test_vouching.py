@@ -17,10 +17,10 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import nn
 from wtransfer import CheckpointSource, Publisher, WorkerSession
-from wtransfer.engines import session as session_module
-from wtransfer.engines.store.sealing import seal
-from wtransfer.engines.target import StateDictTarget
+from wtransfer.checkpoint.sealing import seal
 from wtransfer.testing.fleet import Fleet
+from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weights import ProcessWeights
 
 from wtransfer_vllm import fingerprints, vouching

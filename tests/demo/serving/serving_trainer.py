@@ -9,7 +9,7 @@ import torch
 
 from wtransfer.demo.serving.model import PagedTransformer
 from wtransfer.demo.serving.shape import ServedShape
-from wtransfer.engines.publisher import Publisher
+from wtransfer.weight_sync.trainer.publisher import Publisher
 
 
 def main(address):

@@ -12,8 +12,8 @@ from wtransfer.bench.jobs.publishing import JOIN_S, WARM_UP_ROUNDS, publish_one
 from wtransfer.bench.jobs.weights import make
 from wtransfer.bench.sets import TensorSet
 from wtransfer.deadline import Deadline
-from wtransfer.engines.publisher import Publisher
-from wtransfer.engines.source import StateDictSource
+from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

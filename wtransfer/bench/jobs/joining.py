@@ -9,7 +9,7 @@ from wtransfer.bench.jobs.unverified import switch_off
 from wtransfer.bench.jobs.weights import make
 from wtransfer.bench.sets import TensorSet
 from wtransfer.deadline import Deadline
-from wtransfer.engines.session import WorkerSession
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,8 +12,8 @@ from wtransfer.bench.jobs.publishing import JOIN_S, publish_one
 from wtransfer.bench.jobs.weights import make, renew
 from wtransfer.bench.sets import TensorSet
 from wtransfer.deadline import Deadline
-from wtransfer.engines.publisher import Publisher
 from wtransfer.errors import WTransferError
+from wtransfer.weight_sync.trainer.publisher import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import Container

@@ -8,13 +8,13 @@ from wtransfer.bench.jobs import tell
 from wtransfer.bench.jobs.unverified import check_changing, check_constant, switch_off
 from wtransfer.bench.jobs.weights import make, renew
 from wtransfer.bench.sets import TensorSet
-from wtransfer.engines.publisher import Publisher
 from wtransfer.errors import RoundAbortedError
+from wtransfer.weight_sync.trainer.publisher import Publisher
 
 if TYPE_CHECKING:
     import torch
 
-    from wtransfer.engines.report import Report
+    from wtransfer.weight_sync.report import Report
 
 JOIN_S = 60.0
 """How long workers may take to join, in seconds."""

@@ -11,10 +11,10 @@ from wtransfer.bench.jobs.publishing import JOIN_S, WARM_UP_ROUNDS, checked
 from wtransfer.bench.jobs.weights import Served
 from wtransfer.bench.sets import TensorSet
 from wtransfer.demo.generate import Generator
-from wtransfer.engines.publisher import Publisher
+from wtransfer.weight_sync.trainer.publisher import Publisher
 
 if TYPE_CHECKING:
-    from wtransfer.engines.report import Report
+    from wtransfer.weight_sync.report import Report
 
 _QUIET_S = 0.3
 """Shortest time between two rounds in which nothing happens, in seconds."""

@@ -26,7 +26,7 @@ from wtransfer.demo.serving.shape import CacheShape, Limits, ServedShape
 from wtransfer.demo.serving.shards import Shards
 from wtransfer.demo.serving.worker import ServingWorker
 from wtransfer.demo.serving.worker_link import WorkerLink
-from wtransfer.engines.session import WorkerSession
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable

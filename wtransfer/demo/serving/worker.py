@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from wtransfer.demo.serving.model import PagedTransformer
     from wtransfer.demo.serving.shards import Shards
     from wtransfer.demo.serving.worker_link import WorkerLink
-    from wtransfer.engines.session import WorkerSession
+    from wtransfer.weight_sync.worker.session import WorkerSession
     from wtransfer.weights import ProcessWeights, WeightsStamp
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from wtransfer.engines.incoming import NUM_AHEAD
 from wtransfer.engines.outgoing import Outgoing, Stream
-from wtransfer.engines.staging import is_out_of_memory, out_of_memory
 from wtransfer.transport.tensors import torch_dtype
+from wtransfer.weight_sync.worker.staging import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

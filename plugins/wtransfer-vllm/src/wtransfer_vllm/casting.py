@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from wtransfer.engines.schema import canonical_names
+from wtransfer.weight_sync.worker.schema import canonical_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.engines.checkpoint import CheckpointSource
+from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import SourceError
 

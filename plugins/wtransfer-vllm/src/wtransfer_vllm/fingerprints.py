@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import xxhash
-from wtransfer.engines.checkpoint import CheckpointSource
-from wtransfer.engines.store.manifest_file import MANIFEST_NAME, Digest
-from wtransfer.engines.store.sealing import describe
-from wtransfer.engines.store.shards import INDEX_NAME, SUFFIX
+from wtransfer.checkpoint.manifest_file import MANIFEST_NAME, Digest
+from wtransfer.checkpoint.sealing import describe
+from wtransfer.checkpoint.shards import INDEX_NAME, SUFFIX
+from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.errors import SourceError, StorageError, WTransferError
 from wtransfer.transport.files import Folder, storage_errors, temporary_of
 from wtransfer.transport.folder_lock import FolderLock

@@ -82,9 +82,7 @@ class KVStatsInterval:
             return None
 
     def _increase(self) -> KVStats | None:
-        stats = {
-            name: n for name, n in self._get_stats().items() if isinstance(n, int | float)
-        }
+        stats = {name: n for name, n in self._get_stats().items() if isinstance(n, int | float)}
         changed = {name: n for name, n in stats.items() if n != self._before.get(name, 0)}
         data = {
             f"{self._side}_{name}": (

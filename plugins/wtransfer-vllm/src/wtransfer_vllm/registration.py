@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.host.registry import registry
+from wtransfer.registry.registry import registry
 
 from wtransfer_vllm import names
 from wtransfer_vllm.generation import SEED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from wtransfer.engines.source import as_source
+from wtransfer.weight_sync.trainer.source import as_source
 
 
 class HalfwaySource:

@@ -1,0 +1,268 @@
+"""A backend that cannot be loaded: the error names it, keeps the cause, and harms nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from wtransfer.errors import (
+    PluginBrokenError,
+    PluginIncompatibleError,
+    PluginTypeError,
+    StallError,
+)
+from wtransfer.registry.checks import check_class
+from wtransfer.registry.discovery import Record
+from wtransfer.registry.hooks import hookimpl
+from wtransfer.registry.kinds import Kind
+
+
+def failure(registry, name, cls):
+    with pytest.raises(cls) as caught:
+        registry.get(name)
+    error = caught.value
+    assert type(error) is cls
+    assert error.plugin == f"engines:{name}"
+    assert (error.distribution, error.distribution_version) == ("acme-wt", "1.0")
+    assert "(acme-wt 1.0)" in error.message
+    return error
+
+
+def broken(site, source, value="acme_module:Engine", **environ):
+    site.module("acme_module", source)
+    site.add("acme-wt", bad=value)
+    return site.engines(**environ)
+
+
+@pytest.mark.parametrize(
+    ("source", "cause", "text"),
+    [
+        ("1 / 0", ZeroDivisionError, "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", SystemExit, "SystemExit: 3"),
+        ("raise KeyboardInterrupt", KeyboardInterrupt, "KeyboardInterrupt: "),
+        ("import no_such_thing", ModuleNotFoundError, "No module named 'no_such_thing'"),
+        ("def f(:", SyntaxError, "SyntaxError: "),
+        ("", AttributeError, "has no attribute 'Engine'"),
+        ("class Odd(BaseException): ...\nraise Odd('x')", BaseException, "Odd: x"),
+    ],
+)
+def test_whatever_an_import_raises_is_the_cause(site, source, cause, text):
+    registry = broken(site, source)
+    error = failure(registry, "bad", PluginBrokenError)
+    assert isinstance(error.__cause__, cause)
+    assert isinstance(error, ImportError)
+    assert text in str(error)
+    assert "cannot be loaded from 'acme_module:Engine'" in str(error)
+    assert registry.get("shm").__name__ == "Engine"
+
+
+@pytest.mark.parametrize(
+    "value", ["acme_module", "acme module:Engine", "acme_module:", ":Engine", "a..b:C", "a:b:c", ""]
+)
+def test_a_place_of_another_form_is_never_imported(site, value):
+    registry = broken(site, "raise SystemExit", value=value)
+    error = failure(registry, "bad", PluginBrokenError)
+    assert f"its place {value!r} is not of the form 'module:Class'" in str(error)
+
+
+def test_extras_and_spaces_in_a_place_are_allowed(site):
+    site.module("acme_module")
+    site.add("acme-wt", good="acme_module : Engine [fast]")
+    assert site.engines().get("good").__module__ == "acme_module"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("Engine = 3", "is an object of type int; expected a class like"),
+        ("def Engine(config, parallel_config): ...", "is an object of type function"),
+        (
+            "class Engine:\n def shutdown(self): ...\n receive_weights = 3",
+            (
+                "is the class Engine without init_transfer_engine, receive_weights; expected "
+                "init_transfer_engine, receive_weights, shutdown, as in "
+                "wtransfer.engines.interface:WeightTransferEngine"
+            ),
+        ),
+        (
+            (
+                "from wtransfer.engines.interface import WeightTransferEngine\n"
+                "class Engine(WeightTransferEngine):\n def shutdown(self): ..."
+            ),
+            "is the class Engine with abstract methods left: init_transfer_engine, receive_weights",
+        ),
+    ],
+)
+def test_what_is_no_engine_is_told_why(site, source, text):
+    registry = broken(site, source)
+    error = failure(registry, "bad", PluginTypeError)
+    assert text in str(error)
+    assert isinstance(error, TypeError)
+    assert isinstance(error, AssertionError)
+
+
+def test_a_kind_without_methods_requires_its_base():
+    kind = Kind("things", "", "thing", "collections.abc:Sized")
+    record = Record("things", "x", "m:C", "acme-wt", "1", "discovered")
+    assert check_class(kind, record, list) is list
+    with pytest.raises(PluginTypeError, match=r"is the class int; expected a subclass of coll"):
+        check_class(kind, record, int)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "needs"), [("wtransfer>=9", ">=9"), ("WTransfer <0.1", "<0.1")]
+)
+def test_another_version_of_us_is_refused_before_the_import(site, requirement, needs):
+    site.module("acme_module", "raise SystemExit")
+    site.add("acme-wt", requires=["torch", requirement], bad="acme_module:Engine")
+    error = failure(site.engines(), "bad", PluginIncompatibleError)
+    assert f"needs wtransfer{needs}, and wtransfer 0.1.0 is installed" in str(error)
+
+
+@pytest.mark.parametrize(
+    "requirement",
+    ["wtransfer>=0.1,<1", "wtransfer-nccl>=9", "wtransfer>=9; extra == 'new'", "not a requirement"],
+)
+def test_requirements_that_hold_or_are_not_about_us_pass(site, requirement):
+    site.module("acme_module")
+    site.add("acme-wt", requires=[requirement], good="acme_module:Engine")
+    assert site.engines().get("good").__module__ == "acme_module"
+
+
+def test_a_development_release_of_us_counts_as_its_place_in_the_order(site):
+    metadata = site.root / "wtransfer-0.1.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("0.1.0", "0.2.0.dev1"))
+    site.module("acme_module")
+    site.add("acme-wt", requires=["wtransfer>=0.1"], good="acme_module:Engine")
+    assert site.engines().get("good").__module__ == "acme_module"
+
+
+def test_a_requirement_on_us_that_cannot_be_read_is_broken(site):
+    site.module("acme_module")
+    site.add("acme-wt", requires=["wtransfer >== 1"], bad="acme_module:Engine")
+    error = failure(site.engines(), "bad", PluginBrokenError)
+    assert "its requirement 'wtransfer >== 1' cannot be read" in str(error)
+
+
+def test_a_failure_is_remembered_with_its_cause(site, tmp_path):
+    counter = tmp_path / "count"
+    registry = broken(site, f"with open({str(counter)!r}, 'a') as f: f.write('x')\n1 / 0")
+    errors = [failure(registry, "bad", PluginBrokenError) for _ in range(3)]
+    assert counter.read_text() == "x"
+    assert len({id(error) for error in errors}) == 3
+    assert len({id(error.__cause__) for error in errors}) == 1
+    assert len({str(error) for error in errors}) == 1
+    # Nothing of an earlier raise is dragged along.
+    assert errors[0].__traceback__ is not errors[1].__traceback__
+
+
+def test_spellings_of_one_name_load_it_once(site):
+    site.module("acme_module")
+    site.add("acme-wt", My_fast="acme_module:Engine")
+    told = []
+
+    class Observer:
+        @hookimpl
+        def wtransfer_backend_loaded(self, name):
+            told.append(name)
+
+    registry = site.engines()
+    site.board.register(Observer())
+    for name in ("my-fast", "MY_FAST", "acme-wt:my_fast"):
+        registry.get(name)
+    assert told == ["My_fast"]
+
+
+def test_threads_that_ask_at_once_get_one_class_and_one_notice(site):
+    site.module("acme_module", "import time\ntime.sleep(0.2)\nfrom builtin_shm import Engine")
+    site.add("acme-wt", slow="acme_module:Engine")
+    told = []
+
+    class Observer:
+        @hookimpl
+        def wtransfer_backend_loaded(self, cls):
+            told.append(cls)
+
+    registry = site.engines()
+    site.board.register(Observer())
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(registry.get("slow"))) for _ in "1234"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert told == found[:1]
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A file whose existence lets a hanging import go on, so that no thread outlives the test."""
+    path = tmp_path / "gate"
+    yield path
+    path.touch()
+    for thread in threading.enumerate():
+        if thread.name.startswith("wtransfer-import"):
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def test_an_import_that_hangs_is_an_error_within_its_deadline(site, gate):
+    source = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)"
+    registry = broken(site, source, WTRANSFER_LOAD_TIMEOUT_S="0.3")
+    started = time.monotonic()
+    error = failure(registry, "bad", PluginBrokenError)
+    assert 0.3 <= time.monotonic() - started < 5
+    assert "did not finish importing 'acme_module:Engine' within 0.3 s" in str(error)
+    assert "(WTRANSFER_LOAD_TIMEOUT_S)" in str(error)
+    assert "acme_module.py:" in str(error)
+    assert isinstance(error.__cause__, StallError)
+    # Repeats fail at once, and others load although the import still hangs.
+    started = time.monotonic()
+    failure(registry, "bad", PluginBrokenError)
+    assert time.monotonic() - started < 0.2
+    assert any(t.name == "wtransfer-import-bad" for t in threading.enumerate())
+    assert registry.get("shm").__name__ == "Engine"
+
+
+def test_others_load_while_an_import_hangs(site, gate):
+    source = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)"
+    registry = broken(site, source, WTRANSFER_LOAD_TIMEOUT_S="30")
+    caught = []
+
+    def ask():
+        try:
+            registry.get("bad")
+        except PluginBrokenError as error:
+            caught.append(error)
+
+    hanging = threading.Thread(target=ask)
+    hanging.start()
+    assert registry.get("shm").__name__ == "Engine"
+    assert hanging.is_alive()
+    gate.touch()
+    hanging.join(10)
+    assert "has no attribute 'Engine'" in str(caught[0])
+
+
+def test_no_deadline_imports_in_the_calling_thread(site):
+    source = "import threading\nfrom builtin_shm import Engine\nwho = threading.current_thread()"
+    registry = broken(site, source, WTRANSFER_LOAD_TIMEOUT_S="0")
+    registry.get("bad")
+    import acme_module
+
+    assert acme_module.who is threading.current_thread()
+
+
+def test_a_backend_that_asks_for_itself_while_it_is_imported_is_broken(site, monkeypatch):
+    source = "import asked\nasked.registry.get('bad')\nclass Engine: ..."
+    registry = broken(site, source, WTRANSFER_LOAD_TIMEOUT_S="0")
+    site.module("asked", "registry = None")
+    import asked
+
+    asked.registry = registry
+    error = failure(registry, "bad", PluginBrokenError)
+    assert "has no attribute 'Engine'" in str(error)

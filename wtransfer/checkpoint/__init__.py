@@ -1,0 +1,1 @@
+"""Weights on disk: safetensors files, manifests, folders of versions."""

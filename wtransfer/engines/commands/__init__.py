@@ -1,1 +1,0 @@
-"""Commands that belong to the engines, one module each."""

@@ -1,1 +1,0 @@
-"""A worker behind HTTP, and how it is called: routes, limits, one request."""

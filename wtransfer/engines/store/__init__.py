@@ -1,1 +1,0 @@
-"""Weights in files: shards, manifests, and folders of versions."""

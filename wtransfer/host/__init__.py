@@ -1,1 +1,0 @@
-"""The host: find backends, load each once, check them, tell observers. Imports no room."""

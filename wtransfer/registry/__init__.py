@@ -1,0 +1,1 @@
+"""Names to classes: find backends, load each once, check them, notify observers."""

@@ -1,0 +1,1 @@
+"""Workers behind HTTP: server, routes, client."""

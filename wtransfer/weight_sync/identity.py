@@ -1,0 +1,43 @@
+"""The identity of weights that are there already: what a round that brings them would call them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.source import as_source
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import nn
+
+    from wtransfer.engines.interface import WeightSource
+    from wtransfer.manifest import Algorithm
+
+
+def module_fingerprint(
+    module: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
+    algorithm: Algorithm = "xxh3-128",
+) -> str:
+    """Return the fingerprint that a publisher of this model gives to its weights as they are.
+
+    Equal weights under equal names have equal fingerprints, in whichever process and whoever
+    brought them.
+
+    Args:
+        module: The model, as a `Publisher` takes it: of a module its parameters and persistent
+            buffers, tied storage once.
+        algorithm: How the publisher's engine digests: its ``digest_algorithm``.
+
+    Raises:
+        ManifestError: The module names something that no update can hold.
+
+    Cost: one pass over the weights, at the speed of the digest.
+    """
+    source = DigestingSource(as_source(module), algorithm)
+    planned = source.plan()
+    for _ in source.iter_full():
+        pass  # It digests what it yields.
+    return planned.fingerprint(source.digests())

@@ -1,0 +1,1 @@
+"""The trainer side: the publisher, its rounds, the source of the weights."""

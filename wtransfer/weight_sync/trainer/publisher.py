@@ -1,0 +1,606 @@
+"""The trainer's side: workers join it, and it publishes the trainer's weights to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from wtransfer.deadline import Deadline
+from wtransfer.errors import (
+    ClosedError,
+    ForkedError,
+    NoWorkersError,
+    ProtocolError,
+    RoundAbortedError,
+    RoundBusyError,
+    VersionNotKeptError,
+    WTransferError,
+)
+from wtransfer.transport.auth import new_token, resolve_token
+from wtransfer.transport.channel import Listener
+from wtransfer.weight_sync.endings import close_at_exit
+from wtransfer.weight_sync.messages import CODEC
+from wtransfer.weight_sync.trainer.catchup import CatchUp
+from wtransfer.weight_sync.trainer.hosts import Hosts, Incomplete
+from wtransfer.weight_sync.trainer.origin import origin_of
+from wtransfer.weight_sync.trainer.roster import Roster, Worker
+from wtransfer.weight_sync.trainer.round import (
+    Round,
+    Sealed,
+    send_init,
+    too_few,
+)
+from wtransfer.weight_sync.trainer.rules import LostPolicy, NonfinitePolicy, Rules
+from wtransfer.weight_sync.trainer.sender import Sender
+from wtransfer.weight_sync.trainer.sharded import ShardedSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import msgspec
+    import torch
+    from torch import nn
+    from typing_extensions import Self
+
+    from wtransfer.engines.interface import KeptVersion, WeightSource, WeightSyncClient
+    from wtransfer.transport.channel import Connection
+    from wtransfer.weight_sync.report import Report, WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+MAX_VERSION_LENGTH = 256
+JOINER_PATIENCE_S = 1.0
+"""Seconds that a new round waits for a worker that is just being brought up to date to commit."""
+
+
+class Publisher:
+    """Publishes weights to every worker that has joined, all or nothing.
+
+    Args:
+        model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`. It is
+            read anew in every round. Where it is spread over several ranks of the trainer, one
+            publishes and each other one has a `TrainerRank`.
+        engine: Engine name in the group ``wtransfer.engines``.
+        trainer: The engine's trainer class. Default: the ``trainer_cls`` of the worker class.
+        options: Fields of the engine's trainer init info.
+        listen: Address to listen at. Default: an abstract Unix socket with a random name, which
+            only this user on this host can reach. ``tcp:host:port`` for other hosts: both
+            sides prove that they know the token, but nothing is encrypted.
+        token: Shared secret. Default: ``WTRANSFER_TOKEN`` or the file that
+            ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
+        hosts: Worker hosts to ask, all at once, to join: URLs of ``wtransfer worker`` (see
+            `HttpClient`), or clients. They have joined when the constructor returns; `close` tells
+            them to leave.
+        host_token: Secret of the hosts whose URL carries none. Default: `token`, as given or found
+            in the environment. Hosts that have another secret are sent the publisher's.
+        min_workers: Fewest workers of a round; the ranks of one instance count as one.
+        on_lost_worker: ``"abort"``: the loss of a worker before the commit ends the round, and all
+            stay on the old version. ``"drop"``: the rest commit, and the report names the lost.
+            Engines that form a group of all workers end the round all the same until every byte has
+            arrived; the next round goes on without the lost.
+        nonfinite: What NaN or infinity in the weights does: ``"allow"`` counts it in the report,
+            ``"warn"`` logs it too, ``"reject"`` ends the round.
+        deadline_s: Longest time without progress, in seconds, before a peer or step counts as
+            stalled.
+
+    Raises:
+        PluginError: No such engine, or it cannot be loaded.
+        AddressInUseError: Somebody listens there already.
+        WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
+    """
+
+    def __init__(
+        self,
+        model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
+        *,
+        engine: str = "shm",
+        trainer: type | None = None,
+        options: dict[str, Any] | None = None,
+        listen: str | None = None,
+        token: str | None = None,
+        hosts: Iterable[str | WeightSyncClient] = (),
+        host_token: str | None = None,
+        min_workers: int = 1,
+        on_lost_worker: LostPolicy = "abort",
+        nonfinite: NonfinitePolicy = "allow",
+        deadline_s: float = 30.0,
+    ) -> None:
+        _check_choice("on_lost_worker", on_lost_worker, ("abort", "drop"))
+        _check_choice("nonfinite", nonfinite, ("allow", "warn", "reject"))
+        known_token = resolve_token(token, os.environ)
+        self.token = known_token or new_token()
+        # A token that was made up here is no host's: it must not be tried on them.
+        self._hosts = Hosts(host_token or known_token, deadline_s)
+        self._hosts.add(hosts)
+        self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
+        self._pid = os.getpid()
+        self._closed = False
+        self._origin = origin_of(engine, trainer)
+        self._source = (
+            model_or_source
+            if isinstance(model_or_source, ShardedSource)
+            else ShardedSource(model_or_source)
+        )
+        self._source.take_deadline(deadline_s)
+        self._sender_args = (engine, trainer, dict(options or {}), self._source)
+        self._sender = Sender(*self._sender_args)
+        self._current: Sealed | None = None
+        self._current_sender: Sender | None = None
+        self._active: Round | None = None
+        self._active_since = 0.0
+        self._unsettled: dict[str, Round] = {}
+        self._refusal: Exception | None = None
+        self._roster = Roster(
+            on_join=self._on_join,
+            on_receipt=self._on_receipt,
+            on_weights_lost=lambda: self._catchup.wake(),  # noqa: PLW0108  # made below
+        )
+        self._changed = self._roster.changed
+        self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
+        try:
+            self._listener = self._listen(listen)
+        except BaseException:
+            self._catchup.close()
+            raise
+        close_at_exit(self)
+        try:
+            self.invite()
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, address: str | None) -> Listener:
+        return Listener(
+            CODEC,
+            address=address,
+            # Whoever writes such an address asks for it; the default is reached by this user only.
+            allow_remote=True,
+            token=self.token,
+            on_open=lambda _connection: None,
+            on_message=self._on_message,
+            on_close=self._roster.on_close,
+            on_refused=self._on_refused,
+            deadline_s=self._rules.deadline_s,
+        )
+
+    @property
+    def address(self) -> str:
+        """Where workers find this publisher: their ``join=``."""
+        return self._listener.address
+
+    @property
+    def version(self) -> str | None:
+        """Label of the last committed update."""
+        return self._current.version if self._current else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Identity of the last committed update."""
+        return self._current.fingerprint if self._current else None
+
+    @property
+    def num_dropped(self) -> int:
+        """Late or repeated messages of workers that were dropped."""
+        return self._roster.num_dropped
+
+    @property
+    def refusal(self) -> Exception | None:
+        """Why a peer was last refused (token, protocol, place taken); None if none has been."""
+        return self._refusal
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return every worker that has joined, and what it holds."""
+        self._check_process()
+        return [worker.info for worker in self._roster.workers()]
+
+    def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
+        """Wait until `n` workers have joined; the ranks of one instance count as one.
+
+        Raises:
+            NoWorkersError: They have not within `timeout_s` seconds.
+        """
+        self._check_usable()
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._roster.instances()) >= n, timeout_s):
+                raise too_few(len(self._roster.instances()), n) from self._refusal
+
+    @property
+    def hosts(self) -> dict[str, str | None]:
+        """Worker by host that was asked to join; None where the host does not name it."""
+        return dict(self._hosts.workers)
+
+    def invite(self, *hosts: str | WeightSyncClient) -> None:
+        """Ask worker hosts to join: these, and again all that were asked before.
+
+        Those that have joined do not mind. A host that was restarted has forgotten its publisher
+        and is found again by this. One that fails stays on the list, to be asked the next time.
+
+        Args:
+            *hosts: As in the constructor.
+
+        Raises:
+            ValueError: A host is on the list already, or its URL cannot be read.
+            NoWorkersError: A host says that it has joined, and its worker does not come.
+            WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
+        """
+        self._check_usable()
+        self._hosts.add(hosts)
+        self._hosts.invite(self.address, self.token)
+        self._await_invited()
+
+    @overload
+    def publish(
+        self, version: str, *, wait: Literal[True] = True, dry_run: bool = False
+    ) -> Report: ...
+
+    @overload
+    def publish(self, version: str, *, wait: Literal[False], dry_run: bool = False) -> Round: ...
+
+    def publish(self, version: str, *, wait: bool = True, dry_run: bool = False) -> Report | Round:
+        """Send the weights as they are now to every joined worker.
+
+        Args:
+            version: Label, for people; what was sent is identified by its fingerprint.
+            wait: Whether to wait for the end.
+            dry_run: Whether to end when every worker has received and verified everything,
+                without a commit: all stay on what they have.
+
+        Returns:
+            The `Report`; with ``wait=False`` the `Round`, whose ``packed()`` returns when the
+            trainer may train on and whose ``result()`` returns the report.
+
+        Raises:
+            NoWorkersError: Fewer than ``min_workers`` have joined.
+            RoundBusyError: A round of this publisher is under way.
+            WTransferError: The round was aborted; every worker is on its old version.
+        """
+        self._check_usable()
+        _check_version(version)
+        _settle_device()
+        try:
+            round_ = self._begin(version, None, dry_run=dry_run)
+        except BaseException as error:
+            # Ranks that hold parts of the weights may be waiting for it.
+            self._source.refuse(version, error)
+            raise
+        self._source.begin(version)
+        return self._run(round_, wait=wait)
+
+    def kept(self) -> Sequence[KeptVersion]:
+        """Return the versions that `rollback` can go back to, oldest first.
+
+        Raises:
+            VersionNotKeptError: The engine keeps none.
+        """
+        self._check_usable()
+        return self._sender.kept()
+
+    @overload
+    def rollback(
+        self, version: str, *, wait: Literal[True] = True, dry_run: bool = False
+    ) -> Report: ...
+
+    @overload
+    def rollback(self, version: str, *, wait: Literal[False], dry_run: bool = False) -> Round: ...
+
+    def rollback(self, version: str, *, wait: bool = True, dry_run: bool = False) -> Report | Round:
+        """Bring every joined worker back to a version that the engine keeps, in a round like any.
+
+        What is sent must have the digests that were proven when the version was committed.
+
+        Args:
+            version: Its label; where it was used more than once, the last one is meant.
+            wait: As in `publish`.
+            dry_run: As in `publish`.
+
+        Raises:
+            VersionNotKeptError: The engine keeps none, or no such version.
+            WTransferError: The round was aborted; every worker is on its old version.
+        """
+        found = [each for each in self.kept() if each.version == version]
+        if not found:
+            there = ", ".join(repr(each.version) for each in self.kept()) or "none"
+            raise VersionNotKeptError(
+                f"there is no version {version!r} to go back to; kept are: {there}", version=version
+            )
+        source = self._sender.kept_source(found[-1])
+        return self._run(self._begin(version, source, dry_run=dry_run), wait=wait)
+
+    def close(self) -> None:
+        """End what is under way and let the workers go; they keep what they have."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        with self._changed:
+            active = self._active
+        if active is not None:
+            active.abort("the publisher was closed")
+        self._catchup.close()
+        self._hosts.dismiss(self.address)
+        self._listener.close()
+        if active is not None:
+            _wait_quietly(active)
+        self._source.close()
+        self._sender.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _await_invited(self) -> None:
+        def absent() -> list[str]:
+            named = set(filter(None, self.hosts.values())) - {w.worker for w in self.workers()}
+            return [*sorted(named), *map(str, self._incomplete_hosts())]
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
+                raise NoWorkersError(
+                    f"{', '.join(absent())} did not join within "
+                    f"{self._rules.deadline_s:g} s, though asked to; look at the workers' logs"
+                ) from self._refusal
+
+    def _incomplete_hosts(self) -> list[Incomplete]:
+        whole = [worker for ranks in self._roster.instances().values() for worker in ranks]
+        return self._hosts.incomplete(
+            [worker.hello for worker in self._roster.workers()], [worker.hello for worker in whole]
+        )
+
+    def _await_whole_hosts(self, deadline: Deadline) -> None:
+        """Wait for the rest of engines that are there in part: ranks dial again by themselves.
+
+        Of one that is gone as a whole nobody is served old weights; it is left out as any worker.
+        """
+
+        def torn() -> list[Incomplete]:
+            return [each for each in self._incomplete_hosts() if each.some]
+
+        if self._rules.on_lost_worker == "drop":
+            return
+        if not self._changed.wait_for(lambda: not torn(), deadline.remaining()):
+            raise NoWorkersError(
+                f"{', '.join(map(str, torn()))}: the rest was lost and did not come back within "
+                f"{self._rules.deadline_s:g} s; a round would leave it on old weights behind the "
+                "same address. Restart that host and call invite(), or let rounds go on without "
+                "what is lost (on_lost_worker='drop')"
+            ) from self._refusal
+
+    def _apply_what_is_left(self) -> None:
+        """Have serving engines apply what they still hold, verified: they take no plan before."""
+        with self._changed:
+            current = self._current
+            if current is None or self._active is not None:
+                return
+            pending = {w.hello.host for w in self._roster.workers() if w.state == "pending"}
+        try:
+            self._hosts.apply(current.version, filter(None, pending))
+        except WTransferError as error:
+            # The round will say what it means for that host.
+            logger.warning("an engine could not apply what it was ordered to: %s", error)
+
+    # -- rounds
+
+    def _run(self, round_: Round, *, wait: bool) -> Report | Round:
+        round_.start()
+        return round_.result() if wait else round_
+
+    def _begin(self, version: str, instead: WeightSource | None, *, dry_run: bool) -> Round:
+        deadline = Deadline(self._rules.deadline_s)
+        patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
+        self._apply_what_is_left()
+        with self._changed:
+            self._await_whole_hosts(deadline)
+            while (active := self._active) is not None:
+                if not active.is_resend:
+                    age = time.monotonic() - self._active_since
+                    raise RoundBusyError(
+                        f"round {active.round_id} ({active.version!r}) is under way since "
+                        f"{age:.1f} s; wait for its result() first",
+                        round_id=active.round_id,
+                    )
+                late = active.committing and patience.expired
+                if late and self._enough_without(active.members):
+                    self._set_aside(active)
+                    break
+                # A joiner that is being served can wait.
+                active.abort("a new round begins")
+                deadline.check("a joiner's catch-up", round_id=active.round_id)
+                self._changed.wait(patience.remaining() or deadline.remaining())
+                self._await_whole_hosts(deadline)
+            instances = self._taking_part()
+            if len(instances) < self._rules.min_workers:
+                raise too_few(len(instances), self._rules.min_workers) from self._refusal
+            self._renew_sender(frozenset(w for ranks in instances.values() for w in ranks))
+            return self._new_round(version, instances, instead=instead, dry_run=dry_run)
+
+    def _taking_part(self) -> dict[str, list[Worker]]:
+        """Return the instances of a new round: without those set aside, if enough remain."""
+        joined = self._roster.instances()
+        ready = {n: ranks for n, ranks in joined.items() if not any(w.set_aside for w in ranks)}
+        return ready if len(ready) >= self._rules.min_workers else joined
+
+    def _enough_without(self, members: frozenset[Worker]) -> bool:
+        others = [r for r in self._taking_part().values() if not members.intersection(r)]
+        return len(others) >= self._rules.min_workers
+
+    def _set_aside(self, catching_up: Round) -> None:
+        """Go on without joiners that hold a verified set and have yet to apply it.
+
+        They need the trainer no more for that, and whenever they do it, they say so. The others
+        shall not wait for a joiner that is slow to start.
+        """
+        sealed = catching_up.sealed
+        for worker in catching_up.members:
+            if sealed is None or worker.fingerprint != sealed.fingerprint:
+                worker.state, worker.set_aside = "pending", True
+        self._active = None
+
+    def _new_round(
+        self,
+        version: str,
+        instances: dict[str, list[Worker]],
+        *,
+        sealed: Sealed | None = None,
+        instead: WeightSource | None = None,
+        dry_run: bool = False,
+    ) -> Round:
+        round_ = Round(
+            version,
+            sender=self._sender,
+            roster=self._roster,
+            instances=instances,
+            rules=self._rules if sealed is None else Rules(deadline_s=self._rules.deadline_s),
+            origin=self._origin,
+            sealed=sealed,
+            instead=instead,
+            dry_run=dry_run,
+            apply=self._hosts.apply,
+            on_packed=self._source.packed,
+            on_done=self._on_done,
+        )
+        self._active, self._active_since = round_, time.monotonic()
+        self._unsettled[round_.round_id] = round_
+        return round_
+
+    def _renew_sender(self, members: frozenset[Worker]) -> None:
+        stale = self._origin.needs_generation and self._sender.members != members
+        if self._sender.abandoned or (stale and self._sender.started):
+            self._drop_sender()
+
+    def _on_done(self, round_: Round) -> None:
+        # Before another round can begin.
+        try:
+            if not round_.is_resend:
+                self._source.end(round_.failure, round_.sealed.fingerprint if round_.sealed else "")
+            if self._origin.needs_generation and not round_.went_through:
+                self._drop_sender()
+        finally:
+            self._settle(round_)
+
+    def _settle(self, round_: Round) -> None:
+        with self._changed:
+            if self._active is round_:
+                self._active = None
+            if round_.is_resend and not round_.failed:
+                for worker in round_.members:
+                    worker.set_aside = worker.state == "pending"
+            if round_.failed or round_.dry_run:
+                self._unsettled.pop(round_.round_id, None)
+            elif not round_.is_resend:
+                self._current, self._current_sender = round_.sealed, self._sender
+            self._changed.notify_all()
+        # Settles what came in before the end, and wakes the catch-up.
+        self._on_receipt(round_.round_id)
+
+    def _drop_sender(self) -> None:
+        """Let go of the engine, and of a group that it has; the next round makes another."""
+        # First of all: whatever becomes of the old one, no round shall meet it again.
+        sender, self._sender = self._sender, Sender(*self._sender_args)
+        if not sender.abandoned:
+            sender.shutdown()
+
+    # -- on the channel's thread
+
+    def _on_refused(self, error: Exception) -> None:
+        self._refusal = error
+
+    def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:
+        try:
+            self._roster.on_message(connection, message)
+        except ProtocolError as error:
+            # Else whoever waits for a worker at a place that is taken would never hear of it.
+            self._on_refused(error)
+            raise
+
+    def _on_join(self, worker: Worker) -> None:
+        info = self._sender.worker_init_info
+        if self._sender.started and info is not None and not self._origin.needs_generation:
+            num_instances = len(self._roster.instances())
+            send_init(worker, self._origin, info, max(0, num_instances - 1), num_instances)
+        self._catchup.wake()
+
+    def _on_receipt(self, round_id: str) -> None:
+        with self._changed:
+            round_ = self._unsettled.get(round_id)
+            if round_ is not None and round_.on_receipt() and round_.phase == "over":
+                self._unsettled.pop(round_id, None)
+                self._roster.close(round_id)
+        # What a worker holds, or waits for, may have changed: it may be served now.
+        self._catchup.wake()
+
+    # -- on the catch-up's thread
+
+    def _next_behind(self) -> tuple[str, list[Worker]] | None:
+        """Return an instance that lacks the current version and can be served it now."""
+        with self._changed:
+            if self._closed or self._active is not None or self._current is None:
+                return None
+            if self._sender is not self._current_sender or not self._sender.can_resend:
+                return None
+            for name, ranks in self._roster.instances().items():
+                if self._is_behind(ranks):
+                    return name, ranks
+        return None
+
+    def _is_behind(self, ranks: list[Worker]) -> bool:
+        assert self._current is not None
+        lacks = any(worker.fingerprint != self._current.fingerprint for worker in ranks)
+        return lacks and all(
+            worker.state != "pending" and worker.num_failed < CatchUp.MAX_ATTEMPTS
+            for worker in ranks
+        )
+
+    def _bring_up_to_date(self, name: str, ranks: list[Worker]) -> Report | None:
+        with self._changed:
+            if self._active is not None or self._current is None:
+                return None
+            current = self._current
+            round_ = self._new_round(current.version, {name: ranks}, sealed=current)
+        round_.start()
+        try:
+            return round_.result()
+        except RoundAbortedError:
+            if round_.called_off:
+                return None
+            raise
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError("this Publisher is closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "this Publisher belongs to the parent process; after fork() make a new one"
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
+
+
+def _check_version(version: object) -> None:
+    if not isinstance(version, str) or not 0 < len(version) <= MAX_VERSION_LENGTH:
+        raise ValueError(
+            f"version is {version!r:.100}, expected a label of 1 to {MAX_VERSION_LENGTH} characters"
+        )
+
+
+def _settle_device() -> None:
+    """Let the caller's device work finish: the weights are read on another thread's stream."""
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
+
+
+def _wait_quietly(round_: Round) -> None:
+    try:
+        round_.result(timeout_s=5.0)
+    except WTransferError as error:
+        logger.info("round %s ended with its publisher: %s", round_.round_id, error)

@@ -1,0 +1,1 @@
+"""The worker side: the session, staging, commit, the model as target."""

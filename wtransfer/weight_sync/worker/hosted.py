@@ -1,0 +1,341 @@
+"""The engine that a worker runs for one publisher: made on request, guarded, rebuilt."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import traceback
+import weakref
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wtransfer.config import ParallelConfig, WeightTransferConfig
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.errors import (
+    EngineError,
+    NotInitializedError,
+    PluginBlockedError,
+    PluginError,
+    PluginIncompatibleError,
+    RoundAbortedError,
+    WTransferError,
+)
+from wtransfer.registry.registry import registry
+from wtransfer.weight_sync.worker.mover import MoverThread
+from wtransfer.weight_sync.worker.staging import is_out_of_memory, out_of_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from types import FrameType
+
+    from wtransfer.engines.interface import LoadWeights
+    from wtransfer.weight_sync.messages import Init
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+UNBLOCK_GRACE_S = 1.0
+"""Seconds an engine gets to return after ``abort_weight_update`` before its thread is abandoned."""
+
+
+class HostedEngine:
+    """An engine, the thread it is called on, and what it was made from.
+
+    Everything but `submit`, `abort` and `shutdown` runs on that thread.
+
+    Args:
+        rank: Rank within the serving instance.
+        num_ranks: Ranks of the instance.
+        allowed: Engine names that a peer may ask for; None: every one that is found here.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, allowed: Collection[str] | None) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._allowed = allowed
+        self._init: Init | None = None
+        self._engine: Any = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._mover = MoverThread("wtransfer-engine")
+        self._given_up: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+
+    # -- from any thread
+
+    def submit(self, task: Callable[[], None]) -> threading.Event:
+        """Run `task` on the engine's thread; the event is set when it has run."""
+        with self._lock:
+            return self._mover.submit(task)
+
+    def abort_in_background(self, running: threading.Event) -> None:
+        """Do what `abort` does on a thread of its own: it may take a while."""
+        if running.is_set():
+            return
+        thread = threading.Thread(
+            target=self.abort, args=(running,), name="wtransfer-abort", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # A process that ends gets no more threads; what it closes then must not stop here.
+            logger.warning("engine %s is not aborted: %s", self.name, error)
+
+    def abort(self, running: threading.Event) -> None:
+        """Unblock the engine; if it does not return in time, leave its thread behind.
+
+        Args:
+            running: Set when the task that must end has ended.
+        """
+        with self._lock:
+            # In this order: an engine that was there before the task's end is not a later task's.
+            engine = self._engine
+            if running.is_set() or running in self._given_up:
+                return
+        guarded("abort_weight_update", getattr(engine, "abort_weight_update", None))
+        if running.wait(UNBLOCK_GRACE_S):
+            return
+        with self._lock:
+            # A second abort of the same call must not take the thread that came after it.
+            if running.is_set() or running in self._given_up:
+                return
+            logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
+            # What was queued behind the hanging call belongs to later rounds: it moves along.
+            waiting = self._mover.abandon()
+            if all(task.done is not running for task in waiting):
+                self._given_up.add(running)
+            self._mover = MoverThread("wtransfer-engine")
+            # Whoever has put another one in the place of the first, has shut that one down.
+            left, self._engine = self._engine, None
+            for task in waiting:
+                self._mover.resubmit(task)
+            if self._closed:
+                # `shutdown` has stopped the thread that hangs, or is about to; this one is new.
+                self._mover.stop()
+        if left is not None:
+            _shutdown_in_background(left)
+
+    def leave_group(self, making: threading.Event) -> None:
+        """Let go of an engine whose group has lost a rank, or its round: there will be another.
+
+        Args:
+            making: Set when the engine has been made; if its group forms already, that ends.
+        """
+        if getattr(self._engine, "needs_generation", False):
+            self.abort_in_background(making)
+        self.submit(self._end_group)
+
+    def shutdown(self) -> None:
+        """Shut the engine down and end its thread; a hanging one is left behind."""
+        with self._lock:
+            # From here on `abort` leaves no thread that waits for more.
+            self._closed = True
+            done = self._mover.submit(self._drop)
+        done.wait(UNBLOCK_GRACE_S)
+        self._mover.stop()
+
+    @property
+    def name(self) -> str | None:
+        """Engine name, once one was asked for."""
+        return None if self._init is None else self._init.engine
+
+    # -- on the engine's thread
+
+    def make(self, init: Init) -> None:
+        """Make and initialise the engine that a publisher asks for.
+
+        Raises:
+            WTransferError: It cannot be found, is not allowed, or failed to initialise.
+        """
+        self._own()
+        self._drop()
+        self._init = None
+        self._check_allowed(init)
+        engine = self._create(init)
+        with self._lock:
+            # A thread that was left behind in the line above must not replace a later engine.
+            current = self._mover.runs_here()
+            if current:
+                self._engine, self._init = engine, init
+        if not current:
+            guarded("shutdown", engine.shutdown)
+            raise RoundAbortedError(f"engine {init.engine!r} took too long to be made")
+        info = self._parse("parse_init_info", init.init_info)
+        self._call("init_transfer_engine", lambda: engine.init_transfer_engine(info))
+
+    def ensure(self) -> None:
+        """Make the engine again if it was left behind.
+
+        Raises:
+            NotInitializedError: No publisher has asked for one yet.
+            RoundAbortedError: The caller's thread was left behind.
+        """
+        if self._own() is None and self._init is not None:
+            self.make(self._init)
+        if self._own() is None:
+            raise NotInitializedError("not initialized: the worker has no weight transfer engine")
+
+    @property
+    def copies(self) -> bool:
+        """Whether tensors must be copied before ``load_weights`` returns."""
+        return getattr(self._own(), "tensors_valid_until", "return") != "round"
+
+    @property
+    def allocates(self) -> bool:
+        """Whether the engine takes memory of its own for what it hands out."""
+        return bool(getattr(self._own(), "allocates", False))
+
+    def make_room(self, nbytes: int) -> str | None:
+        """Let the engine check that it can stage an update; None: it has no say."""
+        call = getattr(self._own(), "make_room", None)
+        return None if call is None else self._call("make_room", lambda: call(nbytes))
+
+    def receive(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:
+        """Let the engine receive once."""
+        engine = self._own()
+        info = self._parse("parse_update_info", update_info)
+        self._call("receive_weights", lambda: engine.receive_weights(info, load_weights))
+
+    def optional(self, method: str) -> None:
+        """Call a method that an engine may leave out."""
+        call = getattr(self._own(), method, None)
+        if call is not None:
+            self._call(method, call)
+
+    def _own(self) -> Any:
+        """Return the engine, but not to a thread that was left behind: it is not that one's."""
+        with self._lock:
+            if not self._mover.runs_here():
+                raise RoundAbortedError("this round's thread was given up; its engine is gone")
+            return self._engine
+
+    def _create(self, init: Init) -> Any:
+        plugin = f"engines:{init.engine}"
+        try:
+            self._check_origin(init)
+            return WeightTransferEngineFactory.create_engine(
+                WeightTransferConfig(init.engine), self._parallel_config(init)
+            )
+        except PluginError as error:
+            error.add_facts(plugin=plugin)
+            raise _with_origin(error, init) from error
+        except BaseException as error:
+            raise engine_error("__init__", error, plugin) from error
+
+    def _parse(self, method: str, values: dict[str, Any]) -> Any:
+        parse = getattr(self._own(), method, None)
+        return values if parse is None else self._call(method, lambda: parse(values))
+
+    def _call(self, method: str, call: Callable[[], T]) -> T:
+        plugin = f"engines:{self.name}"
+        try:
+            return call()
+        except WTransferError as error:
+            error.add_facts(plugin=plugin)
+            raise
+        except BaseException as error:
+            raise engine_error(method, error, plugin) from error
+
+    def _end_group(self) -> None:
+        if getattr(self._own(), "needs_generation", False):
+            self._drop()
+            self._init = None
+
+    def _drop(self) -> None:
+        with self._lock:
+            # In one step: a thread left behind just now must not take its successor's engine.
+            engine = self._engine if self._mover.runs_here() else None
+            if engine is not None:
+                self._engine = None
+        if engine is not None:
+            guarded("shutdown", engine.shutdown)
+
+    def _parallel_config(self, init: Init) -> ParallelConfig:
+        return ParallelConfig(
+            rank=self._rank,
+            world_size=self._num_ranks,
+            tensor_parallel_size=self._num_ranks,
+            data_parallel_size=init.data_parallel_size,
+            data_parallel_rank=init.data_parallel_index,
+            data_parallel_index=init.data_parallel_index,
+        )
+
+    def _check_allowed(self, init: Init) -> None:
+        if self._allowed is not None and init.engine not in self._allowed:
+            raise PluginBlockedError(
+                f"the trainer asks for engine {init.engine!r}; this worker allows only "
+                f"{', '.join(map(repr, sorted(self._allowed)))} (WorkerSession engines=)",
+                kind="engines",
+                name=init.engine,
+            )
+
+    def _check_origin(self, init: Init) -> None:
+        record = registry("engines").record(init.engine)
+        ours, theirs = record.distribution, init.distribution
+        if ours is not None and theirs is not None and ours != theirs:
+            raise PluginIncompatibleError(
+                f"engine {init.engine!r} comes from {theirs} {init.engine_version} on the trainer "
+                f"and from {ours} {record.version} here; install the same one on both sides",
+                kind="engines",
+                name=init.engine,
+            )
+
+
+def engine_error(method: str, error: BaseException, plugin: str) -> WTransferError:
+    """Return our error for whatever an engine raised."""
+    if isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError)) and is_out_of_memory(error)
+    ):
+        shortage = out_of_memory("the update's", error)
+        shortage.add_facts(plugin=plugin)
+        return shortage
+    return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)
+
+
+def guarded(what: str, call: Callable[[], object] | None) -> None:
+    """Call something of an engine whose failure must not stop us; it is logged."""
+    if call is None:
+        return
+    try:
+        call()
+    except BaseException:
+        logger.exception("an engine failed in %s", what)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Empty the frames that an error has passed through, so that who keeps it keeps no tensors.
+
+    Frames that still run keep what they have, so this is called where none of them matters.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        if error.__traceback__ is not None:
+            _clear_callers(error.__traceback__.tb_frame)
+        error = error.__cause__ or error.__context__
+
+
+def _clear_callers(frame: FrameType) -> None:
+    # A frame keeps the one that called it, also after both have returned.
+    with contextlib.suppress(RuntimeError):
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            frame.clear()
+
+
+def _shutdown_in_background(engine: Any) -> None:
+    # Its own thread: an engine that hangs in receiving may hang in shutdown as well.
+    threading.Thread(
+        target=guarded, args=("shutdown", engine.shutdown), name="wtransfer-shutdown", daemon=True
+    ).start()
+
+
+def _with_origin(error: PluginError, init: Init) -> PluginError:
+    if init.distribution is None or init.distribution in error.message:
+        return error
+    told = type(error)(
+        f"{error.message} (the trainer has it from {init.distribution} {init.engine_version})"
+    )
+    told.add_facts(**{k: v for k, v in vars(error).items() if k != "message"})
+    return told

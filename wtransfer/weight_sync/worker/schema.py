@@ -1,0 +1,180 @@
+"""Whether an update fits a target: names, dtypes, shapes, and that nothing is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from wtransfer.errors import ManifestError, SchemaError
+from wtransfer.manifest import WHOLE, Manifest, Piece
+from wtransfer.transport.tensors import dtype_name, torch_dtype
+from wtransfer.weight_sync.planned import Planned
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from wtransfer.engines.interface import TensorSpec
+
+MAX_LISTED = 20
+"""Mismatches that an error lists."""
+CAST_HINT = "WorkerSession(cast=True)"
+"""How a worker is told that floating dtypes may differ."""
+
+
+def canonical_names(schema: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Return every name and alias of a schema -> the name that stands for the storage."""
+    return {alias: name for name, spec in schema.items() for alias in (name, *spec.aliases)}
+
+
+def check_fit(
+    manifest: Manifest,
+    schema: Mapping[str, TensorSpec],
+    *,
+    cast: bool,
+    cast_hint: str = CAST_HINT,
+) -> str:
+    """Raise unless every piece has its place in the target and every place gets its piece.
+
+    Args:
+        manifest: The update, already valid in itself.
+        schema: The target.
+        cast: Whether one floating dtype may take another at apply.
+        cast_hint: How to allow that, for errors.
+
+    Returns:
+        Digest of which pieces will be cast, and to which dtypes; empty if none will.
+
+    Raises:
+        SchemaError: With one line per mismatch: every name, wanted and got (first 20).
+        ManifestError: The update uses slices or patches, which are not supported yet.
+    """
+    check_whole(manifest)
+    names = canonical_names(schema)
+    wrong: list[str] = []
+    casts: list[tuple[str, str]] = []
+    would_cast = False
+    for piece in manifest.pieces:
+        spec = schema[names[piece.name]] if piece.name in names else None
+        line = _mismatch(piece, spec, cast=cast)
+        if line:
+            wrong.append(line)
+            would_cast |= spec is not None and _mismatch(piece, spec, cast=True) is None
+        elif spec is not None and piece.dtype != dtype_name(spec.dtype):
+            casts.append((piece.name, dtype_name(spec.dtype)))
+    covered = {names[piece.name] for piece in manifest.pieces if piece.name in names}
+    wrong += [
+        f"{name}: wanted {dtype_name(spec.dtype)} {list(spec.shape)}, got nothing"
+        for name, spec in schema.items()
+        if name not in covered
+    ]
+    if wrong:
+        raise _schema_error(wrong, cast_hint if would_cast else None)
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""
+
+
+class Fitting:
+    """Judges the plans of one publisher, whose pieces are mostly those of the plan before.
+
+    Args:
+        cast: Whether one floating dtype may take another at apply.
+        cast_hint: How to allow that, for errors.
+    """
+
+    def __init__(self, *, cast: bool = False, cast_hint: str = CAST_HINT) -> None:
+        self._cast = cast
+        self._cast_hint = cast_hint
+        self._given = Manifest(())
+        self._planned = Planned(self._given)
+        self._fit: Fit | None = None
+
+    def check(self, manifest: Manifest) -> Planned:
+        """Raise unless a manifest is valid in itself; return what follows from it.
+
+        Raises:
+            ManifestError: The first fault found, with the piece named.
+        """
+        if manifest is self._given:
+            return self._planned
+        if manifest != self._planned.manifest:
+            manifest.check()
+            self._planned = Planned(manifest)
+        self._given = manifest
+        return self._planned
+
+    def judge(self, planned: Planned, schema: Mapping[str, TensorSpec]) -> Fit:
+        """Return how an update fits a target, from what was found before if both are equal to then.
+
+        Raises:
+            SchemaError: As `check_fit`.
+            ManifestError: As `check_fit`.
+        """
+        fit = self._fit
+        if fit is None or fit.planned is not planned or fit.schema != schema:
+            casts = check_fit(planned.manifest, schema, cast=self._cast, cast_hint=self._cast_hint)
+            tied = any(spec.aliases for spec in schema.values())
+            names = canonical_names(schema) if tied else {}
+            # A copy: what a target hands out may be its own, and change.
+            fit = self._fit = Fit(planned, dict(schema), names, casts)
+        return fit
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An update that fits a target."""
+
+    planned: Planned
+    """The update."""
+    schema: Mapping[str, TensorSpec]
+    """The target, as it was."""
+    tied: Mapping[str, str]
+    """Name or alias -> name of the storage; empty if no storage has two names."""
+    casts: str
+    """Digest of which pieces will be cast, and to which dtypes; empty if none will."""
+
+
+def check_whole(manifest: Manifest) -> None:
+    """Raise unless an update consists of whole tensors, and of all of them.
+
+    Raises:
+        ManifestError: It uses slices or patches, which are not supported yet.
+    """
+    if manifest.coverage != "full":
+        raise ManifestError(
+            f"updates with coverage {manifest.coverage!r} are not supported, only 'full'"
+        )
+    sliced = next((piece for piece in manifest.pieces if piece.slice != WHOLE), None)
+    if sliced is not None:
+        raise ManifestError(
+            f"piece {sliced.name!r} is the slice {sliced.slice!r}; only whole tensors can be sent",
+            piece=sliced.name,
+        )
+
+
+def _mismatch(piece: Piece, spec: TensorSpec | None, *, cast: bool) -> str | None:
+    got = f"{piece.dtype} {list(piece.shape)}"
+    if spec is None:
+        return f"{piece.name}: wanted nothing (the target has no such name), got {got}"
+    if piece.shape == tuple(spec.shape) and _dtype_fits(piece, spec, cast=cast):
+        return None
+    return f"{piece.name}: wanted {dtype_name(spec.dtype)} {list(spec.shape)}, got {got}"
+
+
+def _dtype_fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
+    if piece.dtype == dtype_name(spec.dtype):
+        return True
+    wire = torch_dtype(piece.dtype)
+    return cast and wire.is_floating_point and spec.dtype.is_floating_point
+
+
+def _schema_error(wrong: list[str], cast_hint: str | None) -> SchemaError:
+    listed = "\n  ".join(wrong[:MAX_LISTED])
+    more = f"\n  ... and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+    hint = f"\nthe worker can be told to convert floating dtypes: {cast_hint}" if cast_hint else ""
+    return SchemaError(
+        f"the update does not fit the target in {len(wrong)} of its names:\n  {listed}{more}{hint}",
+        mismatches=wrong[:MAX_LISTED],
+        piece=wrong[0].partition(": ")[0],
+    )
