@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
+from wtransfer.calls import Announcer
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import NotInitializedError, RoundAbortedError
 from wtransfer.testing.memory import MemoryEngine
 from wtransfer.weight_sync.trainer import sender
-from wtransfer.weight_sync.trainer.announcing import Announcer
 from wtransfer.weight_sync.trainer.sender import RoundClient
 
 
@@ -87,11 +87,13 @@ def test_what_an_announcement_fails_with_is_raised_at_the_end():
         go_on.wait(5.0)
         raise OSError("nobody there")
 
-    announcer = Announcer(tell)
-    announcer.announce({})
-    go_on.set()
+    def announce():
+        with Announcer(tell) as announcer:
+            announcer.announce({})
+            go_on.set()
+
     with pytest.raises(OSError, match="nobody there"):
-        announcer.wait()
+        announce()
 
 
 def test_a_client_without_a_round_says_so():

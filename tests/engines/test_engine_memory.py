@@ -9,30 +9,16 @@ import pytest
 import torch
 
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.engines.gloo import GlooWeightTransferEngine
-from wtransfer.engines.gloo_trainer import GlooTrainerEngine
-from wtransfer.engines.outgoing import Outgoing
+from wtransfer.engines.gloo import GlooTrainerEngine, GlooWeightTransferEngine
 from wtransfer.errors import NonfiniteError, StagingMemoryError
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
 from wtransfer.transport.digests import digest
 
 
-class TensorOutgoing(Outgoing):
-    """Hands out tensors instead of memory views."""
-
-    def __call__(self, meta):
-        return torch.from_numpy(self.memory[self[meta.name]])
-
-
 class DeviceTrainer(GlooTrainerEngine):
     digest_algorithm: ClassVar = "wsum64"
-
-    def outgoing(self, source, communicator):
-        nbytes = self.init_info.packed_buffer_size_bytes
-        return TensorOutgoing(
-            source.metadata, communicator, nbytes, on_part=source.note_progress, num_buckets=3
-        )
+    num_buckets = 3
 
 
 class DeviceEngine(GlooWeightTransferEngine):

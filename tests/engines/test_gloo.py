@@ -13,8 +13,11 @@ import torch
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.collective import CollectiveInitInfo
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.engines.gloo import GlooWeightTransferEngine
-from wtransfer.engines.gloo_trainer import GlooTrainerEngine, GlooTrainerInitInfo
+from wtransfer.engines.gloo import (
+    GlooTrainerEngine,
+    GlooTrainerInitInfo,
+    GlooWeightTransferEngine,
+)
 from wtransfer.errors import (
     AddressError,
     EngineError,

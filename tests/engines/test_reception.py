@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from wtransfer.manifest import Manifest
+from wtransfer.transport.layout import TensorLayout
 from wtransfer.weight_sync.messages import Plan
 from wtransfer.weight_sync.worker.hosted import HostedEngine
 from wtransfer.weight_sync.worker.ledger import Ledger
 from wtransfer.weight_sync.worker.reception import Reception
-from wtransfer.weight_sync.worker.schema import Fitting
 
 
 @pytest.fixture
@@ -25,9 +27,8 @@ def test_a_round_that_ends_while_it_claims_the_session_leaves_it_free(engine):
         Plan("dead", "v1", Manifest(())),
         Manifest(()),
         engine,
-        schema=dict,
-        fitting=Fitting(),
-        worker="w",
+        layout_of=TensorLayout,
+        session=SimpleNamespace(name="w", schema=dict, cast=False, cast_hint=""),
         notes=[],
         send=sent.append,
         on_over=lambda: ledger.free("dead"),

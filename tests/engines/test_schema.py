@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import Manifest, Piece
-from wtransfer.weight_sync.worker.schema import Fitting, canonical_names, check_fit
+from wtransfer.weight_sync.worker.schema import canonical_names, check_fit
 
 SCHEMA = {
     "embed": TensorSpec(torch.bfloat16, (4, 2), aliases=("head",)),
@@ -146,58 +145,3 @@ def test_every_name_leads_to_the_name_of_its_storage():
 def test_parts_of_weights_are_not_taken_yet(manifest):
     with pytest.raises(ManifestError, match="only"):
         check_fit(manifest, SCHEMA, cast=False)
-
-
-# -- the same plan again
-
-
-def decoded(manifest):
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
-
-
-def test_a_plan_that_equals_the_last_is_the_last():
-    fitting = Fitting()
-    first = fitting.check(decoded(Manifest(FITTING)))
-    assert fitting.check(decoded(Manifest(FITTING))) is first
-    fit = fitting.judge(first, SCHEMA)
-    assert (fit.casts, fit.tied) == ("", canonical_names(SCHEMA))
-    assert fitting.judge(first, dict(SCHEMA)) is fit
-
-
-@pytest.mark.parametrize(
-    "piece", [Piece("norm", "nonsense", (8,)), Piece("norm", "float32", (-8,)), FITTING[0]]
-)
-def test_a_bad_plan_after_a_good_one_is_refused_and_the_good_one_still_taken(piece):
-    fitting = Fitting()
-    good = fitting.check(Manifest(FITTING))
-    bad = Manifest((*FITTING[:1], piece, *FITTING[2:]))
-    for _ in range(2):
-        with pytest.raises(ManifestError):
-            fitting.check(bad)
-    assert fitting.check(decoded(Manifest(FITTING))) is good
-
-
-def test_a_target_that_has_changed_is_judged_again():
-    fitting, schema = Fitting(), dict(SCHEMA)
-    manifest = fitting.check(Manifest(FITTING))
-    fitting.judge(manifest, schema)
-    # In place: what a target hands out may be its own.
-    schema["norm"] = TensorSpec(torch.float32, (9,))
-    for _ in range(2):
-        with pytest.raises(SchemaError, match=r"norm: wanted float32 \[9\], got float32 \[8\]"):
-            fitting.judge(manifest, schema)
-    schema["norm"] = SCHEMA["norm"]
-    assert fitting.judge(manifest, schema).casts == ""
-
-
-def test_another_plan_is_judged_again():
-    fitting = Fitting()
-    fitting.judge(fitting.check(Manifest(FITTING)), SCHEMA)
-    with pytest.raises(SchemaError, match="norm: wanted"):
-        fitting.judge(fitting.check(with_piece("norm", "float32", (7,))), SCHEMA)
-
-
-def test_without_a_second_name_there_is_nothing_to_compare():
-    schema = {name: spec for name, spec in SCHEMA.items() if not spec.aliases}
-    fitting = Fitting()
-    assert fitting.judge(fitting.check(Manifest(FITTING[1:])), schema).tied == {}

@@ -71,7 +71,6 @@ def test_what_a_mapping_has_become_is_said_however_it_was_before(change):
     tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
     source = StateDictSource(tensors)
     before = source.metadata
-    assert all(one is other for one, other in zip(source.metadata, before, strict=True))
     change(tensors)
     for _ in range(2):
         assert source.metadata == StateDictSource(tensors).metadata != before

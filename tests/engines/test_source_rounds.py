@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.shm_trainer import SegmentLayout
 from wtransfer.errors import RoundAbortedError, SourceError
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.sharded import ShardedSource
 from wtransfer.weight_sync.trainer.source import StateDictSource
 
 
@@ -25,13 +25,19 @@ class Custom(StateDictSource):
         yield from self.read()
 
 
-def packed(source):
-    """What one pass copies into a piece of memory, by name."""
-    layout = SegmentLayout(source.metadata)
-    memory = np.full(layout.nbytes, 0xFF, dtype=np.uint8)
-    places = layout.places(memory)
-    found = {meta.name: bytes(place) for meta, place in source.iter_into(places)}
-    assert found == {meta.name: memory[places[meta.name]].tobytes() for meta in source.metadata}
+def packed(source, nbytes=1 << 20, kind="array"):
+    """What one pass copies, bucket by bucket, by name."""
+    layout, found, memories = source.layout, {}, []
+
+    def allocate(bucket):
+        memories.append(np.full(bucket.nbytes, 0xFF, dtype=np.uint8))
+        return torch.from_numpy(memories[-1]) if kind == "tensor" else memories[-1]
+
+    for bucket in source.iter_buckets(nbytes, allocate):
+        for number in range(bucket.first, bucket.last):
+            start = layout.starts[number] - bucket.start
+            content = memories[-1][start : start + layout.sizes[number]]
+            found[layout.names[number]] = content.tobytes()
     return found
 
 
@@ -42,14 +48,13 @@ def expected_bytes(tensors):
     }
 
 
-def test_metadata_and_manifest_are_kept_while_they_are_right():
+def test_the_layout_is_kept_while_it_is_right():
     tensors = {"a": torch.zeros(2), "b": torch.ones(3)}
     source = DigestingSource(StateDictSource(tensors))
-    planned, metadata = source.plan(), source.metadata
+    layout = source.plan()
     tensors["a"] = torch.full((2,), 7.0)
     tensors["b"].data = torch.full((3,), 8.0)
-    assert source.plan() is planned
-    assert source.metadata is metadata
+    assert source.plan() is layout
     assert packed(source) == expected_bytes(tensors)
 
 
@@ -282,32 +287,31 @@ def test_what_is_not_finite_is_counted_among_many():
     assert source.nonfinite == {"t7": 2, "t2000": 100}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["xxh3-128", "wsum64"])
-@pytest.mark.parametrize("kind", [Custom, StateDictSource])
-def test_what_is_said_to_be_there_is_there(kind, algorithm):
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+@pytest.mark.parametrize("nbytes", [1, 1 << 20, 1 << 30])
+def test_every_bucket_is_there_when_it_is_yielded(kind, algorithm, nbytes):
     tensors = {**SMALL, "large": torch.ones(300_000), "none": torch.empty(0), "t": torch.zeros(3)}
-    own = Custom(tensors, lambda: list(tensors.items())) if kind is Custom else kind(tensors)
-    source, packed_at = DigestingSource(own, algorithm), []
+    source, packed_at = DigestingSource(StateDictSource(tensors), algorithm), []
     source.plan()
-    layout = SegmentLayout(source.metadata)
-    memory = np.full(layout.nbytes, 0xFF, dtype=np.uint8)
-    expected, numbers = list(expected_bytes(tensors).values()), [0]
-    source.on_packed = lambda: packed_at.append(numbers[-1])
-    for stop in source.copy_into(layout.places(memory)):
-        for number in range(numbers[-1], stop):
-            start = layout.starts[number]
-            assert memory[start : layout.stops[number]].tobytes() == expected[number]
-        numbers.append(stop)
-    assert numbers == sorted(numbers)
-    assert packed_at == [numbers[-1]] == [len(tensors)]
+    source.on_packed = lambda: packed_at.append(1)
+    assert packed(source, nbytes, kind) == expected_bytes(tensors)
+    assert packed_at == [1]
     assert source.digests() == [digest(each, algorithm) for each in tensors.values()]
 
 
-def test_a_stopped_round_ends_between_two_runs():
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_what_lay_in_a_bucket_before_is_not_counted_again(kind):
+    # Memory is full of NaN, also between the tensors.
+    source = DigestingSource(StateDictSource({"a": torch.ones(3), "b": torch.ones(5)}))
+    source.plan()
+    packed(source, kind=kind)
+    assert source.nonfinite == {}
+
+
+def test_a_stopped_round_ends_between_two_buckets():
     source = standing(lambda: SMALL)
-    layout = SegmentLayout(source.metadata)
-    passing = source.iter_into(layout.places(np.zeros(layout.nbytes, dtype=np.uint8)))
+    passing = source.iter_buckets(1024, lambda bucket: np.zeros(bucket.nbytes, dtype=np.uint8))
     next(passing)
     source.stop("a worker was lost")
     with pytest.raises(RoundAbortedError, match="a worker was lost"):
@@ -324,3 +328,37 @@ def test_a_round_that_has_ended_is_not_said_to_be_packed():
     with pytest.raises(RoundAbortedError, match="the test says so"):
         next(one_by_one)
     assert said == []
+
+
+class Doubled(StateDictSource):
+    """Yields other tensors than it was made of."""
+
+    def iter_full(self):
+        return iter([(name, each * 2) for name, each in super().iter_full()])
+
+
+@pytest.mark.parametrize("wrap", [lambda source: source, ShardedSource])
+def test_a_class_with_passes_of_its_own_is_asked_for_them(wrap):
+    source = DigestingSource(wrap(Doubled(SMALL)))
+    for _ in range(2):
+        source.plan()
+        assert packed(source) == expected_bytes({n: t * 2 for n, t in SMALL.items()})
+
+
+def test_memory_that_moves_after_the_plan_is_read_where_it_is():
+    tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
+    source = DigestingSource(StateDictSource(tensors))
+    source.plan()
+    tensors["a"].untyped_storage().resize_(1 << 22)
+    tensors["a"].fill_(7)
+    assert packed(source) == expected_bytes(tensors)
+
+
+def test_names_that_part_after_the_plan_are_not_sent_as_one():
+    tied = torch.zeros(3)
+    tensors = {"a": tied, "b": tied.detach()}
+    source = DigestingSource(StateDictSource(tensors))
+    source.plan()
+    tensors["b"].data = torch.ones(3)
+    with pytest.raises(SourceError, match="yields 'b' after the last tensor"):
+        packed(source)

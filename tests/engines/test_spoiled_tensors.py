@@ -7,18 +7,25 @@ import torch
 
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.interface import WeightTransferEngine
-from wtransfer.engines.shm import ShmInitInfo, ShmUpdateInfo, ShmWeightTransferEngine
-from wtransfer.engines.shm_trainer import ShmTrainerEngine
+from wtransfer.engines.shm import (
+    ShmInitInfo,
+    ShmTrainerEngine,
+    ShmUpdateInfo,
+    ShmWeightTransferEngine,
+)
 from wtransfer.errors import (
     DigestMismatchError,
     IncompleteUpdateError,
     ManifestError,
+    ProtocolError,
     SchemaError,
     TruncatedError,
 )
+from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.testing.faults import Fault
 from wtransfer.transport.handover import Lender
+from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import Segment
 
 CAUGHT = {
@@ -119,27 +126,19 @@ def test_every_single_bit_of_an_update_is_guarded(fleet, engine, faults):
 
 # FAULTS 5
 def test_a_segment_that_is_too_short_is_refused_at_every_length():
-    names, offsets = ["a", "b"], [0, 64]
+    layout = TensorLayout(Manifest((Piece("a", "float32", (2,)), Piece("b", "float32", (3,)))))
     worker = ShmWeightTransferEngine(WeightTransferConfig("shm"), ParallelConfig())
+    worker.set_layout(layout)
     lender = Lender()
     worker.init_transfer_engine(ShmInitInfo(lender.address, lender.secret))
     try:
-        for length in range(64 + 12):
+        for length in range(layout.nbytes):
             segment = Segment(length)
             lender.offer(length, segment)
-            info = ShmUpdateInfo(
-                segment=length,
-                names=names,
-                dtype_names=["float32", "float32"],
-                shapes=[[2], [3]],
-                offsets=offsets,
-                nbytes=76,
-            )
-            arrived = []
-            with pytest.raises(TruncatedError, match="does not lie within"):
-                worker.receive_weights(
-                    info, lambda pairs, to=arrived: to.extend(n for n, _ in pairs)
-                )
+            info, arrived = ShmUpdateInfo(segment=length, first=0, last=2), []
+            with pytest.raises(TruncatedError, match="do not lie within"):
+                worker.receive_weights(info, arrived.extend)
+            assert arrived == []
             lender.withdraw(length)
             segment.close()
     finally:
@@ -148,7 +147,7 @@ def test_a_segment_that_is_too_short_is_refused_at_every_length():
 
 
 class TruncatingTrainer(ShmTrainerEngine):
-    """Announces tensors that lie behind the end of its segment."""
+    """Announces other tensors than those that it has copied."""
 
     beyond = 0
 
@@ -157,8 +156,8 @@ class TruncatingTrainer(ShmTrainerEngine):
 
         class Client:
             def update_weights(self, info):
-                shifted = [offset + TruncatingTrainer.beyond for offset in info["offsets"]]
-                client.update_weights({**info, "offsets": shifted})
+                first, last = (info[key] + TruncatingTrainer.beyond for key in ("first", "last"))
+                client.update_weights({**info, "first": first, "last": last})
 
         self.client = Client()
         try:
@@ -169,7 +168,7 @@ class TruncatingTrainer(ShmTrainerEngine):
 
 # FAULTS 5
 @pytest.mark.parametrize("beyond", [1, 48, 2**20, 2**62, -1])
-def test_tensors_outside_their_segment_end_the_round(fleet, weights, beyond):
+def test_tensors_outside_the_update_end_the_round(fleet, weights, beyond):
     TruncatingTrainer.beyond = 0
     made = fleet(weights, engine="shm", trainer=TruncatingTrainer)
     for _ in range(2):
@@ -177,7 +176,7 @@ def test_tensors_outside_their_segment_end_the_round(fleet, weights, beyond):
     assert made.publish("v1").ok
     before = states(made)
     TruncatingTrainer.beyond = beyond
-    with pytest.raises((TruncatedError, DigestMismatchError)):
+    with pytest.raises(ProtocolError, match="were announced of an update of"):
         made.publish("v2")
     assert states(made) == before
     TruncatingTrainer.beyond = 0

@@ -30,7 +30,7 @@ class Memcpy:
     @classmethod
     def of_model(cls, model: nn.Module) -> Memcpy:
         """Return copies as large as the model's weights, tied ones counted once."""
-        storages = group_storages(module_tensors(model)).values()
+        storages = group_storages(module_tensors(model))
         return cls(sum(storage.tensors[0].nbytes for storage in storages))
 
     def seconds(self) -> float:

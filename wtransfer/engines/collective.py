@@ -1,47 +1,75 @@
-"""Engines that broadcast on a process group, worker side: all but the group itself.
+"""Engines that broadcast on a process group: both sides, all but the group itself.
 
 1. T (`CollectiveTrainerEngine`) hosts a rendezvous; its address is the workers' init info.
-2. T and every W meet there and form a group: T is rank 0, W's rank follows from its place.
-3. T announces names, dtypes and shapes once per round, and broadcasts the tensors as one stream of
-   bytes in buckets, filling one while the other travels.
-4. W receives each bucket where it stays, and hands out views of it.
-5. A rank that is lost breaks the group for all. The control channel notices, and has every engine
-   abort; the next round forms a new group, as does a change of membership.
+2. T and every W (`CollectiveWeightTransferEngine`) meet there and form a group: T is rank 0, W's
+   rank follows from its place.
+3. T announces the update once per round and broadcasts the tensors as one stream of bytes in
+   buckets, filling one while the other travels.
+4. W receives each bucket where it stays, and passes views of it on.
+5. A lost rank breaks the group for all. The control channel notices, and has every engine abort;
+   the next round forms a new group, as does a change of membership.
 
-Gloo is one of them; third parties bring others by way of a `Communicator` of five methods.
+Gloo is one of them; third parties bring others by a `Communicator` of five methods.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
+import math
+import threading
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from wtransfer.engines.incoming import HostLanding, Incoming, receive
+import torch
+
+from wtransfer.calls import Announcer, forget_frames
 from wtransfer.engines.interface import (
+    RoundSource,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSyncClient,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.engines.update_lists import check_dtypes, check_lengths, check_shapes
 from wtransfer.errors import GroupError, NotInitializedError
 from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
+from wtransfer.transport.layout import TensorLayout, aligned
 from wtransfer.transport.recycling import RecycledMemory
+from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from typing_extensions import Self
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.engines.incoming import Landing
     from wtransfer.engines.interface import LoadWeights
-    from wtransfer.transport.buckets import Layout
-    from wtransfer.transport.communicator import Communicator
-    from wtransfer.transport.rendezvous import Rendezvous
+    from wtransfer.transport.communicator import Communicator, Pending
+    from wtransfer.transport.layout import Bucket
+    from wtransfer.transport.tensors import ByteArray
 
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""
 MAX_TIMEOUT_S = 1e9
-"""Longest time that a peer may name, for ever as it were: clocks in nanoseconds can count it."""
+"""Longest time that a peer may name: clocks in nanoseconds can count it."""
+NUM_AHEAD = 3
+"""Parts received in advance, so that the next arrive while one is digested."""
+NUM_BUCKETS = 2
+"""Buckets in the trainer's memory: one is filled while the other travels."""
+
+
+def parts(bucket: Bucket, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last byte, from the bucket's start, of parts of at most `nbytes`.
+
+    A larger bucket travels in several parts, so that both sides see progress.
+    """
+    return itertools.pairwise([*range(0, bucket.nbytes, nbytes), bucket.nbytes])
+
+
+# -- worker side -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -70,24 +98,63 @@ class CollectiveInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class CollectiveUpdateInfo(WeightTransferUpdateInfo):
-    """One update: its tensors in the order of the stream. All lists have the same length."""
+    """One update. Tensors are named only where the worker's engine was given no layout."""
 
     names: list[str] = field(default_factory=list)
-    """Names of the tensors."""
+    """Names of the tensors, in the order of the stream."""
     dtype_names: list[str] = field(default_factory=list)
     """Wire dtypes."""
     shapes: list[list[int]] = field(default_factory=list)
     """Shapes."""
 
     def __post_init__(self) -> None:
-        check_lengths(self, ("dtype_names", "shapes"))
-        check_dtypes(self.dtype_names)
-        check_shapes(self.names, self.shapes)
+        lengths = len(self.names), len(self.dtype_names), len(self.shapes)
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"`names`, `dtype_names` and `shapes` have {lengths} entries, not equally many"
+            )
 
-    def incoming(self, before: Incoming) -> Incoming:
-        """Return what this announces: `before` itself where that is the same."""
-        announced = self.names, self.dtype_names, self.shapes
-        return before if before.is_of(*announced) else Incoming(*announced)
+
+class RecvBuffers(Protocol):
+    """Memory for one update. Bytes are counted from the start of its layout."""
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return where some bytes are received; at most `NUM_AHEAD` + 1 parts at a time.
+
+        Returns:
+            uint8, shape ``(stop - start,)``, contiguous, of the communicator's kind of memory.
+        """
+
+    def received(self, start: int, stop: int) -> None:
+        """Note that the bytes are in their part; called in the order of the stream."""
+
+    def views(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of each of a bucket's tensors, whose bytes have arrived."""
+
+
+class HostRecvBuffers:
+    """Host memory, in which everything stays where it was received.
+
+    Args:
+        layout: The update.
+        memory: uint8 array of the layout's size.
+    """
+
+    def __init__(self, layout: TensorLayout, memory: ByteArray) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._content = torch.from_numpy(memory)
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes themselves."""
+        return self._content[start:stop]
+
+    def received(self, start: int, stop: int) -> None:
+        """Do nothing: the bytes are there."""
+
+    def views(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield views that keep the whole memory alive."""
+        return self._layout.views(self._memory, bucket)
 
 
 TInfo = TypeVar("TInfo", bound=CollectiveInitInfo)
@@ -117,7 +184,7 @@ class CollectiveWeightTransferEngine(
         self._communicator: Communicator | None = None
         self._bucket_nbytes = 0
         self._memory = RecycledMemory()
-        self._incoming = Incoming([], [], [])
+        self._layout: TensorLayout | None = None
 
     @abstractmethod
     def form_group(self, rendezvous: Rendezvous, init_info: TInfo, rank: int) -> Communicator:
@@ -133,17 +200,19 @@ class CollectiveWeightTransferEngine(
             StallError: Ranks are missing.
         """
 
-    def landing(self, layout: Layout, note_progress: Callable[[], object]) -> Landing:
-        """Return the memory that one update is received into; host memory, used again and again.
+    def recv_buffers(
+        self, layout: TensorLayout, note_progress: Callable[[], object]
+    ) -> RecvBuffers:
+        """Return the memory that one update is received into; host memory, reused.
 
         Args:
-            layout: Its stream.
+            layout: The update.
             note_progress: To be called again and again while memory is taken; may raise.
 
         Raises:
             StagingMemoryError: There is not that much.
         """
-        return HostLanding(self._memory.take(layout.nbytes, note_progress))
+        return HostRecvBuffers(layout, self._memory.take(layout.nbytes, note_progress))
 
     def init_transfer_engine(self, init_info: TInfo) -> None:
         """Meet the other ranks and form the group.
@@ -157,10 +226,26 @@ class CollectiveWeightTransferEngine(
         self._leave()
         self._bucket_nbytes = init_info.packed_buffer_size_bytes
         rank = group_rank(self.parallel_config, init_info.rank_offset, init_info.world_size)
-        self._meet(init_info, rank)
+        where = init_info.master_address, init_info.master_port
+        self._rendezvous = rendezvous = Rendezvous(*where, init_info.rendezvous)
+        try:
+            self._check_aborted()
+            rendezvous.join()
+            self._communicator = self.form_group(rendezvous, init_info, rank)
+            # An abort just before this line found neither a group nor anything to cancel.
+            self._check_aborted()
+        except BaseException:
+            self._leave()
+            raise
+        finally:
+            self._rendezvous = None
+
+    def set_layout(self, layout: TensorLayout) -> None:
+        """Take the layout of the round's tensors."""
+        self._layout = layout
 
     def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
-        """Receive the whole update, and hand out views bucket by bucket.
+        """Receive the whole update, and pass views on bucket by bucket.
 
         Whatever ends this early has broken the group, of which nothing is kept then: the trainer
         forms a new one for the next round.
@@ -169,26 +254,49 @@ class CollectiveWeightTransferEngine(
         if communicator is None:
             raise NotInitializedError("not initialized: call init_transfer_engine first")
         try:
-            self._incoming = update_info.incoming(self._incoming)
-            self._receive(self._incoming, communicator, load_weights)
+            layout = self._layout
+            if layout is None or update_info.names:
+                layout = TensorLayout.of_columns(
+                    update_info.names, update_info.dtype_names, update_info.shapes
+                )
+            self._receive(layout, communicator, load_weights)
         except BaseException:
             self._leave()
             raise
 
     def _receive(
-        self, incoming: Incoming, communicator: Communicator, load_weights: LoadWeights
+        self, layout: TensorLayout, communicator: Communicator, load_weights: LoadWeights
     ) -> None:
-        layout = incoming.layout
+        class Part(NamedTuple):
+            start: int
+            stop: int
+            pending: Pending
+            ends: Bucket | None
 
-        def note_progress() -> None:
-            load_weights(())
+        buffers = self.recv_buffers(layout, lambda: load_weights(()))
+        under_way: collections.deque[Part] = collections.deque()
 
-        landing = self.landing(layout, note_progress)
-        for bucket in receive(layout, landing, communicator, self._bucket_nbytes, note_progress):
-            load_weights(incoming.landed(bucket, landing))
+        def take(limit: int) -> None:
+            while len(under_way) > limit:
+                part = under_way.popleft()
+                part.pending.wait()
+                buffers.received(part.start, part.stop)
+                load_weights(() if part.ends is None else buffers.views(part.ends))
+
+        for bucket in layout.buckets(self._bucket_nbytes):
+            for start, stop in parts(bucket, self._bucket_nbytes):
+                place = buffers.part(bucket.start + start, bucket.start + stop)
+                pending = communicator.broadcast(place, 0)
+                ends = bucket if stop == bucket.nbytes else None
+                under_way.append(Part(bucket.start + start, bucket.start + stop, pending, ends))
+                take(NUM_AHEAD)
+            if not bucket.nbytes:
+                # Empty tensors alone: nothing travels.
+                load_weights(buffers.views(bucket))
+        take(0)
 
     def abort_weight_update(self) -> None:
-        """Break the group, or call its forming off: whoever waits, here or there, gets an error."""
+        """Break the group, or cancel its forming: every wait, here or there, ends with an error."""
         self._call_off()
         communicator = self._communicator
         if communicator is not None:
@@ -199,32 +307,14 @@ class CollectiveWeightTransferEngine(
         # Also one that begins just now: no later `init_transfer_engine` resets this.
         self._is_shut_down = True
         self._call_off()
-        self._leave()
         self._memory.forget()
+        self._leave()
 
     def _call_off(self) -> None:
-        """Let a group form no further."""
         self._aborted = True
         rendezvous = self._rendezvous
         if rendezvous is not None:
             rendezvous.cancel()
-
-    def _meet(self, init_info: TInfo, rank: int) -> None:
-        from wtransfer.transport.rendezvous import Rendezvous
-
-        where = init_info.master_address, init_info.master_port
-        self._rendezvous = rendezvous = Rendezvous(*where, init_info.rendezvous)
-        try:
-            self._check_aborted()
-            rendezvous.join()
-            self._communicator = self.form_group(rendezvous, init_info, rank)
-            # Who aborted just before this found neither a group nor anything to call off.
-            self._check_aborted()
-        except BaseException:
-            self._leave()
-            raise
-        finally:
-            self._rendezvous = None
 
     def _check_aborted(self) -> None:
         if self._is_shut_down:
@@ -236,31 +326,6 @@ class CollectiveWeightTransferEngine(
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()
-
-
-def check_counts(info: object, *names: str) -> None:
-    """Raise unless each of these fields is a number of things, as a peer says it.
-
-    Raises:
-        ValueError: Naming the field.
-    """
-    for name in names:
-        value = getattr(info, name)
-        if type(value) is not int or value <= 0:
-            raise ValueError(f"`{name}` is {value!r:.80}, expected a whole number > 0")
-
-
-def check_timeout(value: object) -> None:
-    """Raise unless this is a time that an operation may take, as a peer says it.
-
-    Raises:
-        ValueError: Naming the field.
-    """
-    # JSON has whole numbers, and Python calls its truth values such.
-    if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:  # type: ignore[operator]
-        raise ValueError(
-            f"`timeout_s` is {value!r:.80}, expected seconds > 0, at most {MAX_TIMEOUT_S:g}"
-        )
 
 
 def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
@@ -284,3 +349,256 @@ def group_rank(place: ParallelConfig, rank_offset: int, world_size: int) -> int:
             "out"
         )
     return rank_offset + place.data_parallel_index * per_replica + place.rank
+
+
+def check_counts(info: object, *names: str) -> None:
+    """Raise unless each of these fields, which a peer may have set, is a positive whole number.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    for name in names:
+        value = getattr(info, name)
+        if type(value) is not int or value <= 0:
+            raise ValueError(f"`{name}` is {value!r:.80}, expected a whole number > 0")
+
+
+def check_timeout(value: object) -> None:
+    """Raise unless this is a time that an operation may take; a peer may have set it.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    # JSON has whole numbers, and bool is an int to isinstance.
+    if type(value) not in (int, float) or not 0 < value <= MAX_TIMEOUT_S:  # type: ignore[operator]
+        raise ValueError(
+            f"`timeout_s` is {value!r:.80}, expected seconds > 0, at most {MAX_TIMEOUT_S:g}"
+        )
+
+
+# -- trainer side ------------------------------------------------------------------------------
+
+
+@dataclass
+class CollectiveTrainerInitInfo(TrainerInitInfo):
+    """Options of the engine."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine at which workers reach it."""
+    port: int = 0
+    """Port of the rendezvous; 0: one that is free."""
+    world_size: int | None = None
+    """Ranks of the group, this one included; None: as many as workers take part, now and later."""
+    packed_buffer_size_bytes: int = 16 << 20
+    """Bytes of a bucket, about; two are kept, as large as the largest tensor at least."""
+    timeout_s: float = OPERATION_TIMEOUT_S
+    """When a rank gives a bucket up by itself, if no control channel does: longer than the source
+    may take for one."""
+
+    def __post_init__(self) -> None:
+        # The CLI passes strings.
+        self.port = _whole("port", self.port, 0)
+        self.packed_buffer_size_bytes = _whole(
+            "packed_buffer_size_bytes", self.packed_buffer_size_bytes, 1
+        )
+        self.timeout_s = _seconds("timeout_s", self.timeout_s)
+        if self.world_size is not None:
+            self.world_size = _whole("world_size", self.world_size, 2)
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} is {value!r}, expected a whole number >= {least}")
+    return number
+
+
+def _seconds(name: str, value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{name} is {value!r:.80}, expected seconds > 0, at most {MAX_TIMEOUT_S:g}"
+        )
+    return number
+
+
+TOptions = TypeVar("TOptions", bound=CollectiveTrainerInitInfo)
+
+
+class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOptions]):
+    """Broadcasts as rank 0.
+
+    Args:
+        init_info: Options.
+        client: Reaches all workers.
+        source: The weights.
+    """
+
+    num_buckets: int = NUM_BUCKETS
+    """Buckets in memory."""
+
+    def __init__(
+        self, init_info: TOptions, *, client: WeightSyncClient, source: RoundSource | None = None
+    ) -> None:
+        super().__init__(init_info, client=client, source=source)
+        num_workers = getattr(client, "num_workers", None)
+        if init_info.world_size is None and num_workers is None:
+            raise ValueError(
+                f"{type(client).__name__} does not say how many workers it reaches; give "
+                "world_size, their number and one"
+            )
+        self._world_size = init_info.world_size or 1 + int(num_workers or 0)
+        self._rendezvous = host_rendezvous(init_info.host, init_info.port)
+        self._communicator: Communicator | None = None
+        self._memory: torch.Tensor | None = None
+
+    @abstractmethod
+    def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
+        """Join the group as rank 0; called once, while the workers are asked to join.
+
+        Args:
+            rendezvous: Where the ranks meet; cancelled if a worker cannot come.
+            world_size: Ranks of the group, this one included.
+
+        Raises:
+            GroupError: It cannot be formed.
+            StallError: Ranks are missing.
+        """
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory for all buckets, uint8 of shape ``(nbytes,)``, where the group sends from.
+
+        Raises:
+            StagingMemoryError: There is not that much.
+        """
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TOptions, *, client: WeightSyncClient, source: RoundSource | None = None
+    ) -> Self:
+        """Open the rendezvous, and form the group together with the workers."""
+        engine = cls(init_info, client=client, source=source)
+        try:
+            engine._meet_workers()
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    def worker_init_info(self) -> dict[str, Any]:
+        """Return where the ranks meet."""
+        return {
+            "master_address": self._rendezvous.host,
+            "master_port": self._rendezvous.port,
+            "rendezvous": self._rendezvous.name,
+            "world_size": self._world_size,
+            "packed_buffer_size_bytes": self.init_info.packed_buffer_size_bytes,
+            "timeout_s": self.init_info.timeout_s,
+        }
+
+    def send_weights(self) -> None:
+        """Announce the update, and broadcast it while the workers receive."""
+        source, communicator = self.source, self._communicator
+        if source is None or communicator is None:
+            raise NotInitializedError("not initialized: no source, or no group to send it to")
+        with Announcer(self.client.update_weights) as announcer:
+            announcer.announce({})
+            broken = self._broadcast(source, communicator)
+            if broken is not None:
+                # The control channel knows which worker was lost or failed: that is the cause.
+                announcer.wait()
+                raise broken
+
+    def abort_weight_update(self) -> None:
+        """Break the group: a running `send_weights` ends, and so do the workers' waits."""
+        self._rendezvous.cancel()
+        communicator = self._communicator
+        if communicator is not None:
+            communicator.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group, close the rendezvous, and release the buckets."""
+        self._rendezvous.close()
+        self._memory = None
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+
+    def _broadcast(self, source: RoundSource, communicator: Communicator) -> GroupError | None:
+        """Broadcast everything; return what broke the group, if it did.
+
+        Returned, not raised: the cause, which is raised for it, outlives the round, and with its
+        context would keep this call's frames. These hold the group, and that its rendezvous' port.
+        """
+        nbytes = self.init_info.packed_buffer_size_bytes
+        buckets = list(source.layout.buckets(nbytes))
+        room = aligned(max((bucket.nbytes for bucket in buckets), default=0))
+        memory = self._memory
+        if memory is None or memory.numel() < room * self.num_buckets:
+            self._memory = None
+            memory = self._memory = self.allocate(room * self.num_buckets)
+        places = [memory[n * room : (n + 1) * room] for n in range(self.num_buckets)]
+        under_way: list[list[Pending]] = [[] for _ in places]
+        turn = itertools.count()
+
+        def await_sent(pending: list[Pending]) -> None:
+            for each in pending:
+                each.wait()
+                source.note_progress()
+            pending.clear()
+
+        def place_of(bucket: Bucket) -> Any:
+            number = next(turn) % self.num_buckets
+            await_sent(under_way[number])
+            content = places[number][: bucket.nbytes]
+            return content.numpy() if content.is_cpu else content
+
+        try:
+            for number, bucket in enumerate(source.iter_buckets(nbytes, place_of)):
+                content = places[number % self.num_buckets]
+                under_way[number % self.num_buckets] = [
+                    communicator.broadcast(content[start:stop], communicator.rank)
+                    for start, stop in parts(bucket, nbytes)
+                ]
+            # The oldest first: that is the order in which they leave.
+            for n in range(self.num_buckets):
+                await_sent(under_way[(len(buckets) + n) % self.num_buckets])
+        except GroupError as error:
+            forget_frames(error)
+            return error
+        finally:
+            # What is still under way would keep the group, and that its port.
+            for pending in under_way:
+                pending.clear()
+        return None
+
+    def _meet_workers(self) -> None:
+        """Form the group while the workers are asked to: all ranks have to come together."""
+        failed: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                self.client.init_weight_transfer_engine(self.worker_init_info())
+            except BaseException as error:
+                failed.append(error)
+                self._rendezvous.cancel()
+
+        asking = threading.Thread(target=ask, name="wtransfer-init", daemon=True)
+        asking.start()
+        try:
+            self._communicator = self.form_group(self._rendezvous, self._world_size)
+        except GroupError:
+            # Cancelled because a worker refused, or is lost: that is the cause.
+            if failed:
+                raise failed[0] from None
+            raise
+        asking.join()
+        if failed:
+            raise failed[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from wtransfer.calls import Announcer
 from wtransfer.checkpoint.incoming import Incoming
 from wtransfer.checkpoint.keeper import Keeper
 from wtransfer.checkpoint.manifest_file import ManifestFile
@@ -22,9 +23,8 @@ from wtransfer.engines.interface import (
     WeightSyncClient,
 )
 from wtransfer.errors import NotInitializedError
-from wtransfer.transport.buckets import aligned
+from wtransfer.transport.layout import aligned
 from wtransfer.transport.tensors import dtype_name, own_memory
-from wtransfer.weight_sync.trainer.announcing import Announcer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,20 +1,23 @@
 """Engine ``gloo``: several hosts, tensors in host memory, TCP between the hosts.
 
-How it works is said in `wtransfer.engines.collective`. The trainer listens at one address, which
-the workers must reach (``-o host=...``, loopback if nothing is said); each worker listens at the
-address from which it reaches the trainer, for the other ranks of the group.
+`wtransfer.engines.collective` says how it works. The trainer listens at one address, which the
+workers must reach (``-o host=...``, default loopback); each worker listens, for the other ranks of
+the group, at the address from which it reaches the trainer.
 
-What travels is neither encrypted nor authenticated, as with every process group of torch: use a
-network of your own. Nothing is unpickled, and every tensor's digest is compared.
+Traffic is neither encrypted nor authenticated, as with every process group of torch: use a network
+of your own. Nothing is unpickled, and every tensor's digest is compared.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from wtransfer.engines.collective import (
     JOIN_TIMEOUT_S,
     CollectiveInitInfo,
+    CollectiveTrainerEngine,
+    CollectiveTrainerInitInfo,
     CollectiveWeightTransferEngine,
 )
 
@@ -27,7 +30,7 @@ class GlooWeightTransferEngine(CollectiveWeightTransferEngine[CollectiveInitInfo
     """Receives by gloo broadcasts."""
 
     init_info_cls = CollectiveInitInfo
-    trainer_cls = "wtransfer.engines.gloo_trainer:GlooTrainerEngine"
+    trainer_cls = "wtransfer.engines.gloo:GlooTrainerEngine"
 
     def form_group(
         self, rendezvous: Rendezvous, init_info: CollectiveInitInfo, rank: int
@@ -43,4 +46,30 @@ class GlooWeightTransferEngine(CollectiveWeightTransferEngine[CollectiveInitInfo
             host=own_address(rendezvous.host, rendezvous.port),
             timeout_s=JOIN_TIMEOUT_S,
             operation_timeout_s=init_info.timeout_s,
+        )
+
+
+@dataclass
+class GlooTrainerInitInfo(CollectiveTrainerInitInfo):
+    """Options of the engine."""
+
+    backend: ClassVar[str] = "gloo"
+
+
+class GlooTrainerEngine(CollectiveTrainerEngine[GlooTrainerInitInfo]):
+    """Broadcasts by gloo."""
+
+    init_info_cls = GlooTrainerInitInfo
+
+    def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
+        """Form the group as rank 0, at the rendezvous' own address."""
+        from wtransfer.transport.process_group import GlooCommunicator
+
+        return GlooCommunicator(
+            rendezvous,
+            0,
+            world_size,
+            host=rendezvous.host,
+            timeout_s=JOIN_TIMEOUT_S,
+            operation_timeout_s=self.init_info.timeout_s,
         )

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.engines.places import Places
     from wtransfer.manifest import Algorithm, Manifest
+    from wtransfer.transport.layout import Bucket, TensorLayout
 
 # -- infos ------------------------------------------------------------------------------------
 
@@ -167,6 +167,10 @@ class RoundSource(WeightSource, Protocol):
     def manifest(self) -> Manifest:
         """The pieces of the round, in the order of `metadata`."""
 
+    @property
+    def layout(self) -> TensorLayout:
+        """Names, dtypes, shapes, sizes and offsets of the round's tensors."""
+
     def note_progress(self) -> None:
         """Note that the engine is at work, though it reads no tensor just now.
 
@@ -198,14 +202,17 @@ class RoundSource(WeightSource, Protocol):
             The metadata and the memory, after the bytes are there.
         """
 
-    def copy_into(self, places: Places) -> Iterator[int]:
-        """Do the same where all places are known: nothing is asked, or told, tensor by tensor.
+    def iter_buckets(self, nbytes: int, allocate: Callable[[Bucket], TMemory]) -> Iterator[Bucket]:
+        """Copy the update bucket by bucket, digested in the same pass.
 
         Args:
-            places: Where each tensor's bytes go.
+            nbytes: Bytes of a bucket, about (see `TensorLayout.buckets`).
+            allocate: Called before each bucket; returns where its bytes go: an array or tensor of
+                uint8, shape ``(bucket.nbytes,)``. Tensor `n` lies at byte
+                ``layout.starts[n] - bucket.start``.
 
         Yields:
-            How many tensors are there by now, in the order of `metadata`; the last time all.
+            The bucket, after its bytes are there.
         """
 
 
@@ -365,6 +372,13 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
             StagingMemoryError: There is not that much.
         """
         return None
+
+    def set_layout(self, layout: TensorLayout) -> None:  # optional by contract
+        """Take the layout of the round's tensors, the same that the trainer's source has.
+
+        Called before `start_weight_update`. With it an update info need not name tensors: it says
+        which numbers of the layout have arrived.
+        """
 
     def start_weight_update(self) -> None:  # optional by contract
         """Prepare for a round; called when the worker has accepted its plan."""

@@ -1,9 +1,11 @@
-"""Engine ``shm``, worker side: one staged copy per host, mapped by every worker.
+"""Engine ``shm``: one staged copy per host in shared memory, mapped by every worker.
 
-1. T (`ShmTrainerEngine`) copies each tensor into a segment of anonymous shared memory, digesting
-   it in the same pass, and announces bucket after bucket while it goes on copying.
-2. W borrows the segment by descriptor, maps it privately and afresh, and hands out views.
-3. The session digests the views. By adopting them, the model's parameters point into the mapping.
+1. T (`ShmTrainerEngine`) copies each tensor into a segment of anonymous shared memory, digested in
+   the same pass, and announces each bucket while it copies the next.
+2. W (`ShmWeightTransferEngine`) attaches the segment by descriptor, maps it privately and afresh
+   for each round, and passes views on.
+3. The session digests the views. When it adopts them, parameters of the model point into the
+   mapping.
 4. The lease ends when the last view is gone; only then does T write to that segment again.
 
 Linux, one host, one user. Nothing has a name in the file system, so nothing can be left behind.
@@ -12,65 +14,58 @@ Linux, one host, one user. Nothing has a name in the file system, so nothing can
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from wtransfer.calls import Announcer
 from wtransfer.engines.interface import (
+    RoundSource,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSyncClient,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.engines.update_lists import check_dtypes, check_lengths
 from wtransfer.errors import NotInitializedError
-from wtransfer.transport.handover import Borrower
-from wtransfer.transport.host_tensors import HostTensors
-from wtransfer.transport.memory import populate
+from wtransfer.transport.handover import Borrower, Lender
+from wtransfer.transport.memory import Segment, populate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.interface import LoadWeights
+    from wtransfer.transport.layout import TensorLayout
     from wtransfer.transport.tensors import ByteArray
 
 CONNECT_TIMEOUT_S = 10.0
-"""Longest wait for the trainer's process when a segment is borrowed."""
+"""Longest wait for the trainer's process when a segment is attached."""
+NUM_UNDER_WAY = 2
+"""Announced buckets that workers have not answered yet: with one, a worker waits between two."""
+RELEASE_GRACE_S = 0.5
+"""Seconds to wait for readers of the older segment before a new one is made."""
 
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Where segments are handed over."""
+    """Where segments are attached."""
 
     address: str
-    """Abstract Unix socket of the trainer's lender."""
+    """Abstract Unix socket of the trainer."""
     secret: str
-    """Proves that the worker was told the address by the trainer."""
+    """Proves that the trainer told the worker the address."""
 
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: tensors that lie in a segment. All lists have the same length."""
+    """One bucket: tensors of the layout that are in the segment."""
 
     segment: int
     """Which segment."""
-    names: list[str] = field(default_factory=list)
-    """Names of the tensors."""
-    dtype_names: list[str] = field(default_factory=list)
-    """Wire dtypes."""
-    shapes: list[list[int]] = field(default_factory=list)
-    """Shapes."""
-    offsets: list[int] = field(default_factory=list)
-    """First byte of each tensor in the segment."""
-    start: int = 0
-    """First byte of the bucket."""
-    nbytes: int = 0
-    """Bytes of the bucket."""
-
-    def __post_init__(self) -> None:
-        check_lengths(self, ("dtype_names", "shapes", "offsets"))
-        check_dtypes(self.dtype_names)
-
-    def tensors_in(self, mapping: ByteArray) -> HostTensors:
-        """Return the tensors as they lie in the segment."""
-        shapes = list(map(tuple, self.shapes))
-        return HostTensors(mapping, self.names, self.dtype_names, shapes, self.offsets)
+    first: int
+    """Number of the first tensor."""
+    last: int
+    """Number behind the last one."""
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -78,29 +73,34 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     Args:
         config: Names the backend.
-        parallel_config: Not needed: every worker maps the same memory.
+        parallel_config: Not used: every worker maps the same memory.
     """
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
-    trainer_cls = "wtransfer.engines.shm_trainer:ShmTrainerEngine"
+    trainer_cls = "wtransfer.engines.shm:ShmTrainerEngine"
     tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
         self._borrower: Borrower | None = None
+        self._layout: TensorLayout | None = None
         self._mapped: tuple[int, ByteArray] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Connect to the trainer's lender.
+        """Connect to the trainer.
 
         Raises:
-            PeerLostError: Nobody lends there: another host, or the trainer is gone.
+            PeerLostError: The trainer is gone, or on another host.
         """
         self._borrower = Borrower(init_info.address, init_info.secret, CONNECT_TIMEOUT_S)
 
+    def set_layout(self, layout: TensorLayout) -> None:
+        """Take the layout of the round's tensors."""
+        self._layout = layout
+
     def start_weight_update(self) -> None:
-        """Forget the mapping of the round before: each round maps afresh.
+        """Drop the mapping of the round before: each round maps afresh.
 
         A page that this process wrote to is its own from then on; the old mapping would go on
         showing it after the trainer has rewritten the segment.
@@ -108,26 +108,145 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._mapped = None
 
     def receive_weights(self, update_info: ShmUpdateInfo, load_weights: LoadWeights) -> None:
-        """Hand out views of one bucket."""
-        mapping = self._mapping(update_info.segment)
+        """Pass views of one bucket on.
+
+        Raises:
+            ProtocolError: The update has no such tensors.
+            TruncatedError: The segment is smaller than the update.
+        """
+        borrower, layout = self._borrower, self._layout
+        if borrower is None or layout is None:
+            raise NotInitializedError("not initialized: no trainer to map memory of, or no layout")
+        bucket = layout.bucket(update_info.first, update_info.last)
+        if self._mapped is None or self._mapped[0] != update_info.segment:
+            mapping = borrower.borrow(update_info.segment).mapping
+            self._mapped = (update_info.segment, mapping)
+        mapping = self._mapped[1]
         # In bulk, and only what has been written: a page fault per 4 KiB would cost more.
-        populate(mapping, update_info.start, update_info.nbytes)
-        load_weights(update_info.tensors_in(mapping))
+        populate(mapping, bucket.start, bucket.nbytes)
+        load_weights(layout.views(mapping, bucket))
 
     def finish_weight_update(self) -> None:
-        """Let go of the mapping: from here it lives as long as the views."""
+        """Drop the mapping: from here on it lives as long as the views."""
         self._mapped = None
 
     def shutdown(self) -> None:
-        """Disconnect; memory that a model still points to stays leased."""
+        """Disconnect; memory that a model points to stays leased."""
         self._mapped = None
         if self._borrower is not None:
             self._borrower.close()
             self._borrower = None
 
-    def _mapping(self, segment: int) -> ByteArray:
-        if self._borrower is None:
-            raise NotInitializedError("not initialized: call init_transfer_engine first")
-        if self._mapped is None or self._mapped[0] != segment:
-            self._mapped = (segment, self._borrower.borrow(segment).mapping)
-        return self._mapped[1]
+
+@dataclass
+class ShmTrainerInitInfo(TrainerInitInfo):
+    """Options of the engine."""
+
+    backend: ClassVar[str] = "shm"
+
+    bucket_nbytes: int = 32 << 20
+    """Bytes announced at a time. Smaller: workers start earlier; larger: fewer messages."""
+
+    def __post_init__(self) -> None:
+        # The CLI passes strings.
+        self.bucket_nbytes = int(self.bucket_nbytes)
+        if self.bucket_nbytes <= 0:
+            raise ValueError(f"bucket_nbytes is {self.bucket_nbytes}, expected > 0")
+
+
+@dataclass
+class Slot:
+    """A segment with one content, and the announcements of it."""
+
+    segment_id: int
+    segment: Segment
+    announced: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
+    """Stages each update once per host.
+
+    Two segments take turns: the committed one, which models may point to and joiners are served
+    from, and the next. A segment is written only while no reader has a lease on it. If a reader
+    keeps its lease, it keeps that memory to itself and the next update takes a new segment.
+
+    Args:
+        init_info: Options.
+        client: Reaches all workers.
+        source: The weights.
+    """
+
+    init_info_cls = ShmTrainerInitInfo
+
+    def __init__(
+        self,
+        init_info: ShmTrainerInitInfo,
+        *,
+        client: WeightSyncClient,
+        source: RoundSource | None = None,
+    ) -> None:
+        super().__init__(init_info, client=client, source=source)
+        self._lender = Lender()
+        self._committed: Slot | None = None
+        self._next: Slot | None = None
+        self._num_contents = 0
+
+    def worker_init_info(self) -> dict[str, Any]:
+        """Return where segments are attached."""
+        return {"address": self._lender.address, "secret": self._lender.secret}
+
+    def send_weights(self) -> None:
+        """Copy bucket by bucket, and announce each while the next is copied."""
+        source = self.source
+        if source is None:
+            raise NotInitializedError("not initialized: the engine has no source to send")
+        slot = self._take_slot(source.layout.nbytes, source.note_progress)
+        memory = slot.segment.buffer
+        with Announcer(self.client.update_weights, NUM_UNDER_WAY) as announcer:
+            for bucket in source.iter_buckets(
+                self.init_info.bucket_nbytes, lambda bucket: memory[bucket.start : bucket.stop]
+            ):
+                info = {"segment": slot.segment_id, "first": bucket.first, "last": bucket.last}
+                slot.announced.append(info)
+                announcer.announce(info)
+
+    def resend(self, client: WeightSyncClient) -> None:
+        """Announce the committed segment again."""
+        if self._committed is None:
+            raise NotInitializedError("not initialized: nothing has been committed yet")
+        for info in self._committed.announced:
+            client.update_weights(info)
+
+    def round_finished(self, *, committed: bool) -> None:
+        """Keep what was committed; the segment before it is the next to be written."""
+        if committed:
+            self._committed, self._next = self._next, self._committed
+
+    def shutdown(self) -> None:
+        """Withdraw all segments; readers keep what they have mapped."""
+        self._lender.close()
+        for slot in (self._committed, self._next):
+            if slot is not None:
+                slot.segment.close()
+        self._committed = self._next = None
+
+    def _take_slot(self, nbytes: int, on_step: Callable[[], None]) -> Slot:
+        before, self._next = self._next, None
+        segment = self._reclaim(before, nbytes) if before is not None else None
+        # A number for every content: a late request for an older one fails.
+        slot = Slot(self._num_contents, segment or Segment(nbytes, on_step))
+        self._num_contents += 1
+        self._lender.offer(slot.segment_id, slot.segment)
+        self._next = slot
+        return slot
+
+    def _reclaim(self, slot: Slot, nbytes: int) -> Segment | None:
+        """Take back a segment to write to it, unless a reader still has a lease."""
+        # Withdrawn first: from here on no lease can be added, so "free" stays true.
+        self._lender.withdraw(slot.segment_id)
+        large_enough = slot.segment.nbytes >= nbytes
+        if large_enough and self._lender.wait_free(slot.segment_id, RELEASE_GRACE_S):
+            return slot.segment
+        # Remaining readers keep the memory alive; it goes with the last of them.
+        slot.segment.close()
+        return None

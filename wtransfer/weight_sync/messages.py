@@ -2,7 +2,6 @@
 
 T is the trainer's publisher, W a worker session. One round:
 
-0. T `Coming`, so that workers look at their models while the trainer looks at its source.
 1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves. A manifest that a worker
    has had over this very connection, and has not refused, is only named.
 2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
@@ -149,13 +148,6 @@ class Refused(msgspec.Struct, frozen=True):
     """Why."""
 
 
-class Coming(msgspec.Struct, frozen=True):
-    """T: the plan of a round is being made. Wants no answer."""
-
-    round_id: str
-    """Identity of the round."""
-
-
 class Plan(msgspec.Struct, frozen=True):
     """T: what the round will bring."""
 
@@ -198,9 +190,6 @@ class Data(msgspec.Struct, frozen=True):
     """Counts from 0 in each round; anything else than the next one is dropped."""
     update_info: dict[str, Any]
     """Fields of the engine's update info."""
-    pieces: tuple[int, int] | None = None
-    """First piece of the plan that it is about, and the one behind the last: their `names`,
-    `dtype_names` and `shapes` belong to the info. None: it is all there."""
 
     def num_entries(self) -> int:
         """Entries, for the frame's limit: the longest list in the info."""
@@ -353,7 +342,6 @@ CODEC = Codec(
         MessageType(32, Revert),
         MessageType(33, Abort),
         MessageType(34, Lost),
-        MessageType(35, Coming),
     ]
 )
 """Every message of the channel with its limits."""

@@ -1,85 +1,62 @@
-"""The source as an engine gets it: it digests what it yields, so that engines need not."""
+"""The source that a trainer engine gets: every tensor is checked and digested as it is read."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
-import threading
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
 from wtransfer.engines.interface import ParamMeta
-from wtransfer.engines.places import Places
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, Manifest, Piece
 from wtransfer.transport.digests import Digested, copy_digest, digest
+from wtransfer.transport.layout import TensorLayout
+from wtransfer.transport.memory import is_out_of_memory
 from wtransfer.transport.nonfinite import count_nonfinite
-from wtransfer.transport.packing import RUN_NBYTES, Run, pack
-from wtransfer.transport.tensors import (
-    PLAIN_TYPES,
-    dtype_name,
-    flat_memory,
-    lacks_memory,
-)
-from wtransfer.weight_sync.planned import Planned
-from wtransfer.weight_sync.trainer.source import look_at
-from wtransfer.weight_sync.worker.staging import is_out_of_memory
+from wtransfer.transport.tensors import dtype_name, lacks_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     import torch
 
     from wtransfer.engines.interface import WeightSource
-    from wtransfer.engines.outline import Part
-    from wtransfer.transport.tensors import FlatMemory
-    from wtransfer.weight_sync.trainer.source import Seen
+    from wtransfer.transport.layout import Bucket
 
-    Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
     Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
-    Allocate: TypeAlias = Callable[[ParamMeta], Memory]
-
-DictItems: type = type(iter(dict[str, object]().items()))
-"""What a source returns by `iter_full` whose tensors are all there at once, and stay: whoever has
-them in a dictionary has them all. Of others each may be gone, or changed, when the next is yielded.
-"""
-
-
-_shape = operator.attrgetter("shape")
 
 
 class DigestingSource:
-    """Wraps a source for one trainer engine, round after round.
+    """Wraps the user's source for one trainer engine, round after round.
 
     Args:
         source: The user's.
-        algorithm: How pieces are digested.
+        algorithm: How tensors are digested.
     """
 
     def __init__(self, source: WeightSource, algorithm: Algorithm = "xxh3-128") -> None:
         self.version = ""
         """Label of the round."""
+        self.metadata: tuple[ParamMeta, ...] = ()
+        """Every tensor of the round, in order."""
+        self.layout = TensorLayout(Manifest((), algorithm=algorithm))
+        """The same, with offsets."""
         self.nonfinite: dict[str, int] = {}
         self.moved_at = time.monotonic()
         self.reading = False
-        """Whether the user's source is at work: what does not move then, waits for it."""
+        """Whether the user's source is at work: a round that stalls meanwhile waits for it."""
         self.on_packed: Callable[[], None] | None = None
         """Called when every tensor has been copied: the trainer may change its weights."""
         self._own = source
         self._source = source
-        self._algorithm = algorithm
-        self._metadata: Sequence[ParamMeta] = ()
-        self._known_digests = False
-        self._planned = Planned(Manifest(()))
         self._digests: list[str | None] = []
-        self._seen: Seen | None = None
-        self._noting = threading.Lock()
         self._stopped: str | None = None
 
-    def plan(self, version: str = "", instead: WeightSource | None = None) -> Planned:
-        """Begin a round, and read what there is: `begin` and `read`."""
+    # -- for the round
+
+    def plan(self, version: str = "", instead: WeightSource | None = None) -> TensorLayout:
+        """Begin a round and read the metadata."""
         self.begin(version, instead)
         return self.read()
 
@@ -88,64 +65,43 @@ class DigestingSource:
 
         Args:
             version: Label of the round.
-            instead: What this round sends, where that is not the user's source.
+            instead: Source of this round, where that is not the user's.
         """
         self.version = version
         self._source = instead or self._own
         self.nonfinite = {}
-        self._seen = None
         self._stopped = None
         self.moved_at = time.monotonic()
 
-    def read(self) -> Planned:
-        """Read the source's metadata, and forget the digests of the round before.
+    def read(self) -> TensorLayout:
+        """Read the source's metadata.
 
         Raises:
             ManifestError: The source names something that no update can hold.
-            SourceError: It cannot say what it has.
+            SourceError: The source failed.
             RoundAbortedError: The round has ended meanwhile.
         """
         with _blaming_source("metadata"):
-            said, seen = look_at(self._source)
-            # Those of the round before are in our form already.
-            if not same_metadata(said, self._metadata):
-                metadata = _in_our_form(said)
-                self._planned = Planned(self._checked_manifest(metadata))
-                self._metadata = metadata
-                self._known_digests = any(meta.digest is not None for meta in metadata)
-        self._digests = [None] * len(self._metadata)
-        assert seen is None or len(seen.tensors) == len(self._metadata)
-        with self._noting:
-            # After a stop nothing is kept: it may have come while this was read.
-            self._check_stopped()
-            self._seen = seen
+            # A source may have a metadata class of its own, written for another release.
+            metadata = tuple(map(_as_param_meta, self._source.metadata))
+            pieces = tuple(Piece(m.name, dtype_name(m.dtype), m.shape) for m in metadata)
+            manifest = Manifest(pieces, algorithm=self._algorithm)
+            if manifest != self.manifest:
+                manifest.check()
+                self.layout = TensorLayout(manifest)
+        self.metadata = metadata
+        self._digests = [None] * len(metadata)
+        self._check_stopped()
         self.moved_at = time.monotonic()
-        return self._planned
-
-    def _checked_manifest(self, metadata: Sequence[ParamMeta]) -> Manifest:
-        pieces = tuple(Piece(m.name, dtype_name(m.dtype), tuple(m.shape)) for m in metadata)
-        manifest = Manifest(pieces, algorithm=self._algorithm)
-        manifest.check()
-        return manifest
+        return self.layout
 
     def stop(self, reason: str) -> None:
-        """Let every further step of an iteration raise."""
-        with self._noting:
-            self._stopped = reason
-            self._seen = None
-        # One step may be to wait for other ranks of the trainer.
+        """Make every further step of an iteration raise."""
+        self._stopped = reason
+        # A source over several trainer ranks may be waiting for the others.
         stop_waiting = getattr(self._source, "stop_waiting", None)
         if stop_waiting is not None:
             stop_waiting()
-
-    def note_progress(self) -> None:
-        """Note that the engine is at work, though it reads no tensor just now.
-
-        Raises:
-            RoundAbortedError: The round has ended.
-        """
-        self._check_stopped()
-        self.moved_at = time.monotonic()
 
     def digests(self) -> list[str]:
         """Return the digests in plan order.
@@ -153,277 +109,164 @@ class DigestingSource:
         Raises:
             SourceError: The engine did not read every tensor.
         """
-        found = [each for each in self._digests if each is not None]
-        if len(found) != len(self._digests):
-            rows = zip(self._planned.outline.names, self._digests, strict=True)
-            missing = [name for name, each in rows if each is None]
+        missing = [
+            name
+            for name, found in zip(self.layout.names, self._digests, strict=True)
+            if found is None
+        ]
+        if missing:
             raise SourceError(
                 f"the engine sent without reading {len(missing)} tensors of the source, first "
                 f"{missing[0]!r}",
                 piece=missing[0],
             )
-        return found
+        return [found for found in self._digests if found is not None]
 
-    # -- for the engine
+    # -- for the engine (`RoundSource`)
 
     @property
     def manifest(self) -> Manifest:
-        """The pieces of this round."""
-        return self._planned.manifest
+        """The pieces of the round."""
+        return self.layout.manifest
 
-    @property
-    def metadata(self) -> Sequence[ParamMeta]:
-        """Every tensor of this round, in order."""
-        return self._metadata
+    def note_progress(self) -> None:
+        """Report progress of an engine that reads no tensor just now.
+
+        Raises:
+            RoundAbortedError: The round has ended.
+        """
+        self._check_stopped()
+        self.moved_at = time.monotonic()
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
-        for meta, tensor in self._checked(self._begin_pass()):
-            self._note(meta, digest(tensor, self._algorithm), count_nonfinite(tensor))
-            # An object of its own: what an engine does to that is not done to the trainer's.
-            yield meta.name, tensor.detach()
+        for number, tensor in self._read_all():
+            self._note(number, Digested(digest(tensor, self._algorithm), count_nonfinite(tensor)))
+            # Detached: what an engine does to the object is not done to the trainer's.
+            yield self.layout.names[number], tensor.detach()
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same: what several ranks hold, the user's source has gathered."""
+        """Yield the same: the user's source has gathered what several ranks hold."""
         return self.iter_full()
 
-    def iter_into(self, allocate: Allocate | Places) -> Iterator[tuple[ParamMeta, Memory]]:
-        """Copy every tensor to where `allocate` says, and digest it in the same pass."""
-        if isinstance(allocate, Places):
-            first = 0
-            for stop in self.copy_into(allocate):
-                yield from zip(self._metadata[first:stop], allocate.parts(first, stop), strict=True)
-                first = stop
-            return
-        for meta, tensor in self._checked(self._begin_pass()):
+    def iter_into(
+        self, allocate: Callable[[ParamMeta], Memory]
+    ) -> Iterator[tuple[ParamMeta, Memory]]:
+        """Copy each tensor into the memory that `allocate` returns, digested in the same pass."""
+        for number, tensor in self._read_all():
+            meta = self.metadata[number]
             memory = allocate(meta)
-            self._copy_one(meta, tensor, memory)
+            self._note(number, _copy(tensor, memory, self._algorithm))
             yield meta, memory
-        self._tell_packed()
+        self._mark_packed()
 
-    def copy_into(self, places: Places) -> Iterator[int]:
-        """Do the same for who does not look at tensors one by one: yield how many are there."""
-        yield from self._copies(places)
-        self._tell_packed()
+    def iter_buckets(self, nbytes: int, allocate: Callable[[Bucket], Memory]) -> Iterator[Bucket]:
+        """Copy bucket by bucket into the memory that `allocate` returns, digested alike."""
+        layout, tensors = self.layout, self._read_all()
+        for bucket in layout.buckets(nbytes):
+            memory = allocate(bucket)
+            for number in range(bucket.first, bucket.last):
+                start = layout.starts[number] - bucket.start
+                place = memory[start : start + layout.sizes[number]]
+                self._note(number, _copy(next(tensors)[1], place, self._algorithm))
+            yield bucket
+        # Raises if the source yields more than its metadata says.
+        next(tensors, None)
+        self._mark_packed()
 
-    def _copies(self, places: Places) -> Iterator[int]:
-        seen, self._seen = self._seen, None
-        if seen is not None and self._algorithm == "xxh3-128":
-            return self._packed_as_seen(places, seen)
-        pairs = self._begin_pass()
-        if self._algorithm != "xxh3-128":
-            return self._copied(places, pairs)
-        if isinstance(pairs, DictItems):
-            return self._packed_run_by_run(places, pairs)
-        return self._packed_one_by_one(places, pairs)
+    # -- one pass
 
-    def _tell_packed(self) -> None:
-        self._check_stopped()
-        # Not so for `iter_full`: there an engine may go on reading the tensors themselves.
-        if self.on_packed is not None:
-            self.on_packed()
-
-    def _copied(self, places: Places, pairs: Pairs) -> Iterator[int]:
-        for stop, (meta, tensor) in enumerate(self._checked(pairs), 1):
-            self._copy_one(meta, tensor, places(meta))
-            yield stop
-
-    def _copy_one(self, meta: ParamMeta, tensor: torch.Tensor, memory: Memory) -> None:
-        found = _copy_digest(memory, tensor, self._algorithm)
-        self._note(meta, found.hexdigest, found.nonfinite)
-
-    def _packed_as_seen(self, places: Places, seen: Seen) -> Iterator[int]:
-        """Do it for tensors that were looked at with the metadata, and need no second look."""
-        for part, stop in self._runs(places):
-            memory = seen.memory.part(part.own)
-            # Meanwhile it may have been freed, or taken anew elsewhere.
-            if not memory.is_there(part.sizes) or not self._pack(places, part, memory):
-                run = zip(part.names, seen.tensors[part.own], strict=True)
-                self._copy_each(places, run, part)
-            yield stop
-
-    def _packed_run_by_run(self, places: Places, pairs: Pairs) -> Iterator[int]:
-        """Do it for tensors that are all there: every question is put to many of them at once."""
-        pairs = iter(pairs)
-        for part, stop in self._runs(places):
-            run = self._take(pairs, len(part.names))
-            names, tensors = [name for name, _ in run], [tensor for _, tensor in run]
-            memory = flat_memory(tensors, part.forms, part.sizes) if names == part.names else None
-            if memory is None or not self._pack(places, part, memory):
-                self._copy_each(places, run, part)
-            yield stop
-        for name, tensor in self._take(pairs, 1):
-            _check_same(None, name, tensor)
-
-    def _runs(self, places: Places) -> Iterator[tuple[Part, int]]:
-        """Yield one part of the update after the other, and the number behind it."""
-        first = 0
-        while first < len(self._metadata):
-            self._check_stopped()
-            stop = places.run_from(first, RUN_NBYTES)
-            yield self._planned.outline.part(first, stop), stop
-            first = stop
-            self.moved_at = time.monotonic()
-
-    def _take(self, pairs: Pairs, number: int) -> list[tuple[str, torch.Tensor]]:
-        with _blaming_source("iter_full"), self._reading():
-            run = list(itertools.islice(pairs, number))
-        self._check_stopped()
-        return run
-
-    def _check_stopped(self) -> None:
-        if self._stopped is not None:
-            raise RoundAbortedError(f"the round was ended: {self._stopped}")
-
-    def _pack(self, places: Places, part: Part, memory: FlatMemory) -> bool:
-        """Copy a part of the update, whose memory is there, to its places if it is small enough.
-
-        Returns:
-            Whether it is, and was copied.
-        """
-        starts, stops = places.starts[part.own], places.stops[part.own]
-        if stops[-1] - starts[0] > RUN_NBYTES:
-            return False
-        self._note_all(part, *pack(places.memory, starts, stops, memory.addresses, part.dtypes))
-        return True
-
-    def _copy_each(self, places: Places, run: Pairs, part: Part) -> None:
-        """Copy a part of the update one by one, which also says what is wrong with it."""
-        for meta, tensor in self._checked(run, self._metadata[part.own]):
-            self._copy_one(meta, tensor, places(meta))
-
-    def _packed_one_by_one(self, places: Places, pairs: Pairs) -> Iterator[int]:
-        """Do it for tensors that come one by one: digested in one go are those that can wait."""
-        run, first = Run(places.memory), 0
-        for number, (meta, tensor) in enumerate(self._checked(pairs)):
-            span = places[meta.name]
-            added = run.add(tensor, span)
-            if first < number and not added:
-                self._finish(run, first, number)
-                yield number
-                first, added = number, run.add(tensor, span)
-            if not added:
-                self._copy_one(meta, tensor, places(meta))
-                first = number + 1
-                yield first
-        self._finish(run, first, len(self._metadata))
-        yield len(self._metadata)
-
-    def _finish(self, run: Run, first: int, stop: int) -> None:
-        self._note_all(self._planned.outline.part(first, stop), *run.finish())
-
-    def _begin_pass(self) -> Pairs:
-        self._seen = None
-        with _blaming_source("iter_full"), self._reading():
-            return self._source.iter_full()
-
-    def _checked(
-        self, pairs: Pairs, metadata: Sequence[ParamMeta] | None = None
-    ) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-        """Hold an iteration against the metadata, and name the first divergence."""
-        expected = iter(self._metadata if metadata is None else metadata)
-        # Nobody throws into this generator: what is raised in here and not ours is the source's.
-        with _blaming_source("iter_full"), self._reading():
-            for name, tensor in pairs:
+    def _read_all(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield every tensor with its number, each compared with the metadata."""
+        number = -1
+        # Nothing is thrown into this generator: an error that is not ours is the source's.
+        with _blaming_source("iter_full"):
+            self.reading = True
+            try:
+                for number, (name, tensor) in enumerate(self._source.iter_full()):
+                    self.reading = False
+                    self._check_stopped()
+                    self._check_same(number, name, tensor)
+                    yield number, tensor.detach() if tensor.requires_grad else tensor
+                    self.moved_at = time.monotonic()
+                    self.reading = True
+            finally:
                 self.reading = False
-                self._check_stopped()
-                meta = next(expected, None)
-                if not _is_same(meta, name, tensor):
-                    _check_same(meta, name, tensor)
-                assert meta is not None
-                if lacks_memory(tensor):
-                    raise _freed(name)
-                yield meta, tensor.detach() if tensor.requires_grad else tensor
-                self.moved_at = time.monotonic()
-                self.reading = True
-        left = next(expected, None)
-        if left is not None:
+        if number + 1 < len(self.metadata):
+            name = self.metadata[number + 1].name
             raise SourceError(
-                f"the source ended before {left.name!r}, which its metadata has", piece=left.name
+                f"the source ended before {name!r}, which its metadata has", piece=name
             )
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        self.reading = True
-        try:
-            yield
-        finally:
-            self.reading = False
-
-    def _note(self, meta: ParamMeta, hexdigest: str, nonfinite: int) -> None:
-        number = self._planned.outline.numbers[meta.name]
-        self._note_all(self._planned.outline.part(number, number + 1), [hexdigest], [nonfinite])
-
-    def _note_all(self, part: Part, digests: list[str], nonfinite: list[int]) -> None:
-        own = slice(part.first, part.first + len(digests))
-        # Looked up and entered in one step, since any thread may read.
-        with self._noting:
-            before = self._digests[own]
-            # In a second pass those of the first one stay.
-            self._digests[own] = [a or b for a, b in zip(before, digests, strict=True)]
-        if self._known_digests or any(before):
-            for meta, hexdigest, other in zip(self._metadata[own], digests, before, strict=True):
-                self._compare(meta, hexdigest, other)
-        if any(nonfinite):
-            found = zip(part.names, nonfinite, strict=True)
-            self.nonfinite.update({name: count for name, count in found if count})
-
-    def _compare(self, meta: ParamMeta, hexdigest: str, before: str | None) -> None:
-        if meta.digest is not None and meta.digest != hexdigest and self._algorithm == "xxh3-128":
+    def _check_same(self, number: int, name: str, tensor: torch.Tensor) -> None:
+        if number >= len(self.metadata):
             raise SourceError(
-                f"{meta.name!r} has other bytes than when its digest was written: it has "
-                f"{hexdigest}, its manifest says {meta.digest}",
+                f"the source yields {name!r} after the last tensor of its metadata", piece=str(name)
+            )
+        meta = self.metadata[number]
+        shape = tuple(getattr(tensor, "shape", ()))
+        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        if name != meta.name or dtype != meta.dtype or shape != meta.shape:
+            # A source may yield anything, which must be shown all the same.
+            got = (name if isinstance(name, str) else type(name).__name__, dtype, shape)
+            raise SourceError(
+                f"the source yields {got}, its metadata says {(meta.name, meta.dtype, meta.shape)} "
+                "at this place; every pass must follow the order of `metadata`",
                 piece=meta.name,
             )
-        if before not in (None, hexdigest):
+        if lacks_memory(tensor):
+            raise SourceError(
+                f"{name!r} has less memory than its shape needs: its storage was freed or cut "
+                "(sharding frameworks do so between steps); publish while the weights are gathered",
+                piece=name,
+            )
+
+    def _note(self, number: int, found: Digested) -> None:
+        meta, before = self.metadata[number], self._digests[number]
+        if meta.digest not in (None, found.hexdigest) and self._algorithm == "xxh3-128":
+            raise SourceError(
+                f"{meta.name!r} has other bytes than when its digest was written: it has "
+                f"{found.hexdigest}, its manifest says {meta.digest}",
+                piece=meta.name,
+            )
+        if before not in (None, found.hexdigest):
             raise SourceError(
                 f"{meta.name!r} had other bytes in a second pass of the same round; do not change "
                 "weights until the round is packed",
                 piece=meta.name,
             )
+        self._digests[number] = found.hexdigest
+        if found.nonfinite:
+            self.nonfinite[meta.name] = found.nonfinite
+
+    def _mark_packed(self) -> None:
+        self._check_stopped()
+        # Not after `iter_full`, where an engine may still read the tensors themselves.
+        if self.on_packed is not None:
+            self.on_packed()
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:
+            raise RoundAbortedError(f"the round was ended: {self._stopped}")
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        return self.layout.manifest.algorithm
 
 
-def _copy_digest(memory: Memory, tensor: torch.Tensor, algorithm: Algorithm) -> Digested:
+def _copy(tensor: torch.Tensor, memory: Memory, algorithm: Algorithm) -> Digested:
     import numpy as np
     import torch
 
     if not isinstance(memory, torch.Tensor):
         return copy_digest(np.frombuffer(memory, np.uint8), tensor, algorithm, screen=True)
-    # What is digested is the copy, as in host memory: those are the bytes that travel.
+    # The digest is the copy's: those bytes travel.
     copied = memory.view(tensor.dtype).view(tensor.shape)
     copied.copy_(tensor)
     return Digested(digest(memory, algorithm), count_nonfinite(copied))
 
 
-def _freed(name: str) -> SourceError:
-    return SourceError(
-        f"{name!r} has less memory than its shape needs: its storage was freed or cut (sharding "
-        "frameworks do so between steps); publish while the weights are gathered",
-        piece=name,
-    )
-
-
-def same_metadata(some: Sequence[ParamMeta], others: Sequence[ParamMeta]) -> bool:
-    """Whether two readings of a source's metadata are known to be equal.
-
-    That is where they hold the same objects; ours, which cannot change (`_in_our_form`).
-    """
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _in_our_form(metadata: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
-    """Return metadata as engines may expect it: a source may have a class of its own for it."""
-    found = tuple(metadata)
-    return found if _are_ours(found) else tuple(map(_as_ours, found))
-
-
-def _are_ours(metadata: Sequence[ParamMeta]) -> bool:
-    return all(map(operator.is_, map(type, metadata), itertools.repeat(ParamMeta))) and all(
-        map(isinstance, map(_shape, metadata), itertools.repeat(tuple))
-    )
-
-
-def _as_ours(meta: ParamMeta) -> ParamMeta:
+def _as_param_meta(meta: ParamMeta) -> ParamMeta:
     if type(meta) is ParamMeta and isinstance(meta.shape, tuple):
         return meta
     optional = ("owners", "mesh", "placements", "digest")
@@ -433,43 +276,12 @@ def _as_ours(meta: ParamMeta) -> ParamMeta:
 
 @contextlib.contextmanager
 def _blaming_source(what: str) -> Iterator[None]:
-    """Say of an error in the user's code that it is the source's; the engine only called it."""
+    """Turn an error of the user's source into a `SourceError`."""
     try:
         yield
     except (WTransferError, GeneratorExit):
         raise
     except BaseException as error:
-        if isinstance(error, MemoryError):
-            raise
-        if isinstance(error, (RuntimeError, OSError)) and is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise SourceError(f"the source's {what} raised {type(error).__name__}: {error}") from error
-
-
-def _is_same(meta: ParamMeta | None, name: str, tensor: torch.Tensor) -> bool:
-    """Whether all is well beyond doubt; if not, `_check_same` knows what to say."""
-    return (
-        meta is not None
-        and type(tensor) in PLAIN_TYPES
-        and name == meta.name
-        and tensor.dtype is meta.dtype
-        and tensor.shape == meta.shape
-    )
-
-
-def _check_same(meta: ParamMeta | None, name: str, tensor: torch.Tensor) -> None:
-    if meta is None:
-        raise SourceError(
-            f"the source yields {name!r} after the last tensor of its metadata", piece=name
-        )
-    # Whatever a source yields must be compared and shown, tensor or not.
-    named = name if isinstance(name, str) else type(name).__name__
-    dtype = getattr(tensor, "dtype", type(tensor).__name__)
-    got = (named, dtype, tuple(getattr(tensor, "shape", ())))
-    expected = (meta.name, meta.dtype, tuple(meta.shape))
-    if got != expected:
-        raise SourceError(
-            f"the source yields {got}, its metadata says {expected} at this place; every pass must "
-            "follow the order of `metadata`",
-            piece=meta.name,
-        )

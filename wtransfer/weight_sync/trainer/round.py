@@ -26,7 +26,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.registry import hooks
-from wtransfer.weight_sync.messages import Abort, Coming, Data, Init, Plan, Seal
+from wtransfer.weight_sync.messages import Abort, Data, Init, Plan, Seal
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.seating import Seating
 from wtransfer.weight_sync.trainer.watch import Watch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import msgspec
 
     from wtransfer.engines.interface import WeightSource
-    from wtransfer.weight_sync.planned import Planned
+    from wtransfer.transport.layout import TensorLayout
     from wtransfer.weight_sync.trainer.origin import Origin
     from wtransfer.weight_sync.trainer.roster import Roster, Worker
     from wtransfer.weight_sync.trainer.rules import Rules
@@ -57,7 +57,7 @@ class Sealed:
 
     version: str
     """Label."""
-    planned: Planned
+    layout: TensorLayout
     """Pieces."""
     digests: list[str]
     """In plan order."""
@@ -132,7 +132,7 @@ class Round:
         self._origin = origin
         self._on_packed = on_packed
         self._on_done = on_done
-        self._planned = sealed.planned if sealed else None
+        self._layout = sealed.layout if sealed else None
         self._clock = Clock()
         self._packed_s: float | None = None
         self._num_sent = 0
@@ -232,7 +232,7 @@ class Round:
     @property
     def nbytes(self) -> int:
         """Bytes of the update; 0 until it is planned."""
-        return 0 if self._planned is None else self._planned.outline.nbytes
+        return 0 if self._layout is None else self._layout.manifest.nbytes
 
     @property
     def done(self) -> bool:
@@ -274,13 +274,12 @@ class Round:
     def deliver(self, update_info: dict[str, Any]) -> None:
         """Have every worker receive once; returns when all have."""
         self.check()
-        update_info, pieces = self._known_plan().columns.taken_out(update_info)
         with self._send_lock:
             # Numbered and queued under one lock: every worker sees the numbers in order.
             self.check()
             number = self._num_sent
             self._num_sent += 1
-            self._broadcast(Data(self.round_id, number, update_info, pieces))
+            self._broadcast(Data(self.round_id, number, update_info))
         self._watch.until(lambda exchange: exchange.num_received > number, "an update's receipt")
 
     def check(self) -> None:
@@ -360,21 +359,20 @@ class Round:
         begun = time.monotonic()
         self.phase = "plan"
         if self.sealed is None:
-            self._broadcast(Coming(self.round_id))
             reading = self._sender.plan(self, self._instead)
             self._supervise(reading, "the source's metadata")
-            self._planned = reading.result
-        planned = self._known_plan()
+            self._layout = reading.result
+        layout = self._known_layout()
         with self._roster.changed:
-            plan = Plan(self.round_id, self.version, planned.manifest)
-            self._seating.plan(plan, planned.identity)
+            plan = Plan(self.round_id, self.version, layout.manifest)
+            self._seating.plan(plan, layout.identity)
         self._watch.until(lambda exchange: exchange.accept is not None, "the plan's acceptance")
         self._clock.lap("plan", begun)
 
-    def _known_plan(self) -> Planned:
-        if self._planned is None:
+    def _known_layout(self) -> TensorLayout:
+        if self._layout is None:
             raise RoundAbortedError("the round has no plan yet", round_id=self.round_id)
-        return self._planned
+        return self._layout
 
     def _transfer(self) -> None:
         begun = time.monotonic()
@@ -404,8 +402,8 @@ class Round:
         self._broadcast(Seal(self.round_id, digests))
         if self.sealed is None:
             # Beside the workers, which work out the same.
-            planned = self._known_plan()
-            self.sealed = Sealed(self.version, planned, digests, planned.fingerprint(digests))
+            layout = self._known_layout()
+            self.sealed = Sealed(self.version, layout, digests, layout.fingerprint(digests))
         self._watch.until(lambda exchange: exchange.verdict is not None, "a verdict")
         self._check_verdicts(self.sealed.fingerprint)
         self._clock.lap("seal", begun)

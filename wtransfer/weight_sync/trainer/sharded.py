@@ -15,7 +15,7 @@ from wtransfer.weight_sync.trainer.shards import (
     layout_between,
     ranks_of,
 )
-from wtransfer.weight_sync.trainer.source import as_source, look_at
+from wtransfer.weight_sync.trainer.source import as_source
 from wtransfer.weight_sync.trainer.trainer_ranks import TrainerRanks
 from wtransfer.weight_sync.trainer.whereabouts import Whereabouts, own_rank
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wtransfer.engines.interface import ParamMeta, WeightSource
-    from wtransfer.weight_sync.trainer.source import Seen
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +91,6 @@ class ShardedSource:
         # Kept for the pass that follows: reading it costs something per tensor.
         self._metadata = self._source.metadata
         return self._metadata
-
-    def _look_at_all(self) -> tuple[Sequence[ParamMeta], Seen | None]:
-        self._metadata, seen = look_at(self._source)
-        return self._metadata, seen
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what this rank holds."""

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wtransfer.calls import forget_frames
 from wtransfer.checkpoint.stored import buckets
 from wtransfer.checkpoint.versions import CURRENT_NAME, open_version, read_listing
 from wtransfer.errors import AddressError, RoundAbortedError, WTransferError
 from wtransfer.registry import hooks
 from wtransfer.transport.files import Folder
+from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import require_memory
 from wtransfer.weight_sync.messages import Lost, Receipt
-from wtransfer.weight_sync.worker.hosted import engine_error, forget_frames
+from wtransfer.weight_sync.worker.hosted import engine_error
 from wtransfer.weight_sync.worker.ledger import Held, Pending
 from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
 from wtransfer.weight_sync.worker.staging import Staging
@@ -201,7 +203,8 @@ class Follower:
                     manifest, schema, cast=self._session.cast, cast_hint=self._session.cast_hint
                 )
             require_memory(manifest.nbytes, f"staging version {version.version!r}")
-            staging = Staging(manifest, copies=False, on_progress=self._check_undisturbed)
+            layout = TensorLayout(manifest)
+            staging = Staging(layout, copies=False, on_progress=self._check_undisturbed)
             for bucket in buckets(folder, file):
                 staging.load_weights(bucket)
         staging.verify(file.digests, canonical_names(schema or {}))

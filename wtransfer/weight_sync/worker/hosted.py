@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-import traceback
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,12 +19,11 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.registry.registry import registry
+from wtransfer.transport.memory import is_out_of_memory, out_of_memory
 from wtransfer.weight_sync.worker.mover import MoverThread
-from wtransfer.weight_sync.worker.staging import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-    from types import FrameType
 
     from wtransfer.engines.interface import LoadWeights
     from wtransfer.weight_sync.messages import Init
@@ -196,11 +193,11 @@ class HostedEngine:
         info = self._parse("parse_update_info", update_info)
         self._call("receive_weights", lambda: engine.receive_weights(info, load_weights))
 
-    def optional(self, method: str) -> None:
+    def optional(self, method: str, *args: object) -> None:
         """Call a method that an engine may leave out."""
         call = getattr(self._own(), method, None)
         if call is not None:
-            self._call(method, call)
+            self._call(method, lambda: call(*args))
 
     def _own(self) -> Any:
         """Return the engine, but not to a thread that was left behind: it is not that one's."""
@@ -283,9 +280,7 @@ class HostedEngine:
 
 def engine_error(method: str, error: BaseException, plugin: str) -> WTransferError:
     """Return our error for whatever an engine raised."""
-    if isinstance(error, MemoryError) or (
-        isinstance(error, (RuntimeError, OSError)) and is_out_of_memory(error)
-    ):
+    if is_out_of_memory(error):
         shortage = out_of_memory("the update's", error)
         shortage.add_facts(plugin=plugin)
         return shortage
@@ -300,28 +295,6 @@ def guarded(what: str, call: Callable[[], object] | None) -> None:
         call()
     except BaseException:
         logger.exception("an engine failed in %s", what)
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Empty the frames that an error has passed through, so that who keeps it keeps no tensors.
-
-    Frames that still run keep what they have, so this is called where none of them matters.
-    """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        if error.__traceback__ is not None:
-            _clear_callers(error.__traceback__.tb_frame)
-        error = error.__cause__ or error.__context__
-
-
-def _clear_callers(frame: FrameType) -> None:
-    # A frame keeps the one that called it, also after both have returned.
-    with contextlib.suppress(RuntimeError):
-        while (caller := frame.f_back) is not None:
-            frame = caller
-            frame.clear()
 
 
 def _shutdown_in_background(engine: Any) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from wtransfer.errors import PeerError, ProtocolError, WTransferError
 from wtransfer.manifest import Manifest
 from wtransfer.transport.channel import Dialer
+from wtransfer.transport.layout import TensorLayout
 from wtransfer.weight_sync.messages import (
     CODEC,
     Abort,
-    Coming,
     Commit,
     Data,
     ErrorInfo,
@@ -25,9 +25,7 @@ from wtransfer.weight_sync.messages import (
     Seal,
 )
 from wtransfer.weight_sync.worker.ledger import Held, Pending
-from wtransfer.weight_sync.worker.lookahead import LookAhead
 from wtransfer.weight_sync.worker.reception import Reception
-from wtransfer.weight_sync.worker.schema import Fitting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,15 +71,12 @@ class Link:
         self._connection: Connection | None = None
         self._reception: Reception | None = None
         self._manifest: Manifest | None = None
-        self._ahead = LookAhead(session.ledger, session.schema)
-        self._coming: str | None = None
-        self._fitting = Fitting(cast=session.cast, cast_hint=session.cast_hint)
+        self._layout: TensorLayout | None = None
         self._making = threading.Event()
         self._making.set()
         self._committing: str | None = None
         self._handlers: dict[type[msgspec.Struct], Callable[..., None]] = {
             Init: self._on_init,
-            Coming: self._on_coming,
             Plan: self._on_plan,
             Data: self._on_data,
             Seal: self._on_seal,
@@ -112,7 +107,6 @@ class Link:
     def close(self) -> None:
         """Leave the publisher; a round that is not committed ends."""
         self._dialer.close()
-        self._coming = None
         self._end_reception("the worker closed its session")
         # What it still does while it is made, such as to wait for a group's ranks, ends as well.
         self._engine.abort_in_background(self._making)
@@ -128,7 +122,7 @@ class Link:
 
     def _on_close(self, connection: Connection, error: Exception | None) -> None:
         if connection is self._connection:
-            self._connection = self._coming = None
+            self._connection = None
             self._end_reception(f"the publisher was lost: {error}")
             self._engine.leave_group(self._making)
             if self._committing is not None and self._session.num_ranks > 1:
@@ -162,15 +156,6 @@ class Link:
         else:
             self._send_to(asked_by, Ready(init.generation))
 
-    def _on_coming(self, coming: Coming) -> None:
-        self._coming = coming.round_id
-        self._engine.submit(lambda: self._look_ahead(coming.round_id))
-
-    def _look_ahead(self, round_id: str) -> None:
-        # Only for the round that is to come now: a look takes its time.
-        if self._coming == round_id:
-            self._ahead.look(round_id)
-
     def _on_plan(self, plan: Plan) -> None:
         # The publisher knows which of its rounds is alive: a new plan ends an older one.
         self._end_reception(f"superseded by round {plan.round_id}")
@@ -181,15 +166,21 @@ class Link:
             plan,
             self._manifest,
             self._engine,
-            schema=lambda: self._ahead.schema(plan.round_id),
-            fitting=self._fitting,
-            worker=session.name,
+            layout_of=self._layout_of,
+            session=session,
             notes=session.notes(),
             send=self.send,
             on_over=lambda: self._ledger.free(plan.round_id),
         )
         self._reception = reception
         reception.start(lambda: self._ledger.claim(self, plan.round_id, plan.version))
+
+    def _layout_of(self, manifest: Manifest) -> TensorLayout:
+        """Return the checked layout of a manifest; mostly that of the round before."""
+        if self._layout is None or self._layout.manifest != manifest:
+            manifest.check()
+            self._layout = TensorLayout(manifest)
+        return self._layout
 
     def _on_data(self, data: Data) -> None:
         reception = self._current(data.round_id)
@@ -225,8 +216,6 @@ class Link:
         self._ledger.offer(Pending(self, plan.round_id, held, reception.seconds))
 
     def _on_abort(self, abort: Abort) -> None:
-        if self._coming == abort.round_id:
-            self._coming = None
         if self._current(abort.round_id) is not None:
             self._end_reception(abort.reason)
         elif self._reception is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from wtransfer.calls import forget_frames
 from wtransfer.errors import ProtocolError, RoundAbortedError, WTransferError
 from wtransfer.manifest import Manifest
 from wtransfer.registry import hooks
@@ -20,8 +21,7 @@ from wtransfer.weight_sync.messages import (
     Refuse,
     Verdict,
 )
-from wtransfer.weight_sync.worker.hosted import forget_frames
-from wtransfer.weight_sync.worker.schema import Fitting, check_whole
+from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
 from wtransfer.weight_sync.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
-    from wtransfer.engines.interface import TensorSpec
-    from wtransfer.engines.outline import Outline
+    from wtransfer.transport.layout import TensorLayout
     from wtransfer.weight_sync.messages import Data, Plan, Seal
-    from wtransfer.weight_sync.planned import Planned
     from wtransfer.weight_sync.worker.hosted import HostedEngine
+    from wtransfer.weight_sync.worker.session import WorkerSession
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +51,8 @@ class Reception:
         plan: What the trainer announces.
         manifest: The one that came with it, or else the last one that came over its connection.
         engine: Receives it.
-        schema: Returns the target's, or None where any complete update is taken.
-        fitting: Judges the plan; the same for every round of a publisher.
-        worker: Name of the worker, for observers.
+        layout_of: Returns the layout of a manifest, which it checks.
+        session: Says what updates must look like.
         notes: What the trainer should know of this worker.
         send: Sends a message to the trainer; never raises.
         on_over: Called once when the round is over here without a verified set.
@@ -66,9 +64,8 @@ class Reception:
         manifest: Manifest | None,
         engine: HostedEngine,
         *,
-        schema: Callable[[], Mapping[str, TensorSpec] | None],
-        fitting: Fitting,
-        worker: str,
+        layout_of: Callable[[Manifest], TensorLayout],
+        session: WorkerSession,
         notes: list[str],
         send: Callable[[msgspec.Struct], None],
         on_over: Callable[[], None],
@@ -81,11 +78,9 @@ class Reception:
         self.seconds: dict[str, float] = {}
         self.verified = False
         self._engine = engine
-        self._schema = schema
-        self._fitting = fitting
-        self._planned: Planned | None = None
+        self._session = session
+        self._layout_of = layout_of
         self._tied: Mapping[str, str] = {}
-        self._worker = worker
         self._notes = list(notes)
         self._send = send
         self._on_over = on_over
@@ -146,7 +141,7 @@ class Reception:
 
     def _identity(self) -> dict[str, str]:
         plan = self.plan
-        return {"round_id": plan.round_id, "version": plan.version, "worker": self._worker}
+        return {"round_id": plan.round_id, "version": plan.version, "worker": self._session.name}
 
     # -- on the engine's thread
 
@@ -186,25 +181,30 @@ class Reception:
         return True
 
     def _accept(self, claim: Callable[[], None]) -> None:
-        planned = self._planned = self._fitting.check(self.manifest)
-        self.manifest = planned.manifest
-        self._check_named(planned.identity)
+        layout = self._layout_of(self.manifest)
+        self._check_named(layout.identity)
         claim()
         if self._over:
             # Ended by the channel's thread a moment ago, when there was no claim to free.
             self._on_over()
             return
         self._engine.ensure()
-        schema = self._schema()
+        schema = self._session.schema()
         if schema is not None:
-            fit = self._fitting.judge(planned, schema)
-            self._tied = fit.tied
-            self.casts = fit.casts
-            if fit.casts:
+            self.casts = check_fit(
+                layout.manifest,
+                schema,
+                cast=self._session.cast,
+                cast_hint=self._session.cast_hint,
+            )
+            if any(spec.aliases for spec in schema.values()):
+                self._tied = canonical_names(schema)
+            if self.casts:
                 self._notes.append("casts floating dtypes at commit")
         else:
-            check_whole(planned.manifest)
-        self._make_room(planned.outline)
+            check_whole(layout.manifest)
+        self._make_room(layout)
+        self._engine.optional("set_layout", layout)
         self._engine.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at
         hooks.notify("wtransfer_round_started", **self._identity())
@@ -222,25 +222,17 @@ class Reception:
                 f"over this connection is {here!r}; send the plan whole"
             )
 
-    def _make_room(self, outline: Outline) -> None:
-        note = self._engine.make_room(outline.nbytes)
+    def _make_room(self, layout: TensorLayout) -> None:
+        note = self._engine.make_room(layout.nbytes)
         if note is not None:
             self._notes.append(note)
         elif self._engine.copies or self._engine.allocates:
-            require_memory(outline.nbytes, f"staging update {self.plan.version!r}")
-            self._notes.append(f"stages {outline.nbytes} bytes of its own")
-        staging = Staging(
-            self.manifest, copies=self._engine.copies, on_progress=self._progress, outline=outline
-        )
+            require_memory(layout.nbytes, f"staging update {self.plan.version!r}")
+            self._notes.append(f"stages {layout.nbytes} bytes of its own")
+        staging = Staging(layout, copies=self._engine.copies, on_progress=self._progress)
         with self._lock:
             if not self._over:
                 self._staging = staging
-
-    def _accepted(self) -> Planned:
-        planned = self._planned
-        if planned is None:
-            raise RoundAbortedError("the round has no plan that was looked at yet")
-        return planned
 
     def _staged(self) -> Staging:
         staging = self._staging
@@ -250,21 +242,16 @@ class Reception:
 
     def _receive(self, data: Data) -> None:
         begun = time.monotonic()
-        self._engine.receive(self._update_info(data), self._staged().load_weights)
+        self._engine.receive(data.update_info, self._staged().load_weights)
         self.seconds["transfer"] = self.seconds.get("transfer", 0.0) + time.monotonic() - begun
         self._send(Received(self.plan.round_id, data.seq))
-
-    def _update_info(self, data: Data) -> dict[str, Any]:
-        if data.pieces is None:
-            return data.update_info
-        return self._accepted().columns.put_back(data.update_info, data.pieces)
 
     def _verify(self, seal: Seal) -> None:
         begun = time.monotonic()
         self._engine.optional("finish_weight_update")
         staging = self._staged()
         digests = staging.verify(seal.digests, self._tied)
-        self.fingerprint = self._accepted().fingerprint(digests)
+        self.fingerprint = self._layout_of(self.manifest).fingerprint(digests)
         self.seconds["verify"] = time.monotonic() - begun
         with self._lock:
             if self._over:

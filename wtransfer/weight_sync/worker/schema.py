@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +10,6 @@ import xxhash
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import WHOLE, Manifest, Piece
 from wtransfer.transport.tensors import dtype_name, torch_dtype
-from wtransfer.weight_sync.planned import Planned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,66 +71,6 @@ def check_fit(
     if wrong:
         raise _schema_error(wrong, cast_hint if would_cast else None)
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""
-
-
-class Fitting:
-    """Judges the plans of one publisher, whose pieces are mostly those of the plan before.
-
-    Args:
-        cast: Whether one floating dtype may take another at apply.
-        cast_hint: How to allow that, for errors.
-    """
-
-    def __init__(self, *, cast: bool = False, cast_hint: str = CAST_HINT) -> None:
-        self._cast = cast
-        self._cast_hint = cast_hint
-        self._given = Manifest(())
-        self._planned = Planned(self._given)
-        self._fit: Fit | None = None
-
-    def check(self, manifest: Manifest) -> Planned:
-        """Raise unless a manifest is valid in itself; return what follows from it.
-
-        Raises:
-            ManifestError: The first fault found, with the piece named.
-        """
-        if manifest is self._given:
-            return self._planned
-        if manifest != self._planned.manifest:
-            manifest.check()
-            self._planned = Planned(manifest)
-        self._given = manifest
-        return self._planned
-
-    def judge(self, planned: Planned, schema: Mapping[str, TensorSpec]) -> Fit:
-        """Return how an update fits a target, from what was found before if both are equal to then.
-
-        Raises:
-            SchemaError: As `check_fit`.
-            ManifestError: As `check_fit`.
-        """
-        fit = self._fit
-        if fit is None or fit.planned is not planned or fit.schema != schema:
-            casts = check_fit(planned.manifest, schema, cast=self._cast, cast_hint=self._cast_hint)
-            tied = any(spec.aliases for spec in schema.values())
-            names = canonical_names(schema) if tied else {}
-            # A copy: what a target hands out may be its own, and change.
-            fit = self._fit = Fit(planned, dict(schema), names, casts)
-        return fit
-
-
-@dataclass(frozen=True)
-class Fit:
-    """An update that fits a target."""
-
-    planned: Planned
-    """The update."""
-    schema: Mapping[str, TensorSpec]
-    """The target, as it was."""
-    tied: Mapping[str, str]
-    """Name or alias -> name of the storage; empty if no storage has two names."""
-    casts: str
-    """Digest of which pieces will be cast, and to which dtypes; empty if none will."""
 
 
 def check_whole(manifest: Manifest) -> None:

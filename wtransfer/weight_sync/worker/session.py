@@ -27,6 +27,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from wtransfer.calls import forget_frames
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import (
     AuthenticationError,
@@ -44,7 +45,7 @@ from wtransfer.transport.tensors import torch_dtype
 from wtransfer.weight_sync.endings import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo, Hello, Lost, Receipt
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
-from wtransfer.weight_sync.worker.hosted import HostedEngine, forget_frames
+from wtransfer.weight_sync.worker.hosted import HostedEngine
 from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
 from wtransfer.weight_sync.worker.link import Link
 from wtransfer.weight_sync.worker.schema import CAST_HINT

@@ -9,21 +9,17 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from wtransfer.engines.interface import TensorSpec, WeightTarget
-from wtransfer.engines.outline import Outline
-from wtransfer.engines.staged import StagedTensors
 from wtransfer.errors import SchemaError
 from wtransfer.transport.tensors import PLAIN_TYPES, lacks_memory
 from wtransfer.weight_sync.state import (
-    Group,
-    Grouping,
+    Storage,
+    group_storages,
     memory_address,
     module_tensors,
     only_tensors,
     stands_alone,
     unnamed_tensors,
 )
-from wtransfer.weight_sync.worker.adopting import Adopted
-from wtransfer.weight_sync.worker.homes import SMALL_NBYTES
 from wtransfer.weight_sync.worker.schema import MAX_LISTED
 
 if TYPE_CHECKING:
@@ -31,35 +27,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+SMALL_NBYTES = 16 << 10
+"""Tensors up to this size are copied, also by ``commit="adopt"``."""
 CommitMode = Literal["adopt", "copy"]
 """How an update is applied: by pointing parameters at the staged memory, or by copying."""
-
-
-class Known:
-    """What follows from how a target's tensors are grouped.
-
-    Args:
-        tensors: By name.
-        groups: One per storage.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], groups: tuple[Group, ...]) -> None:
-        self.groups = groups
-        """One per storage."""
-        self.by_name = {name: group for group in groups for name in (group.name, *group.aliases)}
-        """Name or alias -> group."""
-        firsts = [(group, tensors[group.name]) for group in groups]
-        self.schema: Mapping[str, TensorSpec] = {
-            group.name: TensorSpec(tensor.dtype, tuple(tensor.shape), group.aliases)
-            for group, tensor in firsts
-        }
-        """One spec per storage, under its first name."""
-        self.outline = Outline(
-            list(self.schema),
-            [spec.dtype for spec in self.schema.values()],
-            [spec.shape for spec in self.schema.values()],
-        )
-        """The same, column by column."""
 
 
 class StateDictTarget:
@@ -70,9 +41,8 @@ class StateDictTarget:
     Args:
         tensors: Name -> tensor. Names of the same storage are written once.
         commit: ``"adopt"`` points a tensor at the staged memory, which costs nothing and needs no
-            second copy, but changes its address. A tensor of up to 16 KiB gets memory of its own
-            by the first update, to which later ones are copied: that is faster; one with several
-            names is written where it is. ``"copy"`` writes into the existing memory: for models
+            second copy, but changes its address; tensors of up to 16 KiB are copied. ``"copy"``
+            writes into the existing memory: for models
             whose addresses somebody holds (a captured graph, an optimizer's flat buffer). An update
             must not lie in the model's own memory, ever.
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
@@ -84,8 +54,7 @@ class StateDictTarget:
         SchemaError: Tensors that nothing can be written to: on the meta device, lazy, expanded,
             sparse, quantised, wrappers of others, freed ones.
 
-    Cost: about 3 us per tensor and call, beside what is copied; 1 us to find that nothing was done
-    to a model that adopts, since it adopted the last update.
+    Cost: about 5 us per tensor, beside what is copied.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], commit: CommitMode = "adopt") -> None:
@@ -93,11 +62,9 @@ class StateDictTarget:
             raise ValueError(f"commit is {commit!r}, expected 'adopt' or 'copy'")
         self._mapping = tensors
         self._commit = commit
-        self._adopted = Adopted()
-        self._taken: set[int] = set()
-        self._grouping = Grouping()
-        self._known = Known({}, ())
-        self._read()
+        self._adopted: set[int] = set()
+        """Addresses of the staged memory that updates have pointed tensors to."""
+        self._storages()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return only_tensors(self._mapping)
@@ -105,120 +72,79 @@ class StateDictTarget:
     def _beside(self) -> list[torch.Tensor]:
         return []
 
-    def _read(self) -> tuple[dict[str, torch.Tensor], Known]:
-        """Return the tensors of this moment, and what is known of them.
-
-        The one moment's knowledge is another's as long as the grouping says that it is: then every
-        name has the dtype, shape, strides and neighbours that it had.
-        """
+    def _storages(self) -> list[Storage]:
         tensors = self._tensors()
-        groups = self._grouping.of(tensors, self._beside())
-        known = self._known
-        if known.groups is not groups:
-            _check_writable(tensors)
-            known = self._known = Known(tensors, groups)
-        return tensors, known
+        _check_writable(tensors)
+        return group_storages(tensors, self._beside())
 
     def schema(self) -> Mapping[str, TensorSpec]:
         """Return one spec per storage, under its first name."""
-        if self._adopted.is_all_of(self._tensors(), self._known.outline):
-            return dict(self._known.schema)
-        return dict(self._read()[1].schema)
+        return {
+            storage.name: TensorSpec(tensor.dtype, tuple(tensor.shape), storage.aliases)
+            for storage in self._storages()
+            for tensor in storage.tensors[:1]
+        }
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write every given tensor, by its name or an alias.
 
         Raises:
             KeyError: A name that the schema does not have.
+            SchemaError: A tensor has another shape by now, or no memory to write to.
         """
-        # The caller may be in inference mode; the model must not be bound to it by a fresh tensor.
+        # The caller may be in inference mode; a new tensor must not be bound to it.
         with torch.inference_mode(mode=False), torch.no_grad():
-            if self._exchange(tensors):
-                return
-            own, known = self._read()
-            self._taken.clear()
-            adopted = self._adopted.staged(own)
-            self._adopted.forget_others(known.by_name.keys())
+            storages = self._storages()
+            by_name = {name: each for each in storages for name in (each.name, *each.aliases)}
+            self._adopted = self._still_adopted(storages)
+            taken: set[int] = set()
             for name, staged in tensors.items():
-                self._apply_one(known.by_name[name], own, staged, adopted)
-
-    def _exchange(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Adopt a whole update at once if nothing has to be asked of its tensors one by one."""
-        noted = tensors if isinstance(tensors, NotedTensors) else NotedTensors(tensors)
-        update = noted.tensors
-        return isinstance(update, StagedTensors) and self._adopted.exchange(
-            self._tensors(), update, noted.note
-        )
-
-    def _apply_one(
-        self,
-        group: Group,
-        own: Mapping[str, torch.Tensor],
-        staged: torch.Tensor,
-        adopted: set[int],
-    ) -> None:
-        tensor = own[group.name]
-        if staged.shape != tensor.shape:
-            raise _changed(group.name, tensor, staged)
-        if self._points(group, tensor, adopted):
-            self._adopt(group, own, staged)
-        else:
-            if not self._adopted.is_home(group.name, tensor):
-                self._adopted.forget(group.name)
-            _check_memory(group.name, tensor)
-            _overwrite(tensor, staged)
+                storage = by_name[name]
+                tensor = storage.tensors[0]
+                if staged.shape != tensor.shape:
+                    raise SchemaError(
+                        f"{name!r} has shape {list(tensor.shape)} by now, the update has "
+                        f"{list(staged.shape)}",
+                        piece=name,
+                    )
+                if self._points(storage):
+                    new = _whole(staged, tensor, taken)
+                    # Before the tensors: an interrupt in between must not lead to a write there.
+                    self._adopted.add(new.data_ptr())
+                    for each in storage.tensors:
+                        each.data = new
+                else:
+                    _check_memory(name, tensor)
+                    _overwrite(tensor, staged)
 
     def capture(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors: copies, or the memory that no update writes into."""
-        own, known = self._read()
-        adopted = self._adopted.staged(own)
-        return {group.name: self._kept(group, own[group.name], adopted) for group in known.groups}
+        storages = self._storages()
+        self._adopted = self._still_adopted(storages)
+        found = {}
+        for storage in storages:
+            tensor = storage.tensors[0].detach()
+            if not self._points(storage):
+                _check_memory(storage.name, tensor)
+                tensor = tensor.clone()
+            found[storage.name] = tensor
+        return found
 
-    def _kept(self, group: Group, tensor: torch.Tensor, adopted: set[int]) -> torch.Tensor:
-        # A small one may be the home of another target of the same model, which writes into it.
-        if self._points(group, tensor, adopted) and tensor.nbytes > SMALL_NBYTES:
-            return tensor.detach()
-        _check_memory(group.name, tensor)
-        return tensor.detach().clone()
+    def _still_adopted(self, storages: list[Storage]) -> set[int]:
+        found = (memory_address(storage.tensors[0]) for storage in storages)
+        return {address for address in found if address is not None and address in self._adopted}
 
-    def _points(self, group: Group, tensor: torch.Tensor, staged: set[int]) -> bool:
-        """Whether an update points a tensor to other memory, and does not write into its own.
-
-        Args:
-            group: Its names.
-            tensor: The one of the first name.
-            staged: Where staged memory begins that the model points to.
-        """
-        if self._commit == "copy" or self._adopted.is_home(group.name, tensor):
+    def _points(self, storage: Storage) -> bool:
+        """Return whether an update points a tensor to staged memory, else it is written."""
+        tensor = storage.tensors[0]
+        if self._commit == "copy":
             return False
-        # What was adopted is never written into, whatever has come to share it since: a set that
+        # Staged memory is never written into, whatever has come to share it since: a version that
         # may have to be restored consists of the same memory.
-        if memory_address(tensor) in staged:
+        if memory_address(tensor) in self._adopted:
             return True
-        if group.aliases and tensor.nbytes <= SMALL_NBYTES:
-            # Else an interrupt between two names would part them, and homes do not tie them again.
-            return False
-        return not group.overlaps and stands_alone(tensor)
-
-    def _adopt(self, group: Group, own: Mapping[str, torch.Tensor], staged: torch.Tensor) -> None:
-        tensor = own[group.name]
-        if tensor.nbytes <= SMALL_NBYTES:
-            new = self._adopted.give_home(group.name, tensor).copy_(staged)
-        else:
-            new = self._whole(staged, tensor)
-            self._adopted.enter(group.name, new.data_ptr())
-        for each in group.distinct(own):
-            each.data = new
-
-    def _whole(self, staged: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return what is staged as a tensor of that kind, alone in its memory."""
-        # An engine may hand out one tensor under two names; adopting it twice would tie them.
-        taken = staged.data_ptr() in self._taken and staged.numel() > 0
-        if taken or staged.dtype is not like.dtype or not stands_alone(staged):
-            fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            staged = fresh.copy_(staged)
-        self._taken.add(staged.data_ptr())
-        return staged
+        # To copy a small tensor takes no longer than to point it elsewhere.
+        return tensor.nbytes > SMALL_NBYTES and not storage.overlaps and stands_alone(tensor)
 
 
 class ModuleTarget(StateDictTarget):
@@ -287,8 +213,22 @@ class _NotedItems(ItemsView[str, "torch.Tensor"]):
         return self._mapping.note_each()
 
 
+def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """Return a staged tensor in the dtype of the model's, alone in its memory."""
+    # An engine may deliver one tensor under two names; adopted twice, it would tie them.
+    is_taken = staged.data_ptr() in taken and staged.numel() > 0
+    if is_taken or staged.dtype is not like.dtype or not stands_alone(staged):
+        fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        staged = fresh.copy_(staged)
+    taken.add(staged.data_ptr())
+    return staged
+
+
 def _overwrite(tensor: torch.Tensor, staged: torch.Tensor) -> None:
-    # What was made in inference mode can be written to in that mode only; others in any.
+    if tensor.dtype is staged.dtype is torch.bool:
+        # As bytes: a copy of bool turns every byte but 0 into 1.
+        tensor, staged = tensor.view(torch.uint8), staged.view(torch.uint8)
+    # A tensor that was made in inference mode can be written to in that mode only; others in any.
     with torch.inference_mode():
         tensor.copy_(staged)
 
@@ -297,13 +237,6 @@ def _check_memory(name: str, tensor: torch.Tensor) -> None:
     """Raise unless all of a tensor's elements are there: it could be neither read nor written."""
     if lacks_memory(tensor):
         raise SchemaError(f"{name!r} is {_NO_MEMORY}", piece=name)
-
-
-def _changed(name: str, tensor: torch.Tensor, staged: torch.Tensor) -> SchemaError:
-    return SchemaError(
-        f"{name!r} has shape {list(tensor.shape)} by now, the update has {list(staged.shape)}",
-        piece=name,
-    )
 
 
 def as_target(

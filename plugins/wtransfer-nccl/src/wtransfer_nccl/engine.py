@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from wtransfer.engines.collective import (
     JOIN_TIMEOUT_S,
+    NUM_AHEAD,
     CollectiveWeightTransferEngine,
 )
-from wtransfer.engines.incoming import NUM_AHEAD
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.memory import require_memory
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from typing import ClassVar
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.engines.collective import CollectiveUpdateInfo
-    from wtransfer.engines.incoming import Landing
+    from wtransfer.engines.collective import CollectiveUpdateInfo, RecvBuffers
     from wtransfer.engines.interface import LoadWeights
-    from wtransfer.transport.buckets import Layout
     from wtransfer.transport.communicator import Communicator
+    from wtransfer.transport.layout import TensorLayout
     from wtransfer.transport.rendezvous import Rendezvous
 
     from wtransfer_nccl.devices import Lane
@@ -106,17 +105,19 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
         lane.require_room(nbytes, what)
         return f"stages {nbytes} bytes on {lane.device} (atomic=device)"
 
-    def landing(self, layout: Layout, note_progress: Callable[[], object]) -> Landing:
+    def recv_buffers(
+        self, layout: TensorLayout, note_progress: Callable[[], object]
+    ) -> RecvBuffers:
         """Return the memory that one update is received into."""
-        from wtransfer_nccl.memory import BucketLanding, DeviceLanding, PinnedLanding
+        from wtransfer_nccl.memory import BucketBuffers, DeviceBuffers, PinnedBuffers
 
         note_progress()
         lane, info = self._entered_lane(), self._joined()
         if info.atomic == "none":
-            return BucketLanding(layout, info.packed_buffer_size_bytes, lane)
+            return BucketBuffers(layout, info.packed_buffer_size_bytes, lane)
         if info.atomic == "pinned":
-            return PinnedLanding(layout.nbytes, info.packed_buffer_size_bytes, lane)
-        return DeviceLanding(layout.nbytes, lane)
+            return PinnedBuffers(layout, info.packed_buffer_size_bytes, lane)
+        return DeviceBuffers(layout, lane)
 
     def receive_weights(self, update_info: CollectiveUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive the whole update on the own stream, and hand out views bucket by bucket.

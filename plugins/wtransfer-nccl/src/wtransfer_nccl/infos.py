@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from wtransfer.engines.collective import (
     CollectiveInitInfo,
+    CollectiveTrainerInitInfo,
     CollectiveUpdateInfo,
     check_counts,
     check_timeout,
 )
-from wtransfer.engines.collective_trainer import CollectiveTrainerInitInfo
 from wtransfer.errors import GroupError
 
 COMMUNICATORS = ("nccl", "gloo")
@@ -88,7 +88,7 @@ class NCCLWeightTransferInitInfo(CollectiveInitInfo):
 
 @dataclass
 class NCCLWeightTransferUpdateInfo(CollectiveUpdateInfo):
-    """One update: its tensors in the order of the stream. All lists have the same length."""
+    """One update. Tensors are named only where the engine was given no layout."""
 
     packed: bool = False
     """Whether tensors travel in buckets, as callers of the seed era say it here; they always do."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.engines.collective import JOIN_TIMEOUT_S
-from wtransfer.engines.collective_trainer import CollectiveTrainerEngine
+from wtransfer.engines.collective import JOIN_TIMEOUT_S, CollectiveTrainerEngine
 
 from wtransfer_nccl.devices import trainer_lane
 from wtransfer_nccl.group import form
 from wtransfer_nccl.infos import NCCLTrainerInitInfo
-from wtransfer_nccl.memory import DeviceOutgoing
+from wtransfer_nccl.memory import allocated
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,7 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
     ) -> None:
         # First of all: nothing is to be open yet where it cannot be used.
         self._lane = trainer_lane(init_info.communicator, init_info.device)
-        self._buckets: torch.Tensor | None = None
+        self.num_buckets = init_info.packed_num_buffers
         super().__init__(init_info, client=client, source=source)
 
     def form_group(self, rendezvous: Rendezvous, world_size: int) -> Communicator:
@@ -70,20 +69,13 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
             "atomic": info.atomic,
         }
 
-    def outgoing(self, source: RoundSource, communicator: Communicator) -> DeviceOutgoing:
-        """Return the places for the tensors of one round, in the device's buckets."""
-        made = DeviceOutgoing(
-            source.metadata,
-            communicator,
-            self.init_info.packed_buffer_size_bytes,
-            self._buckets,
-            source.note_progress,
-            num_buckets=self.init_info.packed_num_buffers,
-            device=self._lane.device,
-            stream=self._stream,
-        )
-        self._buckets, self._stream = made.memory, made.stream
-        return made
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory of the device for all buckets.
+
+        Raises:
+            StagingMemoryError: There is not that much.
+        """
+        return allocated(nbytes, device=self._lane.device)
 
     def send_weights(self) -> None:
         """Announce the update, and broadcast it while the workers receive."""
@@ -91,8 +83,3 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
             # The weights are written on streams of the trainer's, which we do not know.
             self._lane.settle()
             super().send_weights()
-
-    def shutdown(self) -> None:
-        """Leave the group, close the rendezvous, and let go of the buckets."""
-        super().shutdown()
-        self._buckets = None

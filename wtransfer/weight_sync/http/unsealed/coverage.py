@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from wtransfer.errors import SchemaError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.transport.digests import digest
+from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.tensors import dtype_name
 from wtransfer.weight_sync.worker.schema import canonical_names
 from wtransfer.weight_sync.worker.staging import Staging
@@ -39,7 +40,7 @@ class CoverageStaging(Staging):
         copies: bool,
         on_progress: Callable[[int], None],
     ) -> None:
-        super().__init__(manifest_of(schema), copies=copies, on_progress=on_progress)
+        super().__init__(TensorLayout(manifest_of(schema)), copies=copies, on_progress=on_progress)
         self._schema = schema
         self._canonical = canonical_names(schema)
         self._cast = cast
@@ -55,8 +56,7 @@ class CoverageStaging(Staging):
         Raises:
             IncompleteUpdateError: Some never arrived.
         """
-        self._check_complete()
-        return [self._digests[piece.name] for piece in self.manifest.pieces]
+        return self.verify([self._digests.get(name, "") for name in self._layout.names], {})
 
     def _fitted(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -77,7 +77,7 @@ class CoverageStaging(Staging):
         return tensor.to(spec.dtype) if spec.dtype.is_floating_point else tensor
 
     def _check_same(self, canonical: str, names: tuple[str, str], tensor: torch.Tensor) -> None:
-        if digest(tensor.detach(), self.manifest.algorithm) != self._digests[canonical]:
+        if digest(tensor.detach(), self._layout.manifest.algorithm) != self._digests[canonical]:
             raise SchemaError(
                 f"{names[0]!r} and {names[1]!r} are one tensor in the target (tied weights) and "
                 "came with different bytes",

@@ -6,7 +6,7 @@ import contextlib
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from wtransfer.weight_sync.worker.hosted import forget_frames
+from wtransfer.calls import forget_frames
 
 if TYPE_CHECKING:
     import threading

@@ -135,7 +135,7 @@ class UnsealedUpdate:
             on_progress=lambda _nbytes: self._deadline.restart(),
         )
         if engine.copies or engine.allocates:
-            require_memory(staging.manifest.nbytes, "staging an unsealed update")
+            require_memory(staging._layout.manifest.nbytes, "staging an unsealed update")
         engine.optional("start_weight_update")
         with self._lock:
             self._check_not_over()
@@ -144,7 +144,7 @@ class UnsealedUpdate:
     def _judge(self, version: str | None) -> Held:
         self._engine.optional("finish_weight_update")
         staging = self._staged()
-        manifest = staging.manifest
+        manifest = staging._layout.manifest
         identity = fingerprint(manifest, staging.prove())
         label = version or f"unsealed-{identity[:12]}"
         return Held(label, identity, manifest, staging.tensors, "coverage")

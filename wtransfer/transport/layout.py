@@ -1,0 +1,179 @@
+"""Where the tensors of an update lie: one range of bytes, computed alike on both sides."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from wtransfer.errors import ProtocolError, TruncatedError
+from wtransfer.manifest import Identities, Manifest, Piece
+from wtransfer.transport.tensors import torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from typing_extensions import Self
+
+    from wtransfer.transport.tensors import ByteArray
+
+ALIGNMENT = 64
+"""Tensors start at multiples of this many bytes: a cache line, and enough for any dtype."""
+MIN_BUCKET_NBYTES = 1 << 20
+"""Size below which the last buckets of an update get no smaller."""
+MAX_BUCKET_TENSORS = 2048
+"""Most tensors of a bucket: small ones cost by their number."""
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next place at which a tensor may start."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Bucket(NamedTuple):
+    """Consecutive tensors, sent together."""
+
+    first: int
+    """Number of the first tensor."""
+    last: int
+    """Number behind the last tensor."""
+    start: int
+    """First byte in the layout."""
+    stop: int
+    """Byte behind the last one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
+
+class TensorLayout:
+    """Names, dtypes, shapes, sizes and offsets of an update's tensors, by number.
+
+    A tensor's number is its place in the manifest. Trainer and worker compute the layout from the
+    same manifest, so messages need only name byte ranges.
+
+    Args:
+        manifest: The pieces; `Manifest.check` has accepted it.
+
+    Raises:
+        ManifestError: This torch lacks one of the dtypes.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        pieces = manifest.pieces
+        self.manifest = manifest
+        self.names = [piece.name for piece in pieces]
+        self.dtypes = [torch_dtype(piece.dtype) for piece in pieces]
+        self.shapes = [piece.shape for piece in pieces]
+        self.sizes = [piece.nbytes for piece in pieces]
+        """Bytes of each tensor."""
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        """Name -> number."""
+        self.starts: list[int] = []
+        """First byte of each tensor."""
+        end = 0
+        for nbytes in self.sizes:
+            start = aligned(end)
+            self.starts.append(start)
+            end = start + nbytes
+        self.nbytes = end
+        """Bytes of the range, gaps included."""
+
+    @classmethod
+    def of_columns(
+        cls, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> Self:
+        """Return the layout of an update info that names its own tensors (seed contract).
+
+        Raises:
+            ManifestError: A name, dtype or shape that no update can have.
+            ValueError: The lists have different lengths.
+        """
+        rows = zip(names, dtype_names, map(tuple, shapes), strict=True)
+        manifest = Manifest(tuple(Piece(*row) for row in rows))
+        manifest.check()
+        return cls(manifest)
+
+    @cached_property
+    def identity(self) -> str:
+        """Identity of the manifest."""
+        return self.manifest.identity()
+
+    @cached_property
+    def _identities(self) -> Identities:
+        return Identities(self.manifest)
+
+    def fingerprint(self, digests: Sequence[str]) -> str:
+        """Return the fingerprint of the weights whose pieces have these digests, in order."""
+        return self._identities.fingerprint(digests)
+
+    def buckets(self, nbytes: int) -> Iterator[Bucket]:
+        """Yield buckets of whole tensors of about `nbytes`; a larger tensor makes a larger bucket.
+
+        Towards the end each bucket takes half of the rest: nothing overlaps with the last one.
+        """
+        first = 0
+        while first < len(self.sizes):
+            start = self.starts[first]
+            enough = start + min(nbytes, max(MIN_BUCKET_NBYTES, (self.nbytes - start) // 2))
+            last = first + 1
+            while last < min(len(self.sizes), first + MAX_BUCKET_TENSORS) and (
+                self.starts[last - 1] + self.sizes[last - 1] < enough
+            ):
+                last += 1
+            yield self.bucket(first, last)
+            first = last
+
+    def bucket(self, first: int, last: int) -> Bucket:
+        """Return the bucket of tensors `first` up to `last`, as a peer has named them.
+
+        Raises:
+            ProtocolError: The update has no such tensors.
+        """
+        if not 0 <= first <= last <= len(self.sizes):
+            raise ProtocolError(
+                f"tensors {first} to {last} were announced of an update of {len(self.sizes)}"
+            )
+        if first == last:
+            return Bucket(first, last, 0, 0)
+        stop = self.starts[last - 1] + self.sizes[last - 1]
+        return Bucket(first, last, self.starts[first], stop)
+
+    def view(self, memory: ByteArray | torch.Tensor, number: int, base: int = 0) -> torch.Tensor:
+        """Return a tensor as a view of memory, which it keeps alive.
+
+        Args:
+            memory: uint8, one dimension; host memory or a tensor of any device.
+            number: Which tensor.
+            base: Byte of the layout at which the memory begins.
+
+        Cost: about 1.7 us.
+        """
+        shape, dtype = self.shapes[number], self.dtypes[number]
+        start = self.starts[number] - base
+        if isinstance(memory, torch.Tensor):
+            return memory[start : start + self.sizes[number]].view(dtype).view(shape)
+        if self.sizes[number] == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        flat = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start)
+        return flat.view(shape)
+
+    def views(
+        self, memory: ByteArray | torch.Tensor, bucket: Bucket, base: int = 0
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and view of each tensor of a bucket (see `view`).
+
+        Raises:
+            TruncatedError: The bucket does not lie within the memory.
+        """
+        if bucket.stop - base > len(memory):
+            raise TruncatedError(
+                f"bytes {bucket.start} to {bucket.stop} of an update do not lie within "
+                f"{len(memory)} bytes of memory"
+            )
+        for number in range(bucket.first, bucket.last):
+            yield self.names[number], self.view(memory, number, base)
