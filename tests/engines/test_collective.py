@@ -191,7 +191,7 @@ def test_tensors_are_named_by_the_info_of_a_trainer_without_a_layout():
 @pytest.mark.parametrize("field", ["names", "dtype_names", "shapes"])
 def test_lists_of_different_lengths_are_refused(field):
     columns = {"names": ["a"], "dtype_names": ["int8"], "shapes": [[1]]}
-    with pytest.raises(ValueError, match="not equally many"):
+    with pytest.raises(ValueError, match="entries, `names` has"):
         CollectiveUpdateInfo(**(columns | {field: []}))
 
 

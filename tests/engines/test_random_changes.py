@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.engines.outline import Outline
-from wtransfer.engines.staged import StagedTensors
+from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents as contents_of_plain
-from wtransfer.transport.buckets import aligned
-from wtransfer.transport.tensors import byte_view, plain
+from wtransfer.transport.layout import TensorLayout
+from wtransfer.transport.tensors import byte_view, dtype_name, plain
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 NUM_STEPS = 30
@@ -21,18 +20,15 @@ SHAPES = [(), (1,), (4,), (3, 3), (16, 16), (4096,), (4097,), (8192,), (100, 50)
 DTYPES = [torch.float32, torch.bfloat16, torch.int32, torch.complex64]
 
 
-class Applied(NamedTuple):
-    """An update that was applied, and the bytes that it had then."""
+class Update(NamedTuple):
+    """An update in memory of its own, and the bytes that it had when it was made."""
 
-    tensors: StagedTensors
+    memory: np.ndarray
+    tensors: dict
     content: bytes
 
-    @classmethod
-    def of(cls, tensors):
-        return cls(tensors, tensors.memory.tobytes())
-
     def is_whole(self):
-        return self.tensors.memory.tobytes() == self.content
+        return self.memory.tobytes() == self.content
 
 
 def fresh(rng):
@@ -124,15 +120,14 @@ def part_overlaps(tensors):
 
 def update_of(tensors, names, value):
     """Return an update in memory of its own: for each name, numbers from a value on."""
-    forms = [(tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
-    outline = Outline(names, *map(list, zip(*forms, strict=True)))
-    stops = np.cumsum([aligned(size) for size in outline.sizes]).tolist()
-    update = StagedTensors(outline)
-    assert update.put_places(np.zeros(stops[-1], np.uint8), [0, *stops[:-1]])
-    for name, (dtype, shape) in zip(names, forms, strict=True):
-        numbers = torch.arange(int(np.prod(shape)), dtype=torch.float32).view(shape)
-        update[name].copy_((numbers % 37 + value).to(dtype))
-    return update
+    pieces = (Piece(n, dtype_name(tensors[n].dtype), tuple(tensors[n].shape)) for n in names)
+    layout = TensorLayout(Manifest(tuple(pieces)))
+    memory = np.zeros(layout.nbytes, np.uint8)
+    made = dict(layout.views(memory, layout.bucket(0, len(names))))
+    for each in made.values():
+        numbers = torch.arange(each.numel(), dtype=torch.float32).view(each.shape)
+        each.copy_((numbers % 37 + value).to(each.dtype))
+    return Update(memory, made, memory.tobytes())
 
 
 def play(seed):
@@ -140,7 +135,7 @@ def play(seed):
     rng = random.Random(seed)
     tensors = {f"t{number}": fresh(rng) for number in range(rng.randint(2, 8))}
     target = StateDictTarget(tensors)
-    before: list[Applied] = []
+    before: list[Update] = []
     for step in range(NUM_STEPS):
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             rng.choice(CHANGES)(rng, tensors, rng.choice(list(tensors)))
@@ -150,10 +145,11 @@ def play(seed):
         captured = target.capture() if rng.random() < 0.3 else None
         kept = None if captured is None else contents(captured)
         update = update_of(tensors, names, step)
-        target.apply(update if rng.random() < 0.8 else {n: update[n].clone() for n in names})
-        assert contents({name: tensors[name] for name in names}) == contents(dict(update))
+        views = update.tensors
+        target.apply(views if rng.random() < 0.8 else {n: views[n].clone() for n in names})
+        assert contents({name: tensors[name] for name in names}) == contents(views)
         assert all(each.is_whole() for each in before[-3:])
-        before.append(Applied.of(update))
+        before.append(update)
         if captured is not None:
             assert contents(captured) == kept
             target.apply(captured)
@@ -176,7 +172,7 @@ def test_every_update_arrives_whole(seed):
 
 
 def test_the_check_sees_what_was_written_into():
-    applied = Applied.of(update_of({"a": torch.zeros(4)}, ["a"], 3))
+    applied = update_of({"a": torch.zeros(4)}, ["a"], 3)
     assert applied.is_whole()
     byte_view(applied.tensors["a"])[0] += 1
     assert not applied.is_whole()

@@ -26,7 +26,6 @@ from wtransfer.weight_sync.messages import (
     CODEC,
     Abort,
     Accept,
-    Coming,
     Commit,
     Data,
     ErrorInfo,
@@ -46,7 +45,6 @@ from wtransfer.weight_sync.messages import (
     Verdict,
 )
 from wtransfer.weight_sync.trainer.publisher import Publisher
-from wtransfer.weight_sync.worker.lookahead import LookAhead
 from wtransfer.weight_sync.worker.session import WorkerSession
 
 PATIENCE_S = 5.0
@@ -73,7 +71,7 @@ class Mail:
 
     def expect(self, cls):
         """Return the next message that wants an answer, or is one; it must be of this class."""
-        while isinstance(message := self.messages.get(timeout=PATIENCE_S), (Coming, Progress)):
+        while isinstance(message := self.messages.get(timeout=PATIENCE_S), Progress):
             pass
         assert type(message) is cls, message
         return message
@@ -323,40 +321,7 @@ def test_a_plan_before_any_engine_is_refused(rogue, worker_model):
     session.close()
 
 
-# -- manifests that are named, and looks that are taken early
-
-
-@pytest.mark.parametrize(
-    ("info", "pieces"),
-    [({}, (0, 3)), ({}, (-2, 2)), ({}, (1, 1)), ({"names": ["a", "b"]}, (0, 2))],
-)
-def test_data_about_pieces_that_there_are_not_is_a_fault(rogue, session, info, pieces):
-    rogue.say(Plan("r1", "v1", MANIFEST))
-    rogue.mail.expect(Accept)
-    rogue.say(Data("r1", 0, info, pieces))
-    assert rogue.mail.expect(Fault).error.kind == "ProtocolError"
-    assert deliver(rogue, "r2", "v2").fingerprint == FINGERPRINT
-
-
-def test_only_the_round_that_comes_next_is_looked_ahead_for(rogue, session, monkeypatch):
-    """A look at a large model takes its time, which a peer must not be able to multiply."""
-    looks, look = [], LookAhead.look
-
-    def looking(self, round_id):
-        looks.append(round_id)
-        time.sleep(0.2)
-        look(self, round_id)
-
-    monkeypatch.setattr(LookAhead, "look", looking)
-    rogue.say(*(Coming(f"r{number}") for number in range(200)))
-    assert deliver(rogue, "r199", "v1").fingerprint == FINGERPRINT
-    assert len(looks) <= 3
-    assert looks[-1] == "r199"
-
-
-def test_a_round_that_is_coming_and_never_comes_changes_nothing(rogue, session):
-    rogue.say(*(Coming(f"r{number}") for number in range(50)), Abort("r49", "no plan"))
-    assert deliver(rogue, "r50", "v1").fingerprint == FINGERPRINT
+# -- manifests that are named
 
 
 OTHER = Manifest((Piece("a", "float32", (4,)), Piece("b", "float32", (4,))))

@@ -130,8 +130,6 @@ def test_metadata_says_who_holds_what(sharded, mesh):
 def test_metadata_follows_a_tensor_that_is_placed_anew(sharded, mesh):
     source = StateDictSource(sharded)
     assert (Shard(0),) == source.metadata[0].placements
-    kept = list(source.metadata)
-    assert all(a is b for a, b in zip(kept, source.metadata, strict=True))
     sharded["rows"] = sharded["rows"].redistribute(mesh, [Replicate()])
     assert (Replicate(),) == source.metadata[0].placements
 

@@ -108,11 +108,10 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
     """Shapes."""
 
     def __post_init__(self) -> None:
-        lengths = len(self.names), len(self.dtype_names), len(self.shapes)
-        if len(set(lengths)) > 1:
-            raise ValueError(
-                f"`names`, `dtype_names` and `shapes` have {lengths} entries, not equally many"
-            )
+        for name in ("dtype_names", "shapes"):
+            found = len(getattr(self, name))
+            if found != len(self.names):
+                raise ValueError(f"`{name}` has {found} entries, `names` has {len(self.names)}")
 
 
 class RecvBuffers(Protocol):
