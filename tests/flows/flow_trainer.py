@@ -7,10 +7,10 @@ import resource
 
 import flow_stage
 
-from wtransfer.engines.outgoing import Outgoing
 from wtransfer.transport.frames import FrameReader
 from wtransfer.transport.listener import Listener
 from wtransfer.weight_sync.messages import CODEC, Commit
+from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.roster import Worker
 from wtransfer.weight_sync.trainer.round import Round
@@ -49,19 +49,16 @@ def watch_rounds():
         if isinstance(message, Commit):
             flow_stage.witness.enter("between")
 
-    send_off, begin = Outgoing._send_off, Outgoing.__init__
+    iter_buckets = DigestingSource.iter_buckets
 
-    def begin_and_count(self, *args, **options):
-        begin(self, *args, **options)
-        self.num_sent_off = 0
+    def iter_buckets_and_tell(self, nbytes, allocate):
+        for number, bucket in enumerate(iter_buckets(self, nbytes, allocate)):
+            yield bucket
+            if number == 1:
+                # The engine has sent off the second one.
+                flow_stage.witness.enter("midst")
 
-    def send_off_and_tell(self):
-        send_off(self)
-        self.num_sent_off += 1
-        if self.num_sent_off == 2:
-            flow_stage.witness.enter("midst")
-
-    Outgoing.__init__, Outgoing._send_off = begin_and_count, send_off_and_tell
+    DigestingSource.iter_buckets = iter_buckets_and_tell
     Round.init_workers = init_and_tell
     Worker.send_frame = send_and_tell
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """All names of the same elements: one entry of a schema."""
 
     name: str
@@ -96,17 +94,15 @@ def group_storages(
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault(_elements(tensor), []).append(name)
-    users = Counter(elements[0] for elements in alike)
+    users = Counter([elements[0] for elements in alike])
     users.update({_elements(tensor)[0] for tensor in beside})
-    return [
-        Storage(
-            names[0],
-            tuple({id(tensors[name]): tensors[name] for name in names}.values()),
-            tuple(names[1:]),
-            overlaps=users[elements[0]] > 1,
-        )
-        for elements, names in alike.items()
-    ]
+    found = []
+    for (memory, *_), names in alike.items():
+        own: tuple[torch.Tensor, ...] = (tensors[names[0]],)
+        if len(names) > 1:
+            own = tuple({id(tensors[name]): tensors[name] for name in names}.values())
+        found.append(Storage(names[0], own, tuple(names[1:]), users[memory] > 1))
+    return found
 
 
 def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,6 +6,9 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+import torch
+
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, Manifest, Piece
@@ -18,11 +21,9 @@ from wtransfer.transport.tensors import dtype_name, lacks_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import numpy as np
-    import torch
-
     from wtransfer.engines.interface import WeightSource
     from wtransfer.transport.layout import Bucket
+    from wtransfer.transport.tensors import ByteArray
 
     Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
 
@@ -156,7 +157,7 @@ class DigestingSource:
         for number, tensor in self._read_all():
             meta = self.metadata[number]
             memory = allocate(meta)
-            self._note(number, _copy(tensor, memory, self._algorithm))
+            self._note(number, _copy(tensor, _as_bytes(memory), self._algorithm))
             yield meta, memory
         self._mark_packed()
 
@@ -164,7 +165,7 @@ class DigestingSource:
         """Copy bucket by bucket into the memory that `allocate` returns, digested alike."""
         layout, tensors = self.layout, self._read_all()
         for bucket in layout.buckets(nbytes):
-            memory = allocate(bucket)
+            memory = _as_bytes(allocate(bucket))
             for number in range(bucket.first, bucket.last):
                 start = layout.starts[number] - bucket.start
                 place = memory[start : start + layout.sizes[number]]
@@ -254,12 +255,13 @@ class DigestingSource:
         return self.layout.manifest.algorithm
 
 
-def _copy(tensor: torch.Tensor, memory: Memory, algorithm: Algorithm) -> Digested:
-    import numpy as np
-    import torch
+def _as_bytes(memory: Memory) -> ByteArray | torch.Tensor:
+    return memory if isinstance(memory, torch.Tensor) else np.frombuffer(memory, np.uint8)
 
+
+def _copy(tensor: torch.Tensor, memory: ByteArray | torch.Tensor, algorithm: Algorithm) -> Digested:
     if not isinstance(memory, torch.Tensor):
-        return copy_digest(np.frombuffer(memory, np.uint8), tensor, algorithm, screen=True)
+        return copy_digest(memory, tensor, algorithm, screen=True)
     # The digest is the copy's: those bytes travel.
     copied = memory.view(tensor.dtype).view(tensor.shape)
     copied.copy_(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import ItemsView, Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -131,6 +132,8 @@ class StateDictTarget:
         return found
 
     def _still_adopted(self, storages: list[Storage]) -> set[int]:
+        if not self._adopted:
+            return set()
         found = (memory_address(storage.tensors[0]) for storage in storages)
         return {address for address in found if address is not None and address in self._adopted}
 
@@ -141,7 +144,7 @@ class StateDictTarget:
             return False
         # Staged memory is never written into, whatever has come to share it since: a version that
         # may have to be restored consists of the same memory.
-        if memory_address(tensor) in self._adopted:
+        if self._adopted and memory_address(tensor) in self._adopted:
             return True
         # To copy a small tensor takes no longer than to point it elsewhere.
         return tensor.nbytes > SMALL_NBYTES and not storage.overlaps and stands_alone(tensor)
@@ -228,8 +231,8 @@ def _overwrite(tensor: torch.Tensor, staged: torch.Tensor) -> None:
     if tensor.dtype is staged.dtype is torch.bool:
         # As bytes: a copy of bool turns every byte but 0 into 1.
         tensor, staged = tensor.view(torch.uint8), staged.view(torch.uint8)
-    # A tensor that was made in inference mode can be written to in that mode only; others in any.
-    with torch.inference_mode():
+    # A tensor that was made in inference mode can be written to in that mode only.
+    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
         tensor.copy_(staged)
 
 
@@ -281,10 +284,6 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
         return f"of layout {tensor.layout}"
     if type(tensor) not in PLAIN_TYPES and _only_wraps(tensor):
         return f"a {type(tensor).__name__}, which wraps others and has no memory of its own"
-    return _amiss_in_memory(tensor)
-
-
-def _amiss_in_memory(tensor: torch.Tensor) -> str | None:
     if _overlaps_itself(tensor):
         return "expanded: several of its elements are one"
     return _NO_MEMORY if lacks_memory(tensor) else None
@@ -299,7 +298,7 @@ def _only_wraps(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0:
+    if tensor.is_contiguous() or tensor.numel() == 0:
         return False
     dims = list(zip(tensor.shape, tensor.stride(), strict=True))
     span = 1 + sum((size - 1) * stride for size, stride in dims)
