@@ -1,19 +1,183 @@
-"""Calls on other threads: announcements beside a transfer, and errors that keep no tensors."""
+"""Calls on other threads: one after the other, given up at a deadline, or beside a transfer."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import queue
 import threading
 import traceback
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wtransfer.deadline import Deadline
+from wtransfer.errors import ClosedError, StallError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
     from typing_extensions import Self
+
+
+T = TypeVar("T")
+
+
+class Call:
+    """A call on another thread, and its outcome.
+
+    Args:
+        function: What is called.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        """Set when the call has returned or raised."""
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._function: Callable[[], Any] | None = function
+
+    def run(self) -> None:
+        """Make the call; an error is kept, not raised."""
+        function, self._function = self._function, None
+        try:
+            self.result = function() if function is not None else None
+        except BaseException as error:
+            self.error = error
+        finally:
+            # It may hold tensors, and the call may be kept for its outcome.
+            del function
+            self.done.set()
+
+
+class SerialThread:
+    """One daemon thread that makes calls in order, started by the first one.
+
+    A thread cannot be killed. One that hangs in foreign code can be left behind: it ends when that
+    code returns, and dies with the process at the latest. Either its successor takes over
+    (`abandon`), or no further call is made until it has returned (`call`).
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._stopped = False
+        self._overdue: tuple[Call, str] | None = None
+
+    def runs_here(self) -> bool:
+        """Return whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, function: Callable[[], Any]) -> Call:
+        """Make a call after those submitted before."""
+        return self.resubmit(Call(function))
+
+    def resubmit(self, call: Call) -> Call:
+        """Take over a call that another thread did not get to."""
+        with self._starting:
+            self._calls.put(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return call
+
+    def call(self, function: Callable[[], T], what: str, timeout_s: float) -> T:
+        """Make a call and return its result.
+
+        While a call that was given up still runs, further ones are refused: collectives that
+        overtake each other are worse than none.
+
+        Args:
+            function: The call.
+            what: What it does, for errors.
+            timeout_s: Longest wait, in seconds.
+
+        Raises:
+            StallError: It has not returned in time, or an earlier one has not returned yet.
+            ClosedError: The thread was stopped.
+        """
+        deadline = Deadline(timeout_s)
+        if self._overdue is not None:
+            earlier, its_name = self._overdue
+            if not earlier.done.wait(deadline.remaining()):
+                raise StallError(
+                    f"cannot begin {what}: {its_name} was given up and has not returned yet",
+                    seconds=timeout_s,
+                )
+        if self._stopped:
+            raise ClosedError(f"cannot begin {what}: this was closed")
+        call = self.submit(function)
+        # Until it has returned: also where an interruption ends the wait.
+        self._overdue = (call, what)
+        if not call.done.wait(deadline.remaining()):
+            raise StallError(
+                f"no progress on {what} within {timeout_s:g} s; the call is left behind, and its "
+                "peer may be gone",
+                seconds=timeout_s,
+            )
+        self._overdue = None
+        if call.error is not None:
+            raise call.error
+        result: T = call.result
+        return result
+
+    def abandon(self) -> list[Call]:
+        """Leave the thread behind in its present call; return the calls after it."""
+        waiting = []
+        with contextlib.suppress(queue.Empty):
+            # Safe against the thread itself: each entry is taken by one of us.
+            while (call := self._calls.get_nowait()) is not None:
+                waiting.append(call)
+        self.stop()
+        return waiting
+
+    def stop(self) -> None:
+        """Let the thread end after what was submitted."""
+        self._stopped = True
+        self._calls.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end, for at most `timeout_s` seconds."""
+        if self._thread is not None and not self.runs_here():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+            # It may hold tensors: not kept during the next wait.
+            del call
+
+
+def start_call(function: Callable[[], Any], name: str) -> Call:
+    """Make a call on a daemon thread of its own."""
+    thread = SerialThread(name)
+    call = thread.submit(function)
+    thread.stop()
+    return call
+
+
+def on_callers_stream(function: Callable[[], T]) -> Callable[[], T]:
+    """Return the function, to be called on another thread with this thread's CUDA stream.
+
+    Each thread begins with the first device and its default stream, which waits for no other: a
+    tensor that is gathered there could be read here before its bytes have arrived.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return function
+    stream = torch.cuda.current_stream()
+
+    def call() -> T:
+        with torch.cuda.stream(stream):
+            return function()
+
+    return call
 
 
 class Announcer:

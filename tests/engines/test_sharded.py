@@ -29,7 +29,6 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.trainer.leavable import LeavableThread
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
 from wtransfer.weight_sync.trainer.shards import check_equal, digest_of, iter_shards, layout_between
 from wtransfer.weight_sync.trainer.source import StateDictSource
@@ -260,32 +259,6 @@ def test_a_part_whose_storage_was_freed_is_named(sharded):
     source.pairs = [("rows", freed)]
     with pytest.raises(SourceError, match="part of 'rows' has less memory"):
         list(iter_shards(source, source.metadata))
-
-
-# -- calls that may hang
-
-
-def test_a_call_that_hangs_is_left_behind_and_none_overtakes_it():
-    thread, go_on = LeavableThread("wtransfer-test"), threading.Event()
-    with pytest.raises(StallError, match=r"no progress on the first within 0\.05 s"):
-        thread.call(go_on.wait, "the first", 0.05)
-    with pytest.raises(StallError, match="the first was given up and has not returned yet"):
-        thread.call(lambda: None, "the second", 0.05)
-    go_on.set()
-    assert thread.call(lambda: 7, "the third", 5.0) == 7
-    with pytest.raises(ZeroDivisionError):
-        thread.call(lambda: 1 / 0, "the fourth", 5.0)
-    thread.close()
-    with pytest.raises(ClosedError):
-        thread.call(lambda: None, "the fifth", 5.0)
-
-
-@pytest.mark.gpu
-def test_a_call_is_made_on_the_stream_of_its_caller():
-    thread, stream = LeavableThread("wtransfer-test"), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        assert thread.call(torch.cuda.current_stream, "a look", 5.0) == stream
-    thread.close()
 
 
 # -- finding each other

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import traceback
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.calls import start_call
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import NotInitializedError, VersionNotKeptError, WTransferError
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
@@ -76,41 +76,36 @@ class Running:
 
     Args:
         method: Name of the call, for errors and the thread.
-        call: The call.
+        function: The call.
         plugin: Engine, for errors.
         on_done: Called on that thread when the call has ended.
     """
 
     def __init__(
-        self, method: str, call: Callable[[], object], plugin: str, on_done: Callable[[], None]
+        self, method: str, function: Callable[[], object], plugin: str, on_done: Callable[[], None]
     ) -> None:
         self.done = False
         self.error: WTransferError | None = None
         self.result: Any = None
-        self._method = method
-        self._call = call
-        self._plugin = plugin
-        self._on_done = on_done
-        self._thread = threading.Thread(target=self._run, name=f"wtransfer-{method}", daemon=True)
-        self._thread.start()
+
+        def run() -> None:
+            try:
+                self.result = function()
+            except WTransferError as error:
+                error.add_facts(plugin=plugin)
+                self.error = error
+            except BaseException as error:
+                self.error = engine_error(method, error, plugin)
+                self.error.__cause__ = error
+            _forget_locals(self.error)
+            self.done = True
+            on_done()
+
+        self._call = start_call(run, f"wtransfer-{method}")
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the call to end; return whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._call()
-        except WTransferError as error:
-            error.add_facts(plugin=self._plugin)
-            self.error = error
-        except BaseException as error:
-            self.error = engine_error(self._method, error, self._plugin)
-            self.error.__cause__ = error
-        _forget_locals(self.error)
-        self.done = True
-        self._on_done()
+        return self._call.done.wait(timeout_s)
 
 
 class Sender:

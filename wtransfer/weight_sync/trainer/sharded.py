@@ -6,8 +6,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.calls import SerialThread, on_callers_stream
 from wtransfer.errors import EngineError, SourceError, WTransferError
-from wtransfer.weight_sync.trainer.leavable import LeavableThread
 from wtransfer.weight_sync.trainer.shards import (
     gathered,
     is_sharded,
@@ -75,7 +75,7 @@ class ShardedSource:
         self._ranks: TrainerRanks | None = None
         self._making_ranks = threading.Lock()
         self._stopped = False
-        self._thread = LeavableThread("wtransfer-gather")
+        self._thread = SerialThread("wtransfer-gather")
         self._version: str | None = None
         self._agreed = False
         self._metadata: Sequence[ParamMeta] | None = None
@@ -164,7 +164,7 @@ class ShardedSource:
         """Let go of the other ranks."""
         if self._ranks is not None:
             self._ranks.close()
-        self._thread.close()
+        self._thread.stop()
 
     def _to_tell(self) -> tuple[TrainerRanks | None, frozenset[int]]:
         try:
@@ -222,9 +222,8 @@ class ShardedSource:
     ) -> torch.Tensor:
         what = f"gathering {meta.name!r}"
         try:
-            return self._thread.call(
-                lambda: gathered(meta, shard), what, self.deadline_s * OWN_SHARE
-            )
+            call = on_callers_stream(lambda: gathered(meta, shard))
+            return self._thread.call(call, what, self.deadline_s * OWN_SHARE)
         except WTransferError:
             raise
         except Exception as error:

@@ -9,6 +9,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.calls import SerialThread, on_callers_stream
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
@@ -26,7 +27,6 @@ from wtransfer.errors import (
 from wtransfer.transport.channel import Dialer
 from wtransfer.weight_sync.endings import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo
-from wtransfer.weight_sync.trainer.leavable import LeavableThread
 from wtransfer.weight_sync.trainer.rank_messages import (
     RANK_CODEC,
     Arrive,
@@ -114,7 +114,7 @@ class TrainerRank:
         self._closed = False
         self._busy = threading.Lock()
         self._calls = itertools.count(1)
-        self._thread = LeavableThread("wtransfer-gather")
+        self._thread = SerialThread("wtransfer-gather")
         self._link = _RankLink(Whereabouts(name, store), self._thread)
         close_at_exit(self)
 
@@ -152,7 +152,7 @@ class TrainerRank:
             return
         self._closed = True
         self._link.close()
-        self._thread.close()
+        self._thread.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +247,7 @@ class _Part:
         source: WeightSource,
         metadata: Sequence[ParamMeta],
         publishing: int,
-        thread: LeavableThread,
+        thread: SerialThread,
         deadline_s: float,
     ) -> None:
         self._source = source
@@ -286,9 +286,8 @@ class _Part:
             raise ProtocolError(f"the publishing rank gathers tensor {order.index} out of turn")
         _, meta, shard = self._next
         try:
-            self._thread.call(
-                lambda: _gather_and_drop(meta, shard), f"gathering {meta.name!r}", self._deadline_s
-            )
+            call = on_callers_stream(lambda: _gather_and_drop(meta, shard))
+            self._thread.call(call, f"gathering {meta.name!r}", self._deadline_s)
         except WTransferError:
             raise
         except Exception as error:
@@ -310,7 +309,7 @@ class _RankLink:
         thread: Looks there, since a store whose host is stopped never answers.
     """
 
-    def __init__(self, whereabouts: Whereabouts, thread: LeavableThread) -> None:
+    def __init__(self, whereabouts: Whereabouts, thread: SerialThread) -> None:
         self._whereabouts = whereabouts
         self._thread = thread
         self._changed = threading.Condition()

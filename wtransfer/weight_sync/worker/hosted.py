@@ -7,6 +7,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from wtransfer.calls import SerialThread, start_call
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import (
@@ -20,7 +21,6 @@ from wtransfer.errors import (
 )
 from wtransfer.registry.registry import registry
 from wtransfer.transport.memory import is_out_of_memory, out_of_memory
-from wtransfer.weight_sync.worker.mover import MoverThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -55,7 +55,7 @@ class HostedEngine:
         self._engine: Any = None
         self._lock = threading.Lock()
         self._closed = False
-        self._mover = MoverThread("wtransfer-engine")
+        self._mover = SerialThread("wtransfer-engine")
         self._given_up: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
     # -- from any thread
@@ -63,17 +63,14 @@ class HostedEngine:
     def submit(self, task: Callable[[], None]) -> threading.Event:
         """Run `task` on the engine's thread; the event is set when it has run."""
         with self._lock:
-            return self._mover.submit(task)
+            return self._mover.submit(lambda: guarded("a step of a round", task)).done
 
     def abort_in_background(self, running: threading.Event) -> None:
         """Do what `abort` does on a thread of its own: it may take a while."""
         if running.is_set():
             return
-        thread = threading.Thread(
-            target=self.abort, args=(running,), name="wtransfer-abort", daemon=True
-        )
         try:
-            thread.start()
+            start_call(lambda: self.abort(running), "wtransfer-abort")
         except RuntimeError as error:
             # A process that ends gets no more threads; what it closes then must not stop here.
             logger.warning("engine %s is not aborted: %s", self.name, error)
@@ -99,13 +96,13 @@ class HostedEngine:
             logger.warning("engine %s does not return after an abort; rebuilding it", self.name)
             # What was queued behind the hanging call belongs to later rounds: it moves along.
             waiting = self._mover.abandon()
-            if all(task.done is not running for task in waiting):
+            if all(call.done is not running for call in waiting):
                 self._given_up.add(running)
-            self._mover = MoverThread("wtransfer-engine")
+            self._mover = SerialThread("wtransfer-engine")
             # Whoever has put another one in the place of the first, has shut that one down.
             left, self._engine = self._engine, None
-            for task in waiting:
-                self._mover.resubmit(task)
+            for call in waiting:
+                self._mover.resubmit(call)
             if self._closed:
                 # `shutdown` has stopped the thread that hangs, or is about to; this one is new.
                 self._mover.stop()
@@ -127,8 +124,8 @@ class HostedEngine:
         with self._lock:
             # From here on `abort` leaves no thread that waits for more.
             self._closed = True
-            done = self._mover.submit(self._drop)
-        done.wait(UNBLOCK_GRACE_S)
+            dropped = self._mover.submit(self._drop)
+        dropped.done.wait(UNBLOCK_GRACE_S)
         self._mover.stop()
 
     @property
@@ -299,9 +296,7 @@ def guarded(what: str, call: Callable[[], object] | None) -> None:
 
 def _shutdown_in_background(engine: Any) -> None:
     # Its own thread: an engine that hangs in receiving may hang in shutdown as well.
-    threading.Thread(
-        target=guarded, args=("shutdown", engine.shutdown), name="wtransfer-shutdown", daemon=True
-    ).start()
+    start_call(lambda: guarded("shutdown", engine.shutdown), "wtransfer-shutdown")
 
 
 def _with_origin(error: PluginError, init: Init) -> PluginError:

@@ -1,0 +1,179 @@
+"""Calls on other threads: in order, given up at a deadline, or beside a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from wtransfer.calls import Announcer, SerialThread, forget_frames, on_callers_stream, start_call
+from wtransfer.errors import ClosedError, StallError
+
+PATIENCE_S = 5.0
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])
+def test_a_call_that_raises_is_done_and_the_next_one_is_made(error):
+    def fail():
+        raise error("no")
+
+    thread = SerialThread("tests-serial")
+    failed, after = thread.submit(fail), thread.submit(thread.runs_here)
+    thread.stop()
+    assert failed.done.wait(PATIENCE_S)
+    assert after.done.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    assert isinstance(failed.error, error)
+    assert after.result is True
+
+
+def test_calls_behind_one_that_hangs_are_made_by_a_successor_and_in_order():
+    thread, successor, go_on, made = SerialThread("one"), SerialThread("two"), threading.Event(), []
+    hanging = thread.submit(go_on.wait)
+    for number in range(3):
+        thread.submit(lambda number=number: made.append((number, successor.runs_here())))
+    while thread._calls.qsize() > 3:
+        pass
+    for call in thread.abandon():
+        successor.resubmit(call)
+    assert successor.submit(lambda: None).done.wait(PATIENCE_S)
+    assert made == [(0, True), (1, True), (2, True)]
+    assert not hanging.done.is_set()
+    go_on.set()
+    for each in (thread, successor):
+        each.stop()
+        each.join(PATIENCE_S)
+
+
+def test_a_call_that_is_given_up_is_not_overtaken():
+    thread, go_on = SerialThread("tests-serial"), threading.Event()
+    with pytest.raises(StallError, match=r"no progress on the first within 0\.05 s"):
+        thread.call(go_on.wait, "the first", 0.05)
+    with pytest.raises(StallError, match="the first was given up and has not returned yet"):
+        thread.call(lambda: None, "the second", 0.05)
+    go_on.set()
+    assert thread.call(lambda: 7, "the third", PATIENCE_S) == 7
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 / 0, "the fourth", PATIENCE_S)
+    thread.stop()
+    with pytest.raises(ClosedError, match="cannot begin the fifth"):
+        thread.call(lambda: None, "the fifth", PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_call():
+    thread, tensor = SerialThread("tests-serial"), torch.zeros(3)
+    kept = weakref.ref(tensor)
+    assert thread.submit(tensor.sum).done.wait(PATIENCE_S)
+    del tensor
+    thread.submit(lambda: None).done.wait(PATIENCE_S)
+    gc.collect()
+    assert kept() is None
+    thread.stop()
+    thread.join(PATIENCE_S)
+
+
+def test_a_call_on_a_thread_of_its_own_leaves_no_thread():
+    call = start_call(threading.current_thread, "tests-own")
+    assert call.done.wait(PATIENCE_S)
+    assert call.result.name == "tests-own"
+    call.result.join(PATIENCE_S)
+    assert not call.result.is_alive()
+
+
+@pytest.mark.gpu
+def test_a_call_is_made_on_the_stream_of_its_caller():
+    thread, stream = SerialThread("tests-serial"), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call = on_callers_stream(torch.cuda.current_stream)
+        assert thread.call(call, "a look", PATIENCE_S) == stream
+    thread.stop()
+
+
+def test_an_error_keeps_no_tensors_once_its_frames_are_forgotten():
+    kept = []
+
+    def fail():
+        tensor = torch.zeros(3)
+        kept.append(weakref.ref(tensor))
+        raise ValueError("no")
+
+    call = start_call(fail, "tests-own")
+    assert call.done.wait(PATIENCE_S)
+    forget_frames(call.error)
+    gc.collect()
+    assert kept[0]() is None
+
+
+# -- announcements
+
+
+VARIABLE = contextvars.ContextVar("tests_round")
+
+
+def test_an_announcement_is_made_in_the_context_of_its_round():
+    seen = []
+    with Announcer(lambda info: seen.append((info, VARIABLE.get(None))), 2) as announcer:
+        for number in range(5):
+            VARIABLE.set(number)
+            announcer.announce({"bucket": number})
+    assert sorted(seen, key=lambda each: each[1]) == [({"bucket": n}, n) for n in range(5)]
+
+
+def test_leaving_on_an_error_waits_for_no_announcement_and_makes_no_more():
+    go_on, begun, made = threading.Event(), threading.Event(), []
+
+    def tell(info):
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        made.append(info)
+
+    def send():
+        with Announcer(tell) as announcer:
+            announcer.announce({"bucket": 0})
+            announcer.announce({"bucket": 1})
+            assert begun.wait(PATIENCE_S)
+            raise OSError("the disk")
+
+    with pytest.raises(OSError, match="the disk"):
+        send()
+    assert made == []
+    go_on.set()
+    for each in threading.enumerate():
+        if each.name == "wtransfer-announce":
+            each.join(PATIENCE_S)
+    assert made == [{"bucket": 0}]
+
+
+def test_the_error_of_an_announcement_is_raised_at_the_end():
+    go_on = threading.Event()
+
+    def tell(_info):
+        go_on.wait(PATIENCE_S)
+        raise OSError("nobody there")
+
+    def announce():
+        with Announcer(tell) as announcer:
+            announcer.announce({})
+            go_on.set()
+
+    with pytest.raises(OSError, match="nobody there"):
+        announce()
+
+
+def test_an_announcement_after_one_that_failed_is_not_made():
+    def tell(_info):
+        raise OSError("nobody there")
+
+    announcer = Announcer(tell)
+    announcer.announce({})
+    with pytest.raises(OSError, match="nobody there"):
+        announcer.wait()
+    with pytest.raises(OSError, match="nobody there"):
+        announcer.announce({})
+    announcer.__exit__(OSError, OSError("nobody there"), None)
