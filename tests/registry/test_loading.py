@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -290,6 +291,8 @@ MALFORMED = "[acme.group]\nno equals sign\n"
 
 
 def load_two(site, **environ):
+    # The process finds the real wtransfer.
+    shutil.rmtree(site.root / "wtransfer-0.1.0.dist-info", ignore_errors=True)
     paths = [str(site.root), *filter(None, [os.environ.get("PYTHONPATH")])]
     clean = {key: text for key, text in os.environ.items() if "AUTOLOAD" not in key}
     environ = {**clean, "PYTHONPATH": os.pathsep.join(paths), **environ}
@@ -307,9 +310,6 @@ def load_two(site, **environ):
     ],
 )
 def test_distribution_that_breaks_the_import_of_torch_is_named(site, entries, error, cause):
-    (site.root / "wtransfer-0.1.0.dist-info" / "entry_points.txt").unlink()
-    (site.root / "wtransfer-0.1.0.dist-info" / "METADATA").unlink()
-    (site.root / "wtransfer-0.1.0.dist-info").rmdir()
     info = site.add("acme-tpu")
     (info / "entry_points.txt").write_text(entries)
     source = "def autoload():\n    raise OSError('libtpu.so: cannot open shared object file')"
@@ -322,3 +322,10 @@ def test_distribution_that_breaks_the_import_of_torch_is_named(site, entries, er
         assert "Concerned: acme-tpu. Every backend that needs torch is affected." in line
         assert "set TORCH_DEVICE_BACKEND_AUTOLOAD=0, and start the process again" in line
     assert load_two(site, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ["loaded", "loaded"]
+
+
+def test_torch_that_cannot_be_imported_is_the_cause(site):
+    site.module("torch", "raise OSError('libtorch.so: cannot open shared object file')")
+    for line in load_two(site):
+        assert "cannot be loaded: `import torch` itself fails: OSError: libtorch.so: " in line
+        assert "Concerned" not in line

@@ -130,11 +130,11 @@ def _twin(name: str, worker_cls: type) -> type[TrainerWeightTransferEngine[Any]]
     twin: Any = getattr(worker_cls, "trainer_cls", None)
     worker = registry("engines").record(name)
     if twin is None:
-        raise PluginTypeError(
-            f"The weight transfer engine {worker} has no trainer side: set trainer_cls in "
-            f"{worker_cls.__qualname__} to a class or 'package.module:Class', or register one "
-            "with WeightTransferTrainerFactory.register_engine.",
-            **worker.facts,
+        raise worker.error(
+            PluginTypeError,
+            f"has no trainer side: set trainer_cls in {worker_cls.__qualname__} to a class or "
+            "'package.module:Class', or register one with "
+            "WeightTransferTrainerFactory.register_engine.",
         )
     trainers = registry("trainers")
     by_path = isinstance(twin, str)

@@ -314,10 +314,11 @@ class Registry:
         record, *more = [each for each in usable if each.name == plain] or usable
         if more:
             values = ", ".join(f"{each.name!r} = {each.value!r}" for each in (record, *more))
-            raise record.error(
-                PluginAmbiguousError,
-                f"is declared more than once: {values}. Write the name exactly as declared; where "
-                "two are equal, only the distribution's author can mend it.",
+            raise PluginAmbiguousError(
+                f"The {self.kind.noun} {name!r} is declared more than once by "
+                f"{record.distribution} {record.version}: {values}. Write the name exactly as "
+                "declared; where two are equal, only the distribution's author can mend it.",
+                **{**record.facts, "name": name},
             )
         if distribution is None and record.origin == "built-in":
             self._warn_of_hidden(record)
