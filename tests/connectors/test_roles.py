@@ -21,7 +21,8 @@ from wtransfer.connectors.interface import (
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.registry import hooks
 from wtransfer.registry import registry as registry_module
-from wtransfer.registry.hooks import Board, hookimpl
+from wtransfer.registry.hooks import PluginManager as Board
+from wtransfer.registry.hooks import hookimpl
 from wtransfer.registry.registry import Host
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER

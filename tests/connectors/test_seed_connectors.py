@@ -28,7 +28,8 @@ from wtransfer.errors import (
 )
 from wtransfer.registry import hooks
 from wtransfer.registry import registry as registry_module
-from wtransfer.registry.hooks import Board, hookimpl
+from wtransfer.registry.hooks import PluginManager as Board
+from wtransfer.registry.hooks import hookimpl
 from wtransfer.registry.registry import Host
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import importlib_metadata
 import pytest
 
-from wtransfer.registry.hooks import Board
+from wtransfer.registry.hooks import PluginManager
 from wtransfer.registry.registry import Host
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ class Site:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.board = Board()
-        self.engine = textwrap.dedent(ENGINE)
+        self.board = PluginManager()
 
     def add(self, name, version="1.0", *, group="wtransfer.engines", requires=(), **entries):
         """Install a distribution that declares `entries`; ``__`` in a keyword stands for ``-``."""
@@ -45,6 +44,11 @@ class Site:
         (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
         return info
 
+    def offer(self, name, *names, version="1.0"):
+        """Install a distribution that offers engines, from a module of its own."""
+        module = self.module(name.replace("-", "_") + "_module")
+        self.add(name, version, **dict.fromkeys(names, f"{module}:Engine"))
+
     def module(self, name, source=ENGINE):
         """Write a module."""
         (self.root / f"{name}.py").write_text(textwrap.dedent(source))
@@ -53,7 +57,7 @@ class Site:
 
     def host(self, **environ):
         """Return a new host over this folder."""
-        self.board = Board()
+        self.board = PluginManager()
         return Host(environ, self.distributions, self.board)
 
     def engines(self, **environ):

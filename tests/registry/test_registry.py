@@ -1,4 +1,4 @@
-"""From a name to a class: the order, the sentences, and what is never decided silently."""
+"""From a name to a class: the order, the sentences, and what is never chosen silently."""
 
 from __future__ import annotations
 
@@ -31,23 +31,8 @@ class Other(Engine):
     pass
 
 
-def add(site, distribution, *names, version="1.0"):
-    """Install a distribution that offers `names`, from a module of its own."""
-    module = distribution.replace("-", "_") + "_module"
-    site.module(module)
-    site.add(distribution, version, **dict.fromkeys(names, f"{module}:Engine"))
-
-
-def test_a_repeated_look_up_gives_the_same_class_without_asking_again(site, monkeypatch):
-    add(site, "acme-wt", "fast")
-    registry = site.engines()
-    first = registry.get("fast")
-    monkeypatch.setattr(registry, "_first", None)
-    assert registry.get("fast") is first
-
-
 def test_run_time_beats_discovered(site):
-    add(site, "acme-wt", "fast")
+    site.offer("acme-wt", "fast")
     registry = site.engines()
     discovered = registry.get("fast")
     registry.register("fast", Engine)
@@ -56,21 +41,21 @@ def test_run_time_beats_discovered(site):
 
 
 def test_pin_beats_run_time(site):
-    add(site, "acme-wt", "fast")
+    site.offer("acme-wt", "fast")
     registry = site.engines(WTRANSFER_PIN="engines:fast=acme-wt")
     registry.register("fast", Engine)
     assert registry.get("fast").__module__ == "acme_wt_module"
 
 
 def test_pin_beats_built_in(site):
-    add(site, "acme-wt", "shm")
+    site.offer("acme-wt", "shm")
     registry = site.engines(WTRANSFER_PIN="engines:shm=acme-wt")
     assert registry.get("shm").__module__ == "acme_wt_module"
     assert registry.get("wtransfer:shm").__module__ == "builtin_shm"
 
 
-def test_built_in_beats_discovered_and_says_so_once(site, caplog):
-    add(site, "acme-wt", "SHM")
+def test_built_in_beats_discovered_and_warns_once(site, caplog):
+    site.offer("acme-wt", "SHM")
     registry = site.engines()
     with caplog.at_level(logging.WARNING):
         assert registry.get("shm").__module__ == "builtin_shm"
@@ -99,15 +84,15 @@ def test_run_time_names_compare_exactly_as_written(site):
 
 @pytest.mark.parametrize("name", ["my-fast", "MY_FAST", "My-Fast"])
 def test_discovered_names_compare_folded(site, name):
-    add(site, "acme-wt", "My_fast")
+    site.offer("acme-wt", "My_fast")
     registry = site.engines()
     assert registry.get(name) is registry.get("My_fast")
 
 
 @pytest.mark.parametrize("name", ["acme-wt:fast", "Acme.WT:FAST", "acme_wt:fast"])
-def test_distribution_and_name_address_one(site, name):
-    add(site, "acme-wt", "fast")
-    add(site, "other-wt", "fast")
+def test_distribution_and_name_address_one_backend(site, name):
+    site.offer("acme-wt", "fast")
+    site.offer("other-wt", "fast")
     assert site.engines().get(name).__module__ == "acme_wt_module"
 
 
@@ -123,14 +108,14 @@ def test_registered_built_in_and_reserved_names_are_taken(site, name):
 
 
 def test_nccl_stays_reserved_when_it_is_installed(site):
-    add(site, "wtransfer-nccl", "nccl")
+    site.offer("wtransfer-nccl", "nccl")
     registry = site.engines()
     with pytest.raises(AlreadyRegisteredError):
         registry.register("nccl", Engine)
     assert registry.get("nccl").__module__ == "wtransfer_nccl_module"
 
 
-def test_a_module_path_is_imported_on_first_use(site):
+def test_module_path_is_imported_on_first_use(site):
     site.module("lazy_module")
     registry = site.engines()
     registry.register("lazy", "lazy_module", "Engine")
@@ -138,7 +123,7 @@ def test_a_module_path_is_imported_on_first_use(site):
     assert registry.get("lazy") is sys.modules["lazy_module"].Engine
 
 
-def test_a_module_path_needs_a_class_name(site):
+def test_module_path_requires_a_class_name(site):
     with pytest.raises(RegistrationError) as caught:
         site.engines().register("lazy", "lazy_module")
     assert str(caught.value) == "class_name is required when registering with module path"
@@ -146,12 +131,12 @@ def test_a_module_path_needs_a_class_name(site):
 
 
 @pytest.mark.parametrize(("name", "place"), [("x", 3), (3, Engine), (None, "module")])
-def test_registering_something_else_is_refused(site, name, place):
+def test_registration_of_another_object_is_refused(site, name, place):
     with pytest.raises(RegistrationError, match="takes a name with a class or a module path"):
         site.engines().register(name, place, "Engine")
 
 
-def test_the_duplicate_texts_of_the_other_kinds_are_the_seeds(site):
+def test_duplicate_connector_or_spec_raises_the_seeds_text(site):
     host = site.host()
     for word in ("connectors", "specs"):
         host.registry(word).register("x", "module", "Class")
@@ -167,7 +152,7 @@ def failure(registry, name, cls=PluginError):
 
 
 def test_unknown_lists_what_exists_and_the_nearest(site):
-    add(site, "acme-wt", "fast")
+    site.offer("acme-wt", "fast")
     registry = site.engines()
     registry.register("mine", Engine)
     error = failure(registry, "fats", UnknownBackendError)
@@ -188,13 +173,13 @@ def test_unknown_lists_what_exists_and_the_nearest(site):
         ("specs", "Unsupported spec type: x. Available specs: []."),
     ],
 )
-def test_unknown_names_of_the_other_kinds_begin_as_the_seeds(site, word, start):
+def test_unknown_connector_or_spec_raises_the_seeds_text(site, word, start):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # the text is compared below
         site.host().registry(word).get("x")
     assert str(caught.value).startswith(start)
 
 
-def test_a_name_that_is_no_text_is_unknown(site):
+def test_name_that_is_no_string_is_unknown(site):
     assert str(failure(site.engines(), None, UnknownBackendError)).startswith(
         "Invalid weight transfer backend: None. Available engines: ['shm']"
     )
@@ -210,7 +195,7 @@ def test_first_party_names_say_what_to_install(site, name):
     assert error.distribution == "wtransfer-nccl"
 
 
-def test_our_distribution_is_not_suggested_for_another_one_s_backend(site):
+def test_first_party_distribution_is_not_suggested_for_an_addressed_or_pinned_one(site):
     for error in (
         failure(site.engines(), "acme-wt:nccl", UnknownBackendError),
         failure(site.engines(WTRANSFER_PIN="engines:nccl=acme-wt"), "nccl", UnknownBackendError),
@@ -219,8 +204,8 @@ def test_our_distribution_is_not_suggested_for_another_one_s_backend(site):
         assert "No distribution 'acme-wt' that is installed here offers it" in str(error)
 
 
-def test_an_unknown_distribution_is_never_suggested_for_installing(site):
-    add(site, "acme-wt", "fast")
+def test_unknown_distribution_is_not_suggested_for_installing(site):
+    site.offer("acme-wt", "fast")
     error = failure(site.engines(), "evil:fast", UnknownBackendError)
     assert str(error) == (
         "Invalid weight transfer backend: evil:fast. Available engines: ['fast', 'shm']. No "
@@ -228,8 +213,8 @@ def test_an_unknown_distribution_is_never_suggested_for_installing(site):
     )
 
 
-def test_a_pin_to_nothing_is_an_error_of_that_name(site):
-    add(site, "acme-wt", "fast")
+def test_pin_to_a_missing_distribution_is_an_error_of_that_name(site):
+    site.offer("acme-wt", "fast")
     registry = site.engines(WTRANSFER_PIN="engines:fast=gone-wt")
     assert str(failure(registry, "fast", UnknownBackendError)) == (
         "Invalid weight transfer backend: fast. Available engines: ['acme-wt:fast', 'shm']. No "
@@ -239,8 +224,8 @@ def test_a_pin_to_nothing_is_an_error_of_that_name(site):
     assert registry.get("shm").__module__ == "builtin_shm"
 
 
-def test_blocked_says_by_what(site):
-    add(site, "acme-wt", "fast")
+def test_blocked_names_the_variable_and_the_entry(site):
+    site.offer("acme-wt", "fast")
     registry = site.engines(WTRANSFER_PLUGINS_BLOCK="acme-wt")
     error = failure(registry, "fast", PluginBlockedError)
     assert error.message == (
@@ -252,23 +237,16 @@ def test_blocked_says_by_what(site):
     assert "acme_wt_module" not in sys.modules
 
 
-def test_an_empty_allow_list_allows_built_ins_only(site):
-    add(site, "acme-wt", "fast")
-    registry = site.engines(WTRANSFER_PLUGINS="")
-    failure(registry, "fast", PluginBlockedError)
-    assert registry.get("shm").__module__ == "builtin_shm"
-
-
-def test_a_blocked_built_in_is_not_replaced_silently(site):
-    add(site, "acme-wt", "shm")
+def test_blocked_built_in_is_not_replaced_silently(site):
+    site.offer("acme-wt", "shm")
     registry = site.engines(WTRANSFER_PLUGINS_BLOCK="wtransfer:shm")
     failure(registry, "shm", PluginBlockedError)
     assert registry.get("acme-wt:shm").__module__ == "acme_wt_module"
 
 
-def test_ambiguous_names_both_and_the_pin(site):
-    add(site, "acme-wt", "fast")
-    add(site, "other-wt", "FAST", version="2.0")
+def test_ambiguous_name_shows_both_and_the_pins(site):
+    site.offer("acme-wt", "fast")
+    site.offer("other-wt", "FAST", version="2.0")
     registry = site.engines()
     error = failure(registry, "fast", PluginAmbiguousError)
     assert str(error) == (
@@ -281,38 +259,122 @@ def test_ambiguous_names_both_and_the_pin(site):
     assert registry.names() == ["acme-wt:fast", "other-wt:FAST", "shm"]
 
 
-def test_the_pin_that_the_error_shows_works(site):
-    add(site, "acme-wt", "fast")
-    add(site, "other-wt", "FAST")
+def test_pin_of_the_error_resolves_the_ambiguity(site):
+    site.offer("acme-wt", "fast")
+    site.offer("other-wt", "FAST")
     registry = site.engines(WTRANSFER_PIN="engines:FAST=other-wt")
     assert registry.get("fast").__module__ == "other_wt_module"
     assert registry.names() == ["FAST", "acme-wt:fast", "shm"]
 
 
-def test_blocking_one_of_two_decides(site):
-    add(site, "acme-wt", "fast")
-    add(site, "other-wt", "fast")
+def test_blocking_one_of_two_resolves_the_ambiguity(site):
+    site.offer("acme-wt", "fast")
+    site.offer("other-wt", "fast")
     registry = site.engines(WTRANSFER_PLUGINS_BLOCK="acme-wt")
     assert registry.get("fast").__module__ == "other_wt_module"
 
 
-def test_two_spellings_in_one_distribution_are_told_apart_exactly_or_not_at_all(site):
+def test_two_spellings_in_one_distribution_must_be_written_exactly(site):
     site.module("one_module", "from builtin_shm import Engine\nclass Second(Engine): ...")
     site.add("acme-wt", my_fast="one_module:Engine", my__fast="one_module:Second")
     registry = site.engines()
     assert registry.get("my_fast").__name__ == "Engine"
     assert registry.get("my-fast").__name__ == "Second"
-    assert "is declared more than once by acme-wt 1.0" in str(
+    assert "'MY-FAST' is declared more than once by acme-wt 1.0: 'my-fast' = 'one_mod" in str(
         failure(registry, "MY-FAST", PluginAmbiguousError)
     )
 
 
-def test_a_setting_that_cannot_be_read_stops_every_choice(site):
-    with pytest.raises(PluginSettingError, match="WTRANSFER_PIN"):
-        site.engines(WTRANSFER_PIN="nonsense").get("shm")
+@pytest.mark.parametrize(
+    "text", ["Acme.WT", "ACME_wt", "acme-wt:my-engine", "x, acme-wt:MY_ENGINE"]
+)
+def test_list_entries_name_a_distribution_or_one_of_its_backends(site, text):
+    site.offer("acme-wt", "My_Engine")
+    assert site.engines(WTRANSFER_PLUGINS=text).names() == ["My_Engine", "shm"]
+    assert site.engines(WTRANSFER_PLUGINS_BLOCK=text).names() == ["shm"]
 
 
-def test_an_unknown_name_can_be_registered_and_used_later(site):
+@pytest.mark.parametrize("text", ["", "other-wt", "acme-wt:other", " , "])
+def test_list_entries_name_nothing_else(site, text):
+    site.offer("acme-wt", "My_Engine")
+    assert site.engines(WTRANSFER_PLUGINS_BLOCK=text).names() == ["My_Engine", "shm"]
+    registry = site.engines(WTRANSFER_PLUGINS=text)
+    error = failure(registry, "my-engine", PluginBlockedError)
+    assert "WTRANSFER_PLUGINS does not list it; add 'acme-wt' there to use it" in str(error)
+    assert registry.get("shm").__module__ == "builtin_shm"
+
+
+def test_block_list_beats_allow_list(site):
+    site.offer("acme-wt", "fast")
+    registry = site.engines(WTRANSFER_PLUGINS="acme-wt", WTRANSFER_PLUGINS_BLOCK="acme-wt:fast")
+    assert "WTRANSFER_PLUGINS_BLOCK names 'acme-wt:fast'" in str(
+        failure(registry, "fast", PluginBlockedError)
+    )
+
+
+def test_pin_names_a_kind_and_a_folded_name(site):
+    site.offer("acme-wt", "My_fast")
+    site.offer("other-wt", "my-fast")
+    pins = " engines:MY_fast = acme-wt , specs:my-fast=other-wt"
+    registry = site.engines(WTRANSFER_PIN=pins)
+    assert registry.get("my-FAST").__module__ == "acme_wt_module"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WTRANSFER_PIN", "nccl=acme"),
+        ("WTRANSFER_PIN", "engine:nccl=acme"),
+        ("WTRANSFER_PIN", "engines:nccl"),
+        ("WTRANSFER_PIN", "engines:=acme"),
+        ("WTRANSFER_PIN", "engines: =acme"),
+        ("WTRANSFER_PIN", "engines:nccl="),
+        ("WTRANSFER_PLUGINS", ":nccl"),
+        ("WTRANSFER_PLUGINS_BLOCK", "acme:"),
+        ("WTRANSFER_LOAD_TIMEOUT_S", "soon"),
+        ("WTRANSFER_LOAD_TIMEOUT_S", "-1"),
+        ("WTRANSFER_LOAD_TIMEOUT_S", "inf"),
+        ("WTRANSFER_LOAD_TIMEOUT_S", ""),
+    ],
+)
+def test_unreadable_setting_stops_every_look_up(site, variable, value):
+    with pytest.raises(PluginSettingError) as caught:
+        site.engines(**{variable: value}).get("shm")
+    assert variable in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def num_calls(function):
+    """Return how many calls of Python functions a call makes."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("name", ["name-{}", "name"])
+def test_cost_of_listing_is_linear_in_the_entry_points_of_a_distribution(site, name):
+    calls = []
+    for num_entries in (100, 200):
+        lines = [f"{name.format(i)} = acme_module:Engine{i}" for i in range(num_entries)]
+        info = site.add("acme-wt", str(num_entries))
+        (info / "entry_points.txt").write_text("\n".join(["[wtransfer.engines]", *lines]))
+        calls.append(num_calls(site.engines().names))
+        for path in info.iterdir():
+            path.unlink()
+        info.rmdir()
+    assert calls[1] < 2.5 * calls[0]
+
+
+def test_unknown_name_can_be_registered_and_used_later(site):
     registry = site.engines()
     failure(registry, "late", UnknownBackendError)
     registry.register("late", Engine)
@@ -320,8 +382,8 @@ def test_an_unknown_name_can_be_registered_and_used_later(site):
 
 
 def test_every_listed_name_can_be_used(site):
-    add(site, "acme-wt", "fast", "SHM")
-    add(site, "other-wt", "Fast", "slow")
+    site.offer("acme-wt", "fast", "SHM")
+    site.offer("other-wt", "Fast", "slow")
     registry = site.engines()
     registry.register("mine", Engine)
     names = registry.names()
@@ -334,8 +396,8 @@ def test_every_listed_name_can_be_used(site):
     }
 
 
-def test_a_record_is_found_without_importing(site):
-    add(site, "acme-wt", "fast")
+def test_record_is_found_without_importing(site):
+    site.offer("acme-wt", "fast")
     registry = site.engines()
     registry.register("mine", "no_such_module", "Engine")
     assert registry.record("fast").distribution == "acme-wt"

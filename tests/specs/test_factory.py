@@ -21,7 +21,8 @@ from wtransfer.config import (
 from wtransfer.errors import OffloadingOptionError, PluginTypeError
 from wtransfer.registry import hooks
 from wtransfer.registry import registry as registry_module
-from wtransfer.registry.hooks import Board, hookimpl
+from wtransfer.registry.hooks import PluginManager as Board
+from wtransfer.registry.hooks import hookimpl
 from wtransfer.registry.registry import Host
 from wtransfer.specs.configs import to_offloading_config, to_serving_config
 from wtransfer.specs.constructors import constructor_of
@@ -379,6 +380,23 @@ def test_a_spec_and_a_side_of_it_hear_until_that_side_is_shut_down(arguments):
     assert (spec.heard, side.heard) == (1, 1)
 
 
+def test_side_with_slots_is_returned_and_ends_the_notifications_of_its_spec(caplog):
+    class Slotted:
+        __slots__ = ()
+
+        def shutdown(self): ...
+
+    class Observing(Listens):
+        def __init__(self, config):
+            self.manager = Slotted()
+
+    spec = create(Observing, TODAY)
+    assert spec.get_manager() is spec.manager
+    commit()
+    assert spec.heard == 0
+    assert "has __slots__" in caplog.text
+
+
 def test_a_side_that_cannot_be_shut_down_is_handed_on_as_it_is():
     class Bare(Listens):
         def __init__(self, config):
@@ -401,10 +419,10 @@ def test_a_side_without_hooks_is_handed_on_as_it_is():
 
 
 def test_a_spec_without_hooks_is_not_registered():
-    before = set(map(id, hooks.board.manager.get_plugins()))
+    before = set(map(id, hooks.board.get_plugins()))
     spec = create(Seed, SERVING, CACHE)
     assert spec.get_manager() is None
-    assert set(map(id, hooks.board.manager.get_plugins())) == before
+    assert set(map(id, hooks.board.get_plugins())) == before
 
 
 def test_a_spec_that_takes_no_attributes_is_served_all_the_same():

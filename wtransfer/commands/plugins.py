@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wtransfer.errors import PluginError, UnknownBackendError
-from wtransfer.registry.discovery import Record, installed
-from wtransfer.registry.kinds import DISCOVERED
-from wtransfer.registry.registry import Registry, host
+from wtransfer.registry.discovery import DISCOVERED, installed
+from wtransfer.registry.registry import Listed, Registry, host
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from wtransfer.registry.discovery import Record
 
 DECLARED = ("devices", "multi_host", "tensors_valid_until", "needs_generation", "trainer_cls")
 """Class attributes by which a backend states what it can do."""
@@ -23,7 +24,6 @@ DECLARED = ("devices", "multi_host", "tensors_valid_until", "needs_generation", 
 HOSTS = "wtransfer.hosts"
 """Entry-point group of serving engines: functions of a backend's kind, its name and its example
 options, that return what to write there, by words."""
-COLUMNS = ("kind", "name", "distribution", "version", "origin", "status")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
@@ -38,11 +38,14 @@ def plugins() -> None:
 def list_plugins(as_json: bool) -> None:
     """List every backend that is installed. Imports none of them."""
     try:
-        rows = [
-            _row(registry, record) for registry in _registries() for record in _sorted(registry)
+        listed = [
+            each
+            for kind in DISCOVERED
+            for each in sorted(host.registry(kind.word).listed(), key=_place_in_list)
         ]
     except PluginError as error:
         raise click.ClickException(str(error)) from error
+    rows = [_row(each) for each in listed]
     problems = [
         {"distribution": each.distribution, "problem": each.problem}
         for each in host.catalog.diagnostics
@@ -50,7 +53,12 @@ def list_plugins(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"plugins": rows, "diagnostics": problems}, indent=2))
         return
-    _print_table(rows)
+    columns = ("kind", "name", "distribution", "version", "origin", "status")
+    table = [columns, *(tuple(str(row[column]) for column in columns) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
     for problem in problems:
         click.echo(f"warning: {problem['distribution']}: {problem['problem']}", err=True)
 
@@ -68,65 +76,54 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
 
     NAME may be distribution:name. The exit code is 1 if it cannot be used.
     """
-    found, errors = _look_up(name, kind)
-    cards = [_card(registry, record, name) for registry, record in found]
-    cards += [_failure(error) for error in errors]
+    found: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    unknown: list[dict[str, Any]] = []
+    for each in DISCOVERED:
+        if kind not in (None, each.word):
+            continue
+        registry = host.registry(each.word)
+        try:
+            found.append(_card(registry, registry.record(name), name))
+        except PluginError as error:
+            (unknown if type(error) is UnknownBackendError else failed).append(_failure(error))
+    # A name that one kind knows needs no word about the others.
+    cards = found + failed or unknown
     if as_json:
         click.echo(json.dumps(cards, indent=2))
     else:
-        click.echo("\n\n".join(map(_spell_card, cards)))
+        click.echo("\n\n".join(map(_card_text, cards)))
     if any(not card["usable"] for card in cards):
         sys.exit(1)
 
 
-def _registries(kind: str | None = None) -> list[Registry]:
-    return [host.registry(each.word) for each in DISCOVERED if kind in (None, each.word)]
+def _place_in_list(listed: Listed) -> tuple[str, str, str]:
+    record = listed.record
+    return record.origin, record.name, record.distribution or ""
 
 
-def _sorted(registry: Registry) -> list[Record]:
-    return sorted(registry.shelf.records, key=lambda r: (r.origin, r.name, r.distribution or ""))
-
-
-def _row(registry: Registry, record: Record) -> dict[str, Any]:
+def _row(listed: Listed) -> dict[str, Any]:
+    record = listed.record
     return {
-        "kind": record.kind,
+        "kind": record.kind.word,
         "name": record.name,
         "distribution": record.distribution,
         "version": record.version,
         "value": record.value,
         "origin": record.origin,
-        "status": registry.shelf.status(record),
+        "status": listed.status,
     }
 
 
-def _look_up(
-    name: str, kind: str | None
-) -> tuple[list[tuple[Registry, Record]], list[PluginError]]:
-    """Return what the name means in each kind, and the errors worth showing."""
-    answers = [(registry, _record(registry, name)) for registry in _registries(kind)]
-    found = [(registry, answer) for registry, answer in answers if isinstance(answer, Record)]
-    errors = [answer for _, answer in answers if isinstance(answer, PluginError)]
-    telling = [error for error in errors if type(error) is not UnknownBackendError]
-    # A name that one kind knows needs no word about the others.
-    return found, telling if found or telling else errors
-
-
-def _record(registry: Registry, name: str) -> Record | PluginError:
-    try:
-        return registry.record(name)
-    except PluginError as error:
-        return error
-
-
 def _card(registry: Registry, record: Record, name: str) -> dict[str, Any]:
-    card = _row(registry, record)
+    row = _row(next(each for each in registry.listed() if each.record is record))
     try:
         cls = registry.get(name)
     except PluginError as error:
-        return {**card, **_failure(error)}
-    declared = {each: _spell(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
+        return {**row, **_failure(error)}
+    declared = {each: _plain(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
     hosts = _in_hosts(record, getattr(cls, "example_options", {}))
-    return {**card, "usable": True, "class": _spell(cls), "declared": declared, "hosts": hosts}
+    return {**row, "usable": True, "class": _plain(cls), "declared": declared, "hosts": hosts}
 
 
 def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -136,16 +133,14 @@ def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str,
         # One that cannot be read is in `list`'s warnings.
         with contextlib.suppress(Exception):
             entries |= {each.name: each for each in distribution.entry_points.select(group=HOSTS)}
+    hosts: dict[str, dict[str, str]] = {}
     # Called afterwards: what they import may change the path that is searched.
-    return {name: _in_host(entry, record, options) for name, entry in entries.items()}
-
-
-def _in_host(entry: Any, record: Record, options: Mapping[str, Any]) -> dict[str, str]:
-    try:
-        told: dict[str, str] = entry.load()(record.kind, record.name, options)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return told
+    for name, entry in entries.items():
+        try:
+            hosts[name] = entry.load()(record.kind.word, record.name, options)
+        except Exception as error:  # noqa: PERF203  # one that fails hides none of the others
+            hosts[name] = {"error": f"{type(error).__name__}: {error}"}
+    return hosts
 
 
 def _failure(error: PluginError) -> dict[str, Any]:
@@ -160,7 +155,8 @@ def _failure(error: PluginError) -> dict[str, Any]:
     }
 
 
-def _spell(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
     if isinstance(value, type):
         return f"{value.__module__}:{value.__qualname__}"
     if isinstance(value, tuple):
@@ -168,15 +164,7 @@ def _spell(value: Any) -> Any:
     return value if isinstance(value, (str, bool, int, type(None))) else repr(value)
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    table = [COLUMNS, *(tuple(str(row[column]) for column in COLUMNS) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
-
-
-def _spell_card(card: dict[str, Any]) -> str:
+def _card_text(card: dict[str, Any]) -> str:
     lines = {k: v for k, v in card.items() if k not in ("usable", "error", "declared", "hosts")}
     lines |= card.get("declared", {})
     for host_name, facts in card.get("hosts", {}).items():

@@ -54,7 +54,7 @@ class KVConnectorFactory:
 
         Raises:
             ConnectorGenerationError: The process runs the other generation; a `ValueError`.
-            UnknownBackendError: Nobody offers the name; a `ValueError`.
+            UnknownBackendError: No backend has this name; a `ValueError`.
             PluginTypeError: The class belongs to the other generation; an `AssertionError`, too.
         """
         _refuse_other_generation(0)
@@ -69,7 +69,7 @@ class KVConnectorFactory:
     ) -> KVConnectorBase_V1:
         """Make one side of a connector.
 
-        The name is looked up; where nobody offers it, it is the name of a class in the module
+        The name is looked up; where no backend has it, it is the name of a class in the module
         ``kv_connector_module_path``. A class whose constructor knows no `kv_cache_config` gets two
         arguments. A connector without ``names_weights`` gets the fence of
         `wtransfer.connectors.fenced`.
@@ -81,7 +81,7 @@ class KVConnectorFactory:
 
         Raises:
             ConnectorGenerationError: The process runs the other generation; a `ValueError`.
-            UnknownBackendError: Nobody offers the name; a `ValueError`.
+            UnknownBackendError: No backend has this name; a `ValueError`.
             PluginTypeError: The class belongs to the other generation; an `AssertionError`, too.
             PluginError: It cannot be loaded, for one of the other reasons.
         """

@@ -57,8 +57,8 @@ class WeightTransferEngineFactory:
         Its hooks, if it has any, are called until its ``shutdown``.
 
         Raises:
-            UnknownBackendError: Nobody offers it; a `ValueError`. For the other reasons why it
-                cannot be loaded see `wtransfer.registry.registry.Registry.get`.
+            UnknownBackendError: No backend has this name; a `ValueError`. For the other reasons
+                why it cannot be loaded see `wtransfer.registry.registry.Registry.get`.
         """
         engine_cls = registry("engines").get(config.backend)
         logger.info("Creating weight transfer engine: %s", engine_cls.__name__)
@@ -130,18 +130,18 @@ def _twin(name: str, worker_cls: type) -> type[TrainerWeightTransferEngine[Any]]
     twin: Any = getattr(worker_cls, "trainer_cls", None)
     worker = registry("engines").record(name)
     if twin is None:
-        raise PluginTypeError(
-            f"The weight transfer engine {worker} has no trainer side: set trainer_cls in "
-            f"{worker_cls.__qualname__} to a class or 'package.module:Class', or register one "
-            "with WeightTransferTrainerFactory.register_engine.",
-            **worker.facts,
+        raise worker.error(
+            PluginTypeError,
+            f"has no trainer side: set trainer_cls in {worker_cls.__qualname__} to a class or "
+            "'package.module:Class', or register one with "
+            "WeightTransferTrainerFactory.register_engine.",
         )
     trainers = registry("trainers")
     by_path = isinstance(twin, str)
     # The worker's distribution answers for its twin: errors name it.
     record = dataclasses.replace(
         worker,
-        kind=trainers.kind.word,
+        kind=trainers.kind,
         value=twin if by_path else f"{worker.value} trainer_cls",
         target=None if by_path else twin,
     )

@@ -1,36 +1,109 @@
-"""Read what installed distributions declare. Nothing is imported, and nothing can fail as a whole.
+"""Read which backends the installed distributions declare; none of them is imported.
 
-Every distribution is read in its own ``try``: a file that cannot be read costs its own entries and
-leaves a `Diagnostic`, never more.
+Each distribution is read in its own ``try``: one that cannot be read loses its own entries and
+leaves a `Diagnostic`; all others are listed.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from wtransfer.registry.kinds import CORE, DISCOVERED, Kind
+from wtransfer.errors import PluginError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from importlib_metadata import Distribution
 
     Distributions: TypeAlias = Callable[[], Iterable[Distribution]]
     """Returns the installed distributions, those that shadow others first."""
 
+PluginErrorT = TypeVar("PluginErrorT", bound=PluginError)
+
+CORE = "wtransfer"
+"""Distribution whose entry points are the built-ins."""
+
 Origin: TypeAlias = Literal["built-in", "discovered", "run time", "module path", "application"]
-"""Where a backend comes from: our entry points, another distribution's, ``register_*``, or an
-application's ``wtransfer_load`` hook."""
+"""Where a backend comes from: our entry points, another distribution's, ``register_*``, a module
+that a configuration names, or an application's ``wtransfer_load`` hook."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of backend: its entry-point group, its contract and its words.
+
+    Base classes are strings, so that no room is imported before one of its backends is loaded.
+    """
+
+    word: str
+    """The word for it everywhere: folder, CLI, settings."""
+    group: str
+    """Entry-point group; empty where backends of this kind are not discovered."""
+    noun: str
+    """What one of them is called in texts."""
+    base: str
+    """Base class as ``module:Class``."""
+    methods: tuple[str, ...] = ()
+    """Where given, a class fits by having these methods, whatever its bases are."""
+    unknown: str = ""
+    """How the error for an unknown name begins."""
+    taken: str = ""
+    """Text of the error for a name that is taken."""
+    reserved: frozenset[str] = frozenset()
+    """Names that cannot be registered at run time, whether installed or not."""
+    first_party: Mapping[str, str] = field(default_factory=dict)
+    """Name -> distribution that provides it, for the error while it is not installed."""
+
+
+ENGINES = Kind(
+    word="engines",
+    group="wtransfer.engines",
+    noun="weight transfer engine",
+    base="wtransfer.engines.interface:WeightTransferEngine",
+    methods=("init_transfer_engine", "receive_weights", "shutdown"),
+    unknown="Invalid weight transfer backend: {name}. Available engines: {available}",
+    taken="Weight transfer engine '{name}' is already registered.",
+    reserved=frozenset({"nccl"}),
+    first_party={"nccl": "wtransfer-nccl"},
+)
+CONNECTORS = Kind(
+    word="connectors",
+    group="wtransfer.connectors",
+    noun="connector",
+    base="wtransfer.connectors.interface:Connector",
+    unknown="Unsupported connector type: {name}. Available connectors: {available}",
+    taken="Connector '{name}' is already registered.",
+)
+SPECS = Kind(
+    word="specs",
+    group="wtransfer.specs",
+    noun="offloading spec",
+    base="wtransfer.specs.interface:OffloadingSpec",
+    unknown="Unsupported spec type: {name}. Available specs: {available}",
+    # The seed says "Connector" here, too; programs may rely on the text.
+    taken="Connector '{name}' is already registered.",
+)
+TRAINERS = Kind(
+    word="trainers",
+    group="",
+    noun="weight transfer trainer engine",
+    base="wtransfer.engines.interface:TrainerWeightTransferEngine",
+    methods=("trainer_init", "send_weights"),
+    unknown="Invalid weight transfer trainer backend: {name}. Available trainers: {available}",
+    taken="Weight transfer trainer engine '{name}' is already registered.",
+)
+
+DISCOVERED: tuple[Kind, ...] = (ENGINES, CONNECTORS, SPECS)
+"""Kinds that distributions declare, in the order in which they are shown."""
 
 
 @dataclass(frozen=True)
 class Record:
     """What is known of a backend without importing it."""
 
-    kind: str
-    """Word of its kind."""
+    kind: Kind
     name: str
     """Name as its author wrote it."""
     value: str
@@ -40,7 +113,6 @@ class Record:
     version: str | None
     """Version of that distribution."""
     origin: Origin
-    """Where it comes from."""
     target: Any = None
     """The class itself, where a program registered one."""
     source: Distribution | None = field(default=None, compare=False, repr=False)
@@ -52,19 +124,23 @@ class Record:
 
     @property
     def facts(self) -> dict[str, str | None]:
-        """What an error about this backend states."""
+        """Attributes of an error about this backend."""
         return {
-            "plugin": f"{self.kind}:{self.name}",
-            "kind": self.kind,
+            "plugin": f"{self.kind.word}:{self.name}",
+            "kind": self.kind.word,
             "name": self.name,
             "distribution": self.distribution,
             "distribution_version": self.version,
         }
 
+    def error(self, cls: type[PluginErrorT], text: str) -> PluginErrorT:
+        """Return an error whose sentence begins with this backend and goes on with `text`."""
+        return cls(f"The {self.kind.noun} {self} {text}", **self.facts)
+
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """Something about an installed distribution that could not be read."""
+    """Metadata of an installed distribution that could not be read."""
 
     distribution: str
     """Its name, or its place where the name cannot be read."""
@@ -79,13 +155,8 @@ class Catalog:
     records: list[Record] = field(default_factory=list)
     """Backends, by distribution and name."""
     diagnostics: list[Diagnostic] = field(default_factory=list)
-    """What could not be read."""
     core_version: str | None = None
     """Version of wtransfer itself; None in a tree that is not installed."""
-
-    def of(self, kind: Kind) -> list[Record]:
-        """Return the records of one kind."""
-        return [record for record in self.records if record.kind == kind.word]
 
 
 def fold(name: str) -> str:
@@ -119,43 +190,41 @@ def discover(distributions: Distributions = installed) -> Catalog:
     seen: set[str] = set()
     try:
         for distribution in distributions():
-            _read(distribution, seen, catalog)
+            key = str(getattr(distribution, "_path", distribution))
+            try:
+                # As in importlib-metadata's own entry_points(): taken from the folder's name, where
+                # the public `name` would parse the metadata of everything that is installed.
+                key = canonical(distribution._normalized_name)  # noqa: SLF001
+                if key in seen:
+                    continue
+                seen.add(key)
+                records, problems = _read(distribution)
+                if key == CORE:
+                    catalog.core_version = distribution.version
+            except Exception as error:
+                spelled = f"{type(error).__name__}: {error}"
+                problem = f"its entry points cannot be read and are left out: {spelled}"
+                catalog.diagnostics.append(Diagnostic(key, problem))
+                continue
+            catalog.records += records
+            catalog.diagnostics += problems
     except Exception as error:
-        catalog.diagnostics.append(
-            Diagnostic("the search path", f"not read to its end: {_spell(error)}")
-        )
+        problem = f"not read to its end: {type(error).__name__}: {error}"
+        catalog.diagnostics.append(Diagnostic("the search path", problem))
     # A folder lists its files in any order; people compare our texts between two machines.
     catalog.records.sort(key=lambda record: (canonical(record.distribution), record.name))
     return catalog
 
 
-def _read(distribution: Distribution, seen: set[str], catalog: Catalog) -> None:
-    try:
-        # The same key as in importlib-metadata's own entry_points(): it comes from the folder's
-        # name, where the public `name` would parse the metadata of everything installed.
-        key = distribution._normalized_name  # noqa: SLF001
-        if key in seen:
-            return
-        seen.add(key)
-        found, problems = _records(distribution)
-        if canonical(key) == canonical(CORE):
-            catalog.core_version = distribution.version
-    except Exception as error:
-        problem = f"its entry points cannot be read and are left out: {_spell(error)}"
-        catalog.diagnostics.append(Diagnostic(_identify(distribution), problem))
-        return
-    catalog.records += found
-    catalog.diagnostics += problems
-
-
-def _records(distribution: Distribution) -> tuple[list[Record], list[Diagnostic]]:
-    words = {kind.group: kind.word for kind in DISCOVERED}
-    points = [point for point in distribution.entry_points if point.group in words]
+def _read(distribution: Distribution) -> tuple[Iterable[Record], list[Diagnostic]]:
+    """Return the backends that one distribution declares; any error is the distribution's."""
+    kinds = {kind.group: kind for kind in DISCOVERED}
+    points = [point for point in distribution.entry_points if point.group in kinds]
     if not points:
         return [], []
     name, version = distribution.name, distribution.version
     origin: Origin = "built-in" if canonical(name) == CORE else "discovered"
-    records: list[Record] = []
+    records: dict[Record, None] = {}  # an entry that is written twice counts once
     problems: list[Diagnostic] = []
     for point in points:
         # A colon would let one distribution pose as "another:name".
@@ -163,20 +232,8 @@ def _records(distribution: Distribution) -> tuple[list[Record], list[Diagnostic]
             problem = f"{point.group} has an entry named {point.name!r}: not a name; left out"
             problems.append(Diagnostic(name, problem))
             continue
-        record = Record(
-            words[point.group], point.name, point.value, name, version, origin, source=distribution
-        )
-        if record not in records:
-            records.append(record)
+        kind = kinds[point.group]
+        records[
+            Record(kind, point.name, point.value, name, version, origin, source=distribution)
+        ] = None
     return records, problems
-
-
-def _identify(distribution: Distribution) -> str:
-    try:
-        return distribution.name or str(distribution)
-    except Exception:
-        return str(getattr(distribution, "_path", distribution))
-
-
-def _spell(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The hooks: what wtransfer asks and tells, and how to listen.
+"""The hooks: what wtransfer asks and notifies of, and how to observe.
 
 An application registers an object or a module with functions marked by `hookimpl`::
 
@@ -10,16 +10,16 @@ An application registers an object or a module with functions marked by `hookimp
     wtransfer.hooks.register(Log())
 
 A function declares only the arguments it wants. The module that defines a loaded backend is
-registered by itself, and so is a backend's object that implements a hook, until its ``shutdown``.
+registered automatically, and so is a backend's object that implements a hook, until its
+``shutdown``.
 
-Observers observe: they are called one by one, and one that raises is logged and disturbs nobody.
-They are called on the thread where the thing happened, so they must not block. There is no hook
-per tensor or block.
+Observers observe: they are called one by one, and the error of one is logged and affects neither
+the others nor the caller. They are called on the thread where the event happened, so they must not
+block. There is no hook per tensor or block.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 import threading
@@ -50,7 +50,7 @@ def wtransfer_load(kind: str, name: str) -> type | None:
 
     Args:
         kind: ``engines``, ``connectors``, ``specs`` or ``trainers``.
-        name: The name as it was asked for.
+        name: The name as it was written.
     """
 
 
@@ -112,147 +112,140 @@ def wtransfer_round_aborted(
     """
 
 
-class _Manager(pluggy.PluginManager):
-    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        # Releases of pluggy differ in whether they evaluate every property of an object here; an
-        # engine's may well raise before it is initialised.
-        static = inspect.getattr_static(plugin, name, None)
-        marked = hasattr(getattr(static, "__func__", static), f"{PROJECT}_impl")
-        return super().parse_hookimpl_opts(plugin, name) if marked else None
+class PluginManager(pluggy.PluginManager):
+    """Observers, and the hook by which backends are loaded. The process has one; tests make theirs.
 
-
-class Board:
-    """Who listens. The process has one; tests make their own."""
+    Registering checks first and acts then; calls need no lock, since pluggy copies its lists.
+    """
 
     def __init__(self) -> None:
-        self.manager: pluggy.PluginManager = _Manager(PROJECT)
-        self.manager.add_hookspecs(sys.modules[__name__])
-        # Registering checks first and acts then; calling needs no lock, pluggy copies its lists.
+        super().__init__(PROJECT)
+        self.add_hookspecs(sys.modules[__name__])
         self._lock = threading.RLock()
 
-    def register(self, observer: object) -> None:
-        """Let an object or module of the application listen.
+    def register(self, plugin: object, name: str | None = None) -> str | None:
+        """Register an object or module of the application.
 
         Raises:
             PluginTypeError: It is a class, or an implementation fits no hook.
-            AlreadyRegisteredError: It listens already.
+            AlreadyRegisteredError: It is registered already.
         """
-        self._register(observer, may_answer=True)
-
-    def unregister(self, observer: object) -> None:
-        """Let it listen no more; nothing happens if it does not."""
+        if isinstance(plugin, type):
+            raise PluginTypeError(
+                f"hooks.register got the class {plugin.__name__}; expected an object or a "
+                "module: of a class the argument self would count as one of the hook's"
+            )
+        problem = ""
+        for hook_name, options in self._implementations(plugin):
+            if hook_name not in HOOKS and not options.get("optionalhook"):
+                problem = f"unknown hook {hook_name!r}"
+            elif hook_name != LOAD and (options.get("wrapper") or options.get("hookwrapper")):
+                raise PluginTypeError(
+                    f"{plugin!r} implements {hook_name} as a wrapper; observers are called one by "
+                    "one, and there is nothing to wrap"
+                )
         with self._lock:
-            if self.manager.is_registered(observer):
-                self.manager.unregister(observer)
+            if self.is_registered(plugin):
+                raise AlreadyRegisteredError(f"{plugin!r} is registered for hooks already")
+            try:
+                if not problem:
+                    return super().register(plugin, name)
+            except pluggy.PluginValidationError as error:
+                problem = str(error)
+        raise PluginTypeError(
+            f"{plugin!r} implements a hook that does not fit: {problem}. "
+            f"The hooks are {', '.join(HOOKS)}"
+        )
 
-    def register_backend(self, observer: object) -> None:
-        """Let a backend's module or object listen, once; it may not answer ``wtransfer_load``.
+    def unregister(self, plugin: object = None, name: str | None = None) -> Any:
+        """Unregister an object or module; idempotent."""
+        with self._lock:
+            return super().unregister(plugin, name) if self.is_registered(plugin) else None
+
+    def register_backend(self, plugin: object) -> None:
+        """Register a backend's module or object; idempotent. It may not answer ``wtransfer_load``.
 
         Raises:
             PluginTypeError: It does answer, or an implementation fits no hook.
         """
         with self._lock:
-            if not self.manager.is_registered(observer):
-                self._register(observer, may_answer=False)
+            if self.is_registered(plugin):
+                return
+            if any(hook_name == LOAD for hook_name, _ in self._implementations(plugin)):
+                raise PluginTypeError(
+                    f"{plugin!r} implements {LOAD}, by which it could replace other backends; only "
+                    "an object that the application passes to wtransfer.hooks.register may"
+                )
+            self.register(plugin)
 
-    def hears(self, observer: object) -> bool:
-        """Whether an object implements a hook."""
-        return any(self._implementations(observer))
+    def hears(self, plugin: object) -> bool:
+        """Return whether an object implements a hook."""
+        return any(self._implementations(plugin))
 
-    def attach(self, backend: Any) -> None:
-        """Let an object that a factory made listen until its ``shutdown`` is called.
+    def attach(self, backend: Any, plugin: object = None) -> None:
+        """Register what implements a hook until the ``shutdown`` of a backend's object is called.
 
         Args:
-            backend: Anything with a ``shutdown`` method; nothing happens if it has no hooks.
+            backend: Anything with a ``shutdown`` method.
+            plugin: The object with the hooks, if there are any; by default the same.
 
         Raises:
             PluginTypeError: An implementation fits no hook.
         """
-        if not self.hears(backend):
+        plugin = backend if plugin is None else plugin
+        if not self.hears(plugin):
             return
         shutdown = backend.shutdown
 
-        def leave(*args: Any, **kwargs: Any) -> Any:
-            self.unregister(backend)
+        def unregister_and_shut_down(*args: Any, **kwargs: Any) -> Any:
+            self.unregister(plugin)
             return shutdown(*args, **kwargs)
 
-        self.register_backend(backend)
-        backend.shutdown = leave
+        self.register_backend(plugin)
+        try:
+            backend.shutdown = unregister_and_shut_down
+        except AttributeError:
+            self.unregister(plugin)
+            logger.warning(
+                "The hooks of %r are not called: the shutdown of %r, which ends them, cannot be "
+                "wrapped; its class has __slots__",
+                plugin,
+                backend,
+            )
 
     def notify(self, hook_name: str, **facts: object) -> None:
-        """Tell every observer, the last registered first. Never raises an observer's error.
+        """Call every observer, the last registered first. Never raises an observer's error.
 
-        Only Ctrl-C on the main thread passes, for it belongs to the user.
+        Only Ctrl-C on the main thread passes: it belongs to the user.
 
         Args:
             hook_name: One of the hooks above, but ``wtransfer_load``.
             **facts: All of its arguments.
         """
-        caller = getattr(self.manager.hook, hook_name)
+        caller = getattr(self.hook, hook_name)
         assert caller.spec is not None
         assert set(facts) == set(caller.spec.argnames), f"{hook_name} takes {caller.spec.argnames}"
-        for implementation in reversed(caller.get_hookimpls()):
-            _tell(implementation, hook_name, facts)
-
-    def _register(self, observer: object, *, may_answer: bool) -> None:
-        if isinstance(observer, type):
-            raise PluginTypeError(
-                f"hooks.register got the class {observer.__name__}; expected an object or a "
-                "module: of a class the argument self would count as one of the hook's"
-            )
-        for hook_name, options in self._implementations(observer):
-            _check_implementation(observer, hook_name, options, may_answer=may_answer)
-        with self._lock:
-            if self.manager.is_registered(observer):
-                raise AlreadyRegisteredError(f"{observer!r} is registered for hooks already")
+        for observer in reversed(caller.get_hookimpls()):
             try:
-                self.manager.register(observer)
-                self.manager.check_pending()
-            except pluggy.PluginValidationError as error:
-                # Some releases of pluggy leave half of a refused plug-in behind.
-                self.unregister(observer)
-                raise PluginTypeError(
-                    f"{observer!r} implements a hook that does not fit: {error}. "
-                    f"The hooks are {', '.join(_HOOKS)}"
-                ) from error
+                observer.function(*(facts[each] for each in observer.argnames))
+            # CancelledError and pytest's outcomes are no Exception.
+            except BaseException as error:  # noqa: PERF203  # each observer is guarded by itself
+                # Ctrl-C strikes the main thread wherever it is: it is not the observer's error.
+                on_main = threading.current_thread() is threading.main_thread()
+                if isinstance(error, KeyboardInterrupt) and on_main:
+                    raise
+                logger.exception("observer %r failed in %s", observer.plugin, hook_name)
 
-    def _implementations(self, observer: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for name in dir(observer):
-            options = self.manager.parse_hookimpl_opts(observer, name)
+    def _implementations(self, plugin: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for name in dir(plugin):
+            options = self.parse_hookimpl_opts(plugin, name)
             if options is not None:
                 yield options.get("specname") or name, options
 
 
-def _tell(observer: pluggy.HookImpl, hook_name: str, facts: Mapping[str, object]) -> None:
-    try:
-        observer.function(*(facts[each] for each in observer.argnames))
-    except BaseException as error:  # CancelledError and pytest's outcomes are no Exception
-        # Ctrl-C strikes the main thread wherever it is: it is the user's, not the observer's.
-        on_main = threading.current_thread() is threading.main_thread()
-        if isinstance(error, KeyboardInterrupt) and on_main:
-            raise
-        logger.exception("observer %r failed in %s", observer.plugin, hook_name)
+HOOKS = tuple(name for name in list(vars()) if name.startswith("wtransfer_"))
 
-
-def _check_implementation(
-    observer: object, hook_name: str, options: Mapping[str, Any], *, may_answer: bool
-) -> None:
-    if hook_name == LOAD:
-        if not may_answer:
-            raise PluginTypeError(
-                f"{observer!r} implements {LOAD}, by which it could replace other backends; only "
-                "an object that the application passes to wtransfer.hooks.register may"
-            )
-    elif options.get("wrapper") or options.get("hookwrapper"):
-        raise PluginTypeError(
-            f"{observer!r} implements {hook_name} as a wrapper; observers are called one by one, "
-            "and there is nothing to wrap"
-        )
-
-
-_HOOKS = tuple(name for name in list(vars()) if name.startswith("wtransfer_"))
-
-board = Board()
+board = PluginManager()
 """The process's own."""
 
 register = board.register

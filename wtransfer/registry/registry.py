@@ -1,86 +1,146 @@
-"""From a name to a class: one registry for each kind, all of them over one host.
+"""From a name to a class: one registry for each kind of backend, all of them over one host.
 
 The order: an explicit class, which needs no registry, then the pin, what was registered at run
-time, the built-in, the only one discovered.
+time, the built-in, the only one discovered. Never chosen silently between two distributions.
+
+========================================  ======================================================
+``WTRANSFER_PIN``                         ``kind:name=distribution``, separated by commas
+``WTRANSFER_PLUGINS``                     only these plug-ins; empty: none. Built-ins always stay
+``WTRANSFER_PLUGINS_BLOCK``               not these; may name built-ins as ``wtransfer:name``
+``WTRANSFER_LOAD_TIMEOUT_S``              seconds that a plug-in's import may take; 0: import in
+                                          the calling thread, without a deadline
+========================================  ======================================================
+
+Entries of the two lists are ``distribution`` or ``distribution:name``.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
+import math
 import os
+import re
 import threading
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wtransfer.errors import AlreadyRegisteredError, RegistrationError, UnknownBackendError
-from wtransfer.registry.discovery import Catalog, Record, discover, installed
-from wtransfer.registry.kinds import KINDS, Kind
-from wtransfer.registry.policy import Policy
-from wtransfer.registry.shelf import Shelf
+from wtransfer.errors import (
+    AlreadyRegisteredError,
+    PluginAmbiguousError,
+    PluginBlockedError,
+    PluginNotInstalledError,
+    PluginSettingError,
+    RegistrationError,
+    UnknownBackendError,
+)
+from wtransfer.registry.discovery import (
+    DISCOVERED,
+    TRAINERS,
+    Catalog,
+    Kind,
+    Record,
+    canonical,
+    discover,
+    fold,
+    installed,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from wtransfer.registry.discovery import Distributions
-    from wtransfer.registry.hooks import Board
-    from wtransfer.registry.loader import Loader
+    from wtransfer.registry.hooks import PluginManager
+    from wtransfer.registry.loading import Loader
+
+PIN = "WTRANSFER_PIN"
+ALLOW = "WTRANSFER_PLUGINS"
+BLOCK = "WTRANSFER_PLUGINS_BLOCK"
+LOAD_TIMEOUT = "WTRANSFER_LOAD_TIMEOUT_S"
+DEFAULT_LOAD_TIMEOUT_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 
-class Host:
-    """What this process can find, under the operator's policy; both are read once, when needed.
+class Settings:
+    """What the environment variables decide.
 
     Args:
-        environ: Where the policy stands; the process's environment if None.
-        distributions: Returns the distributions to read.
-        board: Who is told and asked; the process's own if None. One host for each board.
+        environ: The environment.
+
+    Raises:
+        PluginSettingError: A variable cannot be read. Going on without it would load what the
+            operator did not choose.
     """
 
-    def __init__(
-        self,
-        environ: Mapping[str, str] | None = None,
-        distributions: Distributions = installed,
-        board: Board | None = None,
-    ) -> None:
-        self._environ = os.environ if environ is None else environ
-        self._distributions = distributions
-        self._board = board
-        self._lock = threading.RLock()
-        self._loader: Loader | None = None
-        self._registries = {word: Registry(kind, self) for word, kind in KINDS.items()}
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        words = "|".join(kind.word for kind in DISCOVERED)
+        self.pins: dict[tuple[str, str], str] = {}
+        """(kind, folded name) -> distribution as written."""
+        for text in _split(environ.get(PIN, "")):
+            pin = re.fullmatch(rf"({words}):\s*([^=\s][^=]*?)\s*=\s*(\S.*)", text)
+            if pin is None:
+                raise PluginSettingError(
+                    f"{PIN} has the entry {text!r}; expected kind:name=distribution with a kind of "
+                    f"{words.replace('|', ', ')}, for example engines:nccl=acme-wt"
+                )
+            self.pins[pin[1], fold(pin[2])] = pin[3]
+        self._blocked = _entries(BLOCK, environ.get(BLOCK, ""))
+        self._allowed = _entries(ALLOW, environ[ALLOW]) if ALLOW in environ else None
+        timeout = environ.get(LOAD_TIMEOUT, str(DEFAULT_LOAD_TIMEOUT_S))
+        try:
+            self.load_timeout_s = float(timeout)
+        except ValueError:
+            self.load_timeout_s = math.nan
+        if not 0 <= self.load_timeout_s < math.inf:
+            raise PluginSettingError(f"{LOAD_TIMEOUT} is {timeout!r}; expected seconds, 0 or more")
 
-    def registry(self, word: str) -> Registry:
-        """Return the registry of a kind: engines, connectors, specs or trainers."""
-        return self._registries[word]
+    def refusal(self, record: Record) -> str | None:
+        """Return why a backend may not be used, and what to do; None if it may."""
+        entry = _find_entry(self._blocked, record)
+        if entry is not None:
+            return f"{BLOCK} names {entry!r}; remove it there to use it"
+        if self._allowed is None or record.origin == "built-in":
+            return None
+        if _find_entry(self._allowed, record) is not None:
+            return None
+        return f"{ALLOW} does not list it; add {record.distribution!r} there to use it"
 
-    @cached_property
-    def policy(self) -> Policy:
-        """The operator's decisions.
 
-        Raises:
-            PluginSettingError: They cannot be read.
-        """
-        return Policy.read(self._environ)
+def _split(text: str) -> list[str]:
+    return [part for part in map(str.strip, text.split(",")) if part]
 
-    @cached_property
-    def catalog(self) -> Catalog:
-        """What is installed."""
-        return discover(self._distributions)
 
-    @property
-    def loader(self) -> Loader:
-        """Whoever loads. Made on first use: listing needs neither it nor pluggy."""
-        with self._lock:
-            if self._loader is None:
-                self._loader = self._make_loader()
-            return self._loader
+def _entries(variable: str, text: str) -> list[tuple[str, str, str]]:
+    """Return the entries of a list: as written, distribution, folded name ("": all of it)."""
+    entries = []
+    for part in _split(text):
+        entry = re.fullmatch(r"([^:]*[^:\s])\s*(?::\s*(\S.*))?", part)
+        if entry is None:
+            raise PluginSettingError(
+                f"{variable} has the entry {part!r}; expected distribution or distribution:name"
+            )
+        entries.append((part, canonical(entry[1]), fold(entry[2] or "")))
+    return entries
 
-    def _make_loader(self) -> Loader:
-        from wtransfer.registry import hooks
-        from wtransfer.registry.loader import Answerer, Loader
 
-        board = self._board or hooks.board
-        loader = Loader(board, self.policy.load_timeout_s, self.catalog.core_version)
-        board.register(Answerer(loader, dict(self._registries)))
-        return loader
+def _find_entry(entries: list[tuple[str, str, str]], record: Record) -> str | None:
+    """Return the entry that means a backend, as written."""
+    own_distribution, own_name = canonical(record.distribution), fold(record.name)
+    for text, distribution, name in entries:
+        if distribution == own_distribution and name in ("", own_name):
+            return text
+    return None
+
+
+class Listed(NamedTuple):
+    """A discovered backend, as ``wtransfer plugins list`` shows it."""
+
+    record: Record
+    address: str | None
+    """Shortest name that means it; None where it is blocked."""
+    status: str
+    """What happens when its name is used."""
 
 
 class Registry:
@@ -88,7 +148,7 @@ class Registry:
 
     Args:
         kind: The kind.
-        host: What is installed, and who loads it.
+        host: What is installed, and what loads it.
     """
 
     def __init__(self, kind: Kind, host: Host) -> None:
@@ -98,30 +158,32 @@ class Registry:
         self._loaded: dict[str, type[Any]] = {}
         self._registered: dict[str, Record] = {}
         self._answered: dict[str, Record] = {}
+        self._warned: set[str] = set()
 
     def get(self, name: str) -> type[Any]:
         """Return the class that a name means; loaded on first use.
 
         Raises:
-            UnknownBackendError: Nobody offers it (`PluginNotInstalledError`: we know who would).
-            PluginBlockedError: The operator excludes it.
+            UnknownBackendError: No backend has this name (`PluginNotInstalledError`: one of a
+                known distribution that is not installed).
+            PluginBlockedError: The environment variables exclude it.
             PluginAmbiguousError: Several distributions offer it.
             PluginBrokenError: It cannot be imported.
             PluginTypeError: It is not what the kind requires.
-            PluginIncompatibleError: It wants another version of wtransfer.
+            PluginIncompatibleError: It requires another version of wtransfer.
 
         Cost:
             A repeated look-up is one dictionary access.
         """
         cls = self._loaded.get(name)
-        return self._first(name) if cls is None else cls
+        return self._get_first(name) if cls is None else cls
 
     def get_or_import(self, name: str, module_path: str | None) -> type[Any]:
         """Return the class that a name means, else the class of that name in a module.
 
         Args:
             name: The name; as the name of a class it is used exactly as written.
-            module_path: Where to look if nobody offers the name; None: nowhere.
+            module_path: Where to look if no backend has the name; None: nowhere.
 
         Raises:
             PluginError: As for `get`.
@@ -131,28 +193,35 @@ class Registry:
         except UnknownBackendError:
             if not module_path:
                 raise
-        place = f"{module_path}:{name}"
-        return self.load(Record(self.kind.word, name, place, None, None, "module path"))
+        value = f"{module_path}:{name}"
+        return self.load(Record(self.kind, name, value, None, None, "module path"))
 
-    def record(self, name: str) -> Record:
-        """Return what is known of a name without importing anything.
-
-        Raises:
-            UnknownBackendError: Nobody offers it.
-            PluginBlockedError: The operator excludes it.
-            PluginAmbiguousError: Several distributions offer it.
-        """
-        name = str(name)  # a config's backend may be anything; the error shall say what it is
-        return (
-            self._answered.get(name)
-            or self.shelf.pinned(name, self._registered)
-            or self._registered.get(name)
-            or self.shelf.find(name, self._registered)
-        )
+    def load(self, record: Record) -> type[Any]:
+        """Load a record of this kind, guarded and remembered; raises as `get` does."""
+        return self._host.loader.load(record)
 
     def names(self) -> list[str]:
         """Return every name that can be used, without importing anything."""
-        return sorted({*self._registered, *self.shelf.names()})
+        discovered = {each.address for each in self.listed() if each.address is not None}
+        return sorted({*self._registered, *discovered})
+
+    def listed(self) -> Iterator[Listed]:
+        """Return every discovered backend, also what is blocked, without importing anything."""
+        settings = self._host.settings
+        for folded, same_name in self._discovered.items():
+            pin = settings.pins.get((self.kind.word, folded))
+            found = self._candidates(folded, pin)
+            meant = {each.distribution for each in found if settings.refusal(each) is None}
+            for record in same_name:
+                refusal = settings.refusal(record)
+                if refusal is not None:
+                    yield Listed(record, None, f"blocked: {refusal}")
+                elif meant == {record.distribution}:
+                    status = "available" if pin is None else f"available, pinned by {PIN}"
+                    yield Listed(record, record.name, status)
+                else:
+                    address = f"{record.distribution}:{record.name}"
+                    yield Listed(record, address, f"conflict: address it as {address}")
 
     def register(
         self, name: str, module_path_or_cls: str | type, class_name: str | None = None
@@ -168,12 +237,28 @@ class Registry:
             AlreadyRegisteredError: The name is registered, reserved, or a built-in's.
             RegistrationError: The class is not named.
         """
-        record = self._described(name, module_path_or_cls, class_name)
+        kind, place = self.kind, module_path_or_cls
+        facts = {"kind": kind.word, "name": name}
+        if not isinstance(name, str) or not isinstance(place, (str, type)):
+            raise RegistrationError(
+                f"{kind.word} takes a name with a class or a module path; got {name!r} with "
+                f"{place!r}",
+                **facts,
+            )
+        if isinstance(place, type):
+            value = f"{place.__module__}:{place.__qualname__}"
+            record = Record(kind, name, value, None, None, "run time", target=place)
+        elif class_name is None:
+            raise RegistrationError(
+                "class_name is required when registering with module path", **facts
+            )
+        else:
+            record = Record(kind, name, f"{place}:{class_name}", None, None, "run time")
+        same_name = self._discovered.get(fold(name), ())
+        built_in = any(each.name == name and each.origin == "built-in" for each in same_name)
         with self._lock:
-            if name in self._taken():
-                raise AlreadyRegisteredError(
-                    self.kind.taken.format(name=name), kind=self.kind.word, name=name
-                )
+            if built_in or name in kind.reserved or name in self._registered:
+                raise AlreadyRegisteredError(kind.taken.format(name=name), **facts)
             self._registered[name] = record
             # What the name meant before, if anything, it means no more.
             self._loaded.pop(name, None)
@@ -183,18 +268,133 @@ class Registry:
         """Return whether the name was registered at run time."""
         return name in self._registered
 
-    def load(self, record: Record) -> type[Any]:
-        """Load what a record of this kind names, guarded and remembered; raises as `get` does."""
-        return self._host.loader.load(self.kind, record)
+    def record(self, name: str) -> Record:
+        """Return what is known of a name without importing anything.
+
+        Discovered names compare folded; where one distribution declares two that fold alike, the
+        name must be written as declared.
+
+        Raises:
+            UnknownBackendError: No backend has this name.
+            PluginBlockedError: The environment variables exclude it.
+            PluginAmbiguousError: Several distributions offer it.
+        """
+        name = str(name)  # a config's backend may be anything; the error shall say what it is
+        answered = self._answered.get(name)
+        if answered is not None:
+            return answered
+        settings = self._host.settings
+        plain, distribution = name, settings.pins.get((self.kind.word, fold(name)))
+        if distribution is None:
+            if name in self._registered:
+                return self._registered[name]
+            left, colon, right = name.rpartition(":")
+            if colon:
+                plain, distribution = right, left
+        found = self._candidates(plain, distribution)
+        if not found:
+            raise self._unknown(name, plain, distribution)
+        usable = [each for each in found if settings.refusal(each) is None]
+        if not usable:
+            reasons = "; ".join(f"{each}: {settings.refusal(each)}" for each in found)
+            raise PluginBlockedError(
+                f"The {self.kind.noun} {name!r} is installed and blocked here. {reasons}.",
+                **{**found[0].facts, "name": name},
+            )
+        if len({each.distribution for each in usable}) > 1:
+            pins = " or ".join(map(_pin_line, usable))
+            addresses = " or ".join(repr(f"{each.distribution}:{each.name}") for each in usable)
+            raise PluginAmbiguousError(
+                f"The {self.kind.noun} {name!r} is offered by several distributions: "
+                f"{', '.join(map(str, usable))}. Choose one: set {pins}, or address it as "
+                f"{addresses}.",
+                kind=self.kind.word,
+                name=name,
+            )
+        record, *more = [each for each in usable if each.name == plain] or usable
+        if more:
+            values = ", ".join(f"{each.name!r} = {each.value!r}" for each in (record, *more))
+            raise PluginAmbiguousError(
+                f"The {self.kind.noun} {name!r} is declared more than once by "
+                f"{record.distribution} {record.version}: {values}. Write the name exactly as "
+                "declared; where two are equal, only the distribution's author can mend it.",
+                **{**record.facts, "name": name},
+            )
+        if distribution is None and record.origin == "built-in":
+            self._warn_of_hidden(record)
+        return record
 
     @cached_property
-    def shelf(self) -> Shelf:
-        """What is discovered."""
-        return Shelf(self.kind, self._host.catalog.of(self.kind), self._host.policy)
+    def _discovered(self) -> dict[str, list[Record]]:
+        """Folded name -> backends of this name."""
+        by_name: dict[str, list[Record]] = {}
+        for record in self._host.catalog.records:
+            if record.kind is self.kind:
+                by_name.setdefault(fold(record.name), []).append(record)
+        return by_name
 
-    def _first(self, name: str) -> type[Any]:
+    def _candidates(self, name: str, distribution: str | None) -> list[Record]:
+        """Return the backends of a name: of one distribution, else the built-in, else all."""
+        same_name = self._discovered.get(fold(name), [])
+        if distribution is None:
+            return [each for each in same_name if each.origin == "built-in"] or same_name
+        wanted = canonical(distribution)
+        return [each for each in same_name if canonical(each.distribution) == wanted]
+
+    def _unknown(self, name: str, plain: str, distribution: str | None) -> UnknownBackendError:
+        """Return the error for a name that no backend has; `distribution`: pinned or addressed."""
+        available = self.names()
+        start = self.kind.unknown.format(name=name, available=available)
+        facts = {"kind": self.kind.word, "name": name, "available": tuple(available)}
+        provider = self.kind.first_party.get(fold(plain))
+        if provider and (distribution is None or canonical(distribution) == provider):
+            return PluginNotInstalledError(
+                f"{start}. It is provided by {provider!r}, which is not installed here: "
+                f"pip install {provider}",
+                distribution=provider,
+                **facts,
+            )
+        if distribution is None:
+            by_fold = {fold(each): each for each in available}
+            close = difflib.get_close_matches(fold(name), by_fold, n=1)
+            hint = f" Did you mean {by_fold[close[0]]!r}?" if close else ""
+            return UnknownBackendError(
+                f"{start}.{hint} Install the distribution that provides it, or register it at run "
+                "time.",
+                **facts,
+            )
+        pinned = f" ({PIN} asks for it)" if plain == name else ""
+        others = ", ".join(map(str, self._discovered.get(fold(plain), [])))
+        offered = f" Offered by: {others}." if others else ""
+        return UnknownBackendError(
+            f"{start}. No distribution {distribution!r} that is installed here offers it{pinned}."
+            f"{offered}",
+            **facts,
+        )
+
+    def _warn_of_hidden(self, built_in: Record) -> None:
+        """Say once that other distributions declare the name of a built-in."""
+        folded = fold(built_in.name)
+        hidden = [
+            each
+            for each in self._discovered[folded]
+            if each.origin != "built-in" and self._host.settings.refusal(each) is None
+        ]
+        if hidden and folded not in self._warned:
+            self._warned.add(folded)
+            logger.warning(
+                "The built-in %s %s is used, though %s would answer to this name, too: "
+                "set %s, or address it as %r",
+                self.kind.noun,
+                built_in,
+                " and ".join(map(str, hidden)),
+                _pin_line(hidden[0]),
+                f"{hidden[0].distribution}:{hidden[0].name}",
+            )
+
+    def _get_first(self, name: str) -> type[Any]:
         before = self._registered.get(name)
-        cls, answered = self._host.loader.ask(self, name)
+        cls, answered = self._host.loader.ask(self.kind, name)
         with self._lock:
             # Registered meanwhile: this answer was right when it was asked for, and is not kept.
             if self._registered.get(name) is before:
@@ -203,26 +403,63 @@ class Registry:
                     self._answered[name] = answered
         return cls
 
-    def _taken(self) -> set[str]:
-        built_in = (r.name for r in self._host.catalog.of(self.kind) if r.origin == "built-in")
-        return {*self._registered, *self.kind.reserved, *built_in}
 
-    def _described(self, name: str, place: str | type, class_name: str | None) -> Record:
-        facts = {"kind": self.kind.word, "name": name}
-        if not isinstance(name, str) or not isinstance(place, (str, type)):
-            raise RegistrationError(
-                f"{self.kind.word} takes a name with a class or a module path; got {name!r} with "
-                f"{place!r}",
-                **facts,
-            )
-        if isinstance(place, type):
-            value = f"{place.__module__}:{place.__qualname__}"
-            return Record(self.kind.word, name, value, None, None, "run time", place)
-        if class_name is None:
-            raise RegistrationError(
-                "class_name is required when registering with module path", **facts
-            )
-        return Record(self.kind.word, name, f"{place}:{class_name}", None, None, "run time")
+def _pin_line(record: Record) -> str:
+    return f'{PIN}="{record.kind.word}:{record.name}={record.distribution}"'
+
+
+class Host:
+    """What this process can find, under its settings; both are read once, when needed.
+
+    Args:
+        environ: Holds the settings; the process's environment if None.
+        distributions: Returns the distributions to read.
+        board: Is notified and asked; the process's own if None. One host for each board.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str] | None = None,
+        distributions: Distributions = installed,
+        board: PluginManager | None = None,
+    ) -> None:
+        self._environ = os.environ if environ is None else environ
+        self._distributions = distributions
+        self._board = board
+        self._lock = threading.Lock()
+        self._loader: Loader | None = None
+        self._registries = {kind.word: Registry(kind, self) for kind in (*DISCOVERED, TRAINERS)}
+
+    def registry(self, word: str) -> Registry:
+        """Return the registry of a kind: engines, connectors, specs or trainers."""
+        return self._registries[word]
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The operator's decisions.
+
+        Raises:
+            PluginSettingError: They cannot be read.
+        """
+        return Settings(self._environ)
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """What is installed."""
+        return discover(self._distributions)
+
+    @property
+    def loader(self) -> Loader:
+        """What loads backends. Made on first use: listing needs neither it nor pluggy."""
+        with self._lock:
+            if self._loader is None:
+                from wtransfer.registry import hooks
+                from wtransfer.registry.loading import Loader
+
+                board, timeout_s = self._board or hooks.board, self.settings.load_timeout_s
+                self._loader = Loader(board, self.registry, timeout_s, self.catalog)
+                board.register(self._loader)
+            return self._loader
 
 
 host = Host()

@@ -55,10 +55,10 @@ class OffloadingSpecFactory:
 
         Args:
             extra_config: ``spec_name``, by default ``CPUOffloadingSpec``, is looked up; where
-                nobody offers it, it is the name of a class in the module ``spec_module_path``.
+                no backend has it, it is the name of a class in the module ``spec_module_path``.
 
         Raises:
-            UnknownBackendError: Nobody offers it, and no module is named; a `ValueError`.
+            UnknownBackendError: No backend has this name, no module is named; a `ValueError`.
             PluginTypeError: It is no subclass of `OffloadingSpec`; an `AssertionError`, too.
             PluginError: It cannot be loaded, for one of the other reasons.
         """
@@ -112,16 +112,15 @@ def listen(spec: Any) -> None:
 
     Each side until its ``shutdown``, and the spec until that of either side.
     """
-    hears = hooks.board.hears(spec)
-    if hears:
+    if hooks.board.hears(spec):
         hooks.board.register_backend(spec)
     for name in ("get_manager", "get_worker"):
-        # An object without a dictionary makes its sides unheard.
+        # An object without a dictionary cannot have its sides registered.
         with contextlib.suppress(AttributeError):
-            setattr(spec, name, _listening(spec, getattr(spec, name), hears))
+            setattr(spec, name, _listening(spec, getattr(spec, name)))
 
 
-def _listening(spec: Any, make: Callable[..., Any], hears: bool) -> Callable[..., Any]:
+def _listening(spec: Any, make: Callable[..., Any]) -> Callable[..., Any]:
     known: list[Any] = []
 
     @functools.wraps(make)
@@ -130,18 +129,7 @@ def _listening(spec: Any, make: Callable[..., Any], hears: bool) -> Callable[...
         if hasattr(side, "shutdown") and not any(side is each for each in known):
             known.append(side)
             hooks.board.attach(side)
-            if hears:
-                _leave_with(spec, side)
+            hooks.board.attach(side, spec)
         return side
 
     return made
-
-
-def _leave_with(spec: Any, side: Any) -> None:
-    shutdown = side.shutdown
-
-    def leave() -> None:
-        hooks.board.unregister(spec)
-        shutdown()
-
-    side.shutdown = leave

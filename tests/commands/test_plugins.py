@@ -95,20 +95,20 @@ def test_list_as_json(cli):
     assert [each["distribution"] for each in listed["diagnostics"]] == ["malformed-wt"]
 
 
-def test_list_says_what_is_pinned(cli):
+def test_list_shows_pins(cli):
     done = cli("plugins", "list", "--json", WTRANSFER_PIN="engines:twice=other-wt")
     rows = {(r["name"], r["distribution"]): r["status"] for r in json.loads(done.stdout)["plugins"]}
     assert rows["twice", "other-wt"] == "available, pinned by WTRANSFER_PIN"
     assert rows["twice", "acme-wt"] == "conflict: address it as acme-wt:twice"
 
 
-def test_a_setting_that_cannot_be_read_is_one_line(cli):
+def test_unreadable_setting_is_one_line(cli):
     done = cli("plugins", "list", WTRANSFER_PIN="nonsense")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: WTRANSFER_PIN has the entry 'nonsense'")
 
 
-def test_show_loads_and_tells_what_is_declared(cli):
+def test_show_loads_and_prints_what_is_declared(cli):
     done = cli("plugins", "show", "ACME", "--json")
     assert done.returncode == 0, done.stderr
     (card,) = json.loads(done.stdout)
@@ -124,7 +124,7 @@ def test_show_loads_and_tells_what_is_declared(cli):
     assert "usable        yes" in text
 
 
-def test_show_says_in_full_why_not(cli):
+def test_show_of_a_broken_backend_prints_the_whole_error(cli):
     done = cli("plugins", "show", "bad")
     assert done.returncode == 1
     assert "PluginBrokenError: The weight transfer engine 'bad' (acme-wt 1.0) cannot be" in (
@@ -149,20 +149,20 @@ def test_show_says_in_full_why_not(cli):
         ("nonsense", "UnknownBackendError"),
     ],
 )
-def test_show_of_what_cannot_be_chosen(cli, name, error):
+def test_show_of_a_name_that_cannot_be_resolved(cli, name, error):
     done = cli("plugins", "show", name, "--kind", "engines", "--json")
     assert done.returncode == 1
     (card,) = json.loads(done.stdout)
     assert (card["usable"], card["error"]["class"]) == (False, error)
 
 
-def test_show_of_a_name_that_no_kind_knows_says_so_for_each(cli):
+def test_show_of_a_name_unknown_to_every_kind_prints_one_error_each(cli):
     done = cli("plugins", "show", "nonsense", "--json")
     assert done.returncode == 1
     assert len(json.loads(done.stdout)) == 3
 
 
-def test_the_overview_imports_no_command(python):
+def test_overview_imports_no_command(python):
     code = (
         "import sys\n"
         "from wtransfer.cli import main\n"
@@ -194,7 +194,7 @@ def test_importing_the_package_imports_neither_torch_nor_pluggy(python):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_contract_can_be_written_against_without_torch(python):
+def test_interfaces_and_hookimpl_import_no_torch(python):
     code = (
         "import wtransfer, sys\n"
         "wtransfer.WeightTransferEngine, wtransfer.WeightTransferEngineFactory\n"
@@ -206,7 +206,7 @@ def test_the_contract_can_be_written_against_without_torch(python):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_version_is_the_distributions(python):
+def test_version_is_the_distributions(python):
     done = python("-m", "wtransfer", "--version")
     code = "import wtransfer; print(wtransfer.__version__)"
     assert done.stdout.strip().endswith(python("-c", code).stdout.strip())
@@ -219,7 +219,7 @@ def describe(kind, name, options):
 """
 
 
-def test_show_tells_what_to_write_in_each_serving_engine_and_survives_one_that_fails(cli, site):
+def test_show_prints_what_each_serving_engine_says_also_if_one_fails(cli, site):
     info = site / "some_host-2.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-host\nVersion: 2.0\n")
