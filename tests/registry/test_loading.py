@@ -277,7 +277,7 @@ def test_backend_that_looks_up_itself_during_its_import_is_broken(site):
 
 LOAD_TWO = """
 from wtransfer.registry.registry import registry
-for name in ("shm", "gloo"):
+for name in ("gloo", "file"):
     try:
         registry("engines").get(name)
     except ImportError as error:
@@ -315,7 +315,7 @@ def test_distribution_that_breaks_the_import_of_torch_is_named(site, entries, er
     source = "def autoload():\n    raise OSError('libtpu.so: cannot open shared object file')"
     site.module("acme_tpu", source)
     # Torch fails to be imported again, for a reason that misleads: the first one is shown.
-    for name, line in zip(("shm", "gloo"), load_two(site), strict=True):
+    for name, line in zip(("gloo", "file"), load_two(site), strict=True):
         assert line.startswith(f"{error} | The weight transfer engine {name!r} (wtransfer ")
         assert "cannot be loaded: `import torch` itself fails while torch loads the device" in line
         assert cause in line
