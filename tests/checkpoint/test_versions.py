@@ -346,7 +346,7 @@ def test_closing_waits_for_every_removal(publishing, store, monkeypatch):
     def first_is_slow(folder, name):
         calls.append(name)
         if len(calls) == 1:
-            time.sleep(0.5)
+            time.sleep(0.3)
         remove(folder, name)
 
     monkeypatch.setattr(Folder, "remove", first_is_slow)

@@ -399,7 +399,7 @@ class Bars:
 
 
 class Lines:
-    """A line a second, from the second second on: a short push prints none."""
+    """Prints a line of progress per second; none for a push that takes less than one."""
 
     def __init__(self) -> None:
         self._written_at = time.monotonic()

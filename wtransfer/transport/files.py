@@ -292,8 +292,7 @@ class FolderLock:
                         "needs that name: move the file away, or take another folder"
                     )
                 os.ftruncate(fd, 0)
-                holder = f"{_HOLDER}{os.getpid()} on {socket.gethostname()}"
-                write_at(fd, [memoryview(holder.encode())], 0)
+                os.pwrite(fd, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return fd
         except BlockingIOError:
             pass
