@@ -505,20 +505,7 @@ class _Outcome:
                 "problems": self._problems(),
             }
         workers = [
-            {
-                "worker": each.worker,
-                "host": self._host_of(each.worker),
-                "instance": each.instance,
-                "rank": each.rank,
-                "outcome": each.outcome,
-                "version": each.version,
-                "fingerprint": each.fingerprint,
-                "digests_equal": each.digests_equal,
-                "nbytes": each.nbytes,
-                "seconds": each.seconds,
-                "notes": each.notes,
-                "error": _described(each.error),
-            }
+            vars(each) | {"host": self._host_of(each.worker), "error": _described(each.error)}
             for each in (report.workers if report is not None else ())
         ]
         return document | {"workers": workers}
