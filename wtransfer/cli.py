@@ -51,6 +51,16 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; an unknown one is a usage error that lists what there is."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            there_are = f"The commands are {', '.join(sorted(COMMANDS))}."
+            raise click.UsageError(f"{error.message} {there_are}", ctx) from error
+
     def format_commands(
         self,
         ctx: click.Context,  # noqa: ARG002  # click's signature

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from wtransfer.checkpoint import stored
+from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
 from wtransfer.errors import (
     AddressError,
@@ -22,9 +22,9 @@ from wtransfer.errors import (
     StagingMemoryError,
     WTransferError,
 )
+from wtransfer.registry import hooks
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
-from wtransfer.weight_sync.worker import follower
 from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
@@ -94,7 +94,7 @@ def test_a_worker_takes_the_current_version_long_after_the_publisher_has_gone(
     assert sent == contents(model)
 
 
-def test_it_needs_no_token_and_no_folder_yet(publish, follow):
+def test_a_folder_may_be_joined_before_it_exists_and_without_a_token(publish, follow):
     model, session = follow()
     assert (session.connected, session.state) == (False, "fresh")
     assert not session.commit_pending(0.1)
@@ -103,7 +103,7 @@ def test_it_needs_no_token_and_no_folder_yet(publish, follow):
     assert sent == contents(model)
 
 
-def test_it_goes_on_with_every_further_version_and_only_then(publish, follow):
+def test_every_further_version_is_taken_once(publish, follow):
     publish("v1")
     model, session = follow()
     assert session.commit_pending(PATIENCE_S)
@@ -111,7 +111,7 @@ def test_it_goes_on_with_every_further_version_and_only_then(publish, follow):
     sent = publish("v2")
     assert session.commit_pending(PATIENCE_S)
     assert (session.version, contents(model)) == ("v2", sent)
-    # The set before is nobody's any more.
+    # The previous set was released.
     assert session.ledger.released
 
 
@@ -165,7 +165,7 @@ def test_a_folder_is_joined_once(store, follow):
 
 
 @pytest.mark.parametrize("address", ["file:", "file:relative/path", "file:/a\0b"])
-def test_what_is_no_folder_is_refused(follow, address):
+def test_an_address_that_is_no_absolute_path_is_refused(follow, address):
     _, session = follow()
     with pytest.raises(AddressError, match="expected 'file:/absolute/path'"):
         session.join(address)
@@ -213,7 +213,7 @@ def link(folder):
 DAMAGE = [
     (flip, DigestMismatchError, "'layer.3'"),
     (truncate, SourceError, "'layer.3'"),
-    (lose_a_file, SourceError, "'layer.0'"),
+    (lose_a_file, SourceError, "found 0 .safetensors files"),
     (lose_the_manifest, ManifestError, "manifest is missing"),
     (lie, ManifestError, "wtransfer.json"),
     (link, WTransferError, "symbolic link"),
@@ -283,7 +283,7 @@ def test_a_listing_that_cannot_be_read_is_a_refusal(store, publish, follow):
     assert (session.version, session.state) == ("v1", "serving")
 
 
-def test_what_does_not_fit_the_model_is_refused_by_name(publish, follow):
+def test_a_version_that_does_not_fit_the_model_is_refused_by_name(publish, follow):
     publish("v1")
     model = {f"layer.{i}": torch.zeros(3, 4) for i in range(3)} | {"other": torch.zeros(2)}
     _, session = follow(model)
@@ -333,6 +333,93 @@ def test_a_version_that_its_host_declines_is_not_offered_again(publish, follow):
     assert session.version == "v2"
 
 
+# -- observed
+
+
+class Ends:
+    """Notes which rounds of a follower began, and how each ended."""
+
+    def __init__(self):
+        self.labels, self.ends = {}, {}
+
+    @hooks.hookimpl
+    def wtransfer_round_started(self, round_id, version, worker):
+        if worker is not None:
+            self.labels[round_id] = version
+
+    @hooks.hookimpl
+    def wtransfer_weights_committed(self, round_id, worker):
+        if worker is not None:
+            self.ends[self.labels[round_id]] = "committed"
+
+    @hooks.hookimpl
+    def wtransfer_round_aborted(self, error, round_id, worker):
+        if worker is not None:
+            self.ends[self.labels[round_id]] = str(error)
+
+
+@pytest.fixture
+def observed():
+    observer = Ends()
+    hooks.register(observer)
+    yield observer.ends
+    hooks.unregister(observer)
+
+
+class Refusing(StateDictTarget):
+    def apply(self, tensors):
+        raise ValueError("not in the mood")
+
+
+def decline(session):
+    assert session.discard_pending()
+
+
+def fail(session):
+    with pytest.raises(CommitError):
+        session.commit_pending()
+
+
+def commit(session):
+    assert session.commit_pending()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (commit, "committed"),
+        (decline, "declined the version"),
+        (fail, "not in the mood"),
+        (WorkerSession.close, "session was closed"),
+    ],
+    ids=lambda case: case[0].__name__,
+)
+def test_observers_see_the_end_of_an_offered_version(publish, weights, follow, observed, case):
+    end, text = case
+    publish("v1")
+    observed.clear()
+    model = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    _, session = follow(Refusing(model) if end is fail else model)
+    eventually(lambda: session.state == "pending")
+    end(session)
+    eventually(lambda: "v1" in observed)
+    assert text in observed["v1"]
+
+
+def test_observers_see_the_end_of_a_version_that_a_round_has_overtaken(
+    made_over_shm, store, weights, paused_reading, observed
+):
+    made, (reading, go_on) = made_over_shm, paused_reading
+    member = made.join()
+    member.session.join(f"file:{store.root}")
+    assert reading.wait(PATIENCE_S)
+    weights["layer.1"] += 1
+    assert made.finish(made.publisher.publish("new", wait=False)).ok
+    go_on.set()
+    eventually(lambda: "old" in observed)
+    assert "meanwhile" in observed["old"]
+
+
 # -- beside a live publisher
 
 
@@ -347,7 +434,7 @@ def test_a_worker_may_follow_both_the_folder_and_its_publisher(fleet, store, wei
     assert not member.session.commit_pending(0.2)
 
 
-def test_what_a_publisher_sent_by_another_way_stays(fleet, store, publish, weights):
+def test_a_version_from_a_publisher_is_not_replaced_by_the_folder(fleet, store, publish, weights):
     publish("v1")
     made = fleet(weights, engine="shm")
     member = made.join()
@@ -411,14 +498,15 @@ def made_over_shm(fleet, publish, weights):
 
 @pytest.fixture
 def paused_reading(made_over_shm, monkeypatch):
-    """Followers stop after their first bucket: an event that says so, and one that ends it."""
+    """Followers stop after their first tensor: an event that says so, and one that ends it."""
     reading, go_on = threading.Event(), threading.Event()
+    read = CheckpointSource.iter_full
 
-    def slowly(*arguments):
-        for bucket in stored.buckets(*arguments):
+    def slowly(source):
+        for pair in read(source):
             reading.set()
             assert go_on.wait(PATIENCE_S)
-            yield bucket
+            yield pair
 
-    monkeypatch.setattr(follower, "buckets", slowly)
+    monkeypatch.setattr(CheckpointSource, "iter_full", slowly)
     return reading, go_on

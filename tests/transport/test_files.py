@@ -21,8 +21,15 @@ from wtransfer.errors import (
     StorageError,
     StorageInUseError,
 )
-from wtransfer.transport.files import Folder, read_at, storage_errors, temporary_of, write_at
-from wtransfer.transport.folder_lock import LOCK_NAME, FolderLock
+from wtransfer.transport.files import (
+    LOCK_NAME,
+    Folder,
+    FolderLock,
+    read_at,
+    storage_errors,
+    temporary_of,
+    write_at,
+)
 from wtransfer.transport.zygote import Zygote
 
 AT_ONCE_S = 0.05
@@ -101,7 +108,7 @@ def test_a_link_to_a_folder_is_not_entered(folder, tmp_path):
         folder.folder("planted")
 
 
-def test_removing_takes_a_link_and_not_what_it_points_to(folder, tmp_path):
+def test_removing_a_link_keeps_its_target(folder, tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("x")
     (tmp_path / "gone").mkdir()
@@ -113,7 +120,7 @@ def test_removing_takes_a_link_and_not_what_it_points_to(folder, tmp_path):
     assert (tmp_path / "kept" / "file").read_text() == "x"
 
 
-def test_sweeping_removes_what_is_named_and_tells_what_stays(folder, tmp_path, monkeypatch):
+def test_sweeping_reports_the_names_that_cannot_be_removed(folder, tmp_path, monkeypatch):
     for name in ("a1", "a2", "b1"):
         (tmp_path / name).write_text("x")
     remove = Folder.remove
@@ -131,7 +138,7 @@ def test_sweeping_removes_what_is_named_and_tells_what_stays(folder, tmp_path, m
 # -- reading and writing
 
 
-def test_what_is_missing_is_none_and_what_is_too_large_is_refused(folder):
+def test_a_missing_file_reads_as_none_and_a_large_one_is_refused(folder):
     assert folder.read("nothing", 10) is None
     folder.replace("file", b"12345")
     assert folder.read("file", 5) == b"12345"
@@ -171,7 +178,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(folder, monkeyp
     assert (folder.names(), folder.read("file", 10)) == (["file"], b"old")
 
 
-def test_a_writer_that_died_leaves_what_can_be_told_from_all_else(folder, tmp_path, monkeypatch):
+def test_temporary_files_of_a_dead_writer_are_recognised(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("wtransfer.transport.files.os.replace", _die)
     monkeypatch.setattr("wtransfer.transport.files.os.unlink", _die)
     with pytest.raises(KeyboardInterrupt):
@@ -240,7 +247,7 @@ def test_reading_past_the_end_tells_how_much_there_was(file):
     ],
     ids=str,
 )
-def test_what_the_system_says_becomes_one_of_our_errors(number, expected):
+def test_system_errors_are_translated(number, expected):
     with (
         pytest.raises(expected, match=r"^writing it failed: ") as caught,
         storage_errors("writing it"),
@@ -279,7 +286,7 @@ def test_without_descriptors_the_error_says_so(folder):
 @pytest.fixture(scope="module")
 def nursery():
     here = Path(__file__).parent
-    with Zygote(preload=["wtransfer.transport.folder_lock"], paths=[here]) as zygote:
+    with Zygote(preload=["wtransfer.transport.files"], paths=[here]) as zygote:
         yield zygote
 
 
@@ -301,7 +308,7 @@ def start_holder(nursery, folder):
     return child
 
 
-def test_a_second_holder_is_refused_and_told_who_has_it(nursery, folder):
+def test_a_second_holder_is_refused_and_the_error_names_the_first(nursery, folder):
     child = start_holder(nursery, folder)
     try:
         with pytest.raises(
@@ -321,19 +328,19 @@ def test_the_lock_of_a_killed_holder_is_free(nursery, folder):
     assert folder.names() == ["ready"]
 
 
-def test_who_is_waited_for_may_let_go(folder):
+def test_a_lock_waits_for_a_holder_that_releases_it(folder):
     first = FolderLock(folder)
     threading.Timer(0.2, first.release).start()
     second = FolderLock(folder, patience_s=5.0)
     assert (first.held, second.held) == (False, True)
-    # Whoever comes third finds the second: the file that was waited for is gone.
+    # A third contender finds the second holder: the file of the first is gone.
     with pytest.raises(StorageInUseError):
         FolderLock(folder, patience_s=0.1)
     second.release()
     assert LOCK_NAME not in folder.names()
 
 
-def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(folder, monkeypatch):
+def test_a_lock_on_a_removed_file_does_not_count(folder, monkeypatch):
     first, flock = FolderLock(folder), fcntl.flock
 
     def late(fd, how):
@@ -370,7 +377,7 @@ def test_a_fork_of_the_holder_does_not_keep_it(folder):
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "folder"])
-def test_what_was_planted_in_place_of_the_lock_is_refused(folder, tmp_path, what):
+def test_a_planted_lock_file_is_refused(folder, tmp_path, what):
     PLANTED[what](tmp_path / LOCK_NAME)
     with pytest.raises(StorageError):
         FolderLock(folder, patience_s=0.0)
@@ -384,7 +391,7 @@ def test_a_file_of_the_users_own_is_never_taken_for_the_lock(folder, data):
     assert folder.read(LOCK_NAME, len(data)) == data
 
 
-def test_a_lock_file_that_nobody_has_written_to_yet_is_ours(folder):
+def test_an_empty_lock_file_is_taken(folder):
     folder.replace(LOCK_NAME, b"")
     FolderLock(folder, patience_s=0.0).release()
     assert folder.names() == []

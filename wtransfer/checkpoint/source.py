@@ -1,96 +1,290 @@
-"""Weights that lie on disk, as a source: safetensors in the usual layout, sealed or not."""
+"""A checkpoint on disk: read as a source of weights, sealed, and checked against its seal.
+
+A checkpoint is one safetensors file, or shards with an index. `seal` writes ``wtransfer.json``
+beside it: every tensor's name, dtype, shape and digest, and the fingerprint of the whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from wtransfer.checkpoint.manifest_file import MANIFEST_NAME, ManifestFile, read_manifest
-from wtransfer.checkpoint.shards import INDEX_NAME, SUFFIX, WIRE_DTYPES, read_header, stored_form
-from wtransfer.checkpoint.stored import Place, read_open
+import msgspec
+
+from wtransfer.checkpoint.safetensors import (
+    INDEX_NAME,
+    SUFFIX,
+    StoredTensor,
+    read_header,
+    read_tensor,
+    stored_form,
+)
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import ManifestError, SourceError, StorageError, TruncatedError
-from wtransfer.manifest import Algorithm, Piece
-from wtransfer.transport.files import Folder, storage_errors
+from wtransfer.manifest import (
+    DIGEST_LENGTH,
+    MAX_PIECES,
+    MAX_RANK,
+    Algorithm,
+    Manifest,
+    Piece,
+    fingerprint,
+)
+from wtransfer.transport.digests import digest
+from wtransfer.transport.files import Folder
 from wtransfer.transport.tensors import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
-    from wtransfer.checkpoint.manifest_file import SealedPiece
-    from wtransfer.checkpoint.shards import Extent, Header
-
+MANIFEST_NAME = "wtransfer.json"
+"""Name of a checkpoint's seal, beside its files."""
+MAX_MANIFEST_NBYTES = 256 << 20
+"""Largest seal: the most pieces with the longest names, and some."""
+MAX_INDEX_NBYTES = 256 << 20
+"""Largest index of shards."""
 ENFORCED: Algorithm = "xxh3-128"
-"""How a round digests what it sends: only such seals can be held to."""
+"""The digest of rounds: only seals with this one can be enforced."""
+
+Digest = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{DIGEST_LENGTH}}}\Z")]
+"""A digest or a fingerprint."""
+
+
+# -- wtransfer.json
+
+
+class SealedPiece(msgspec.Struct, frozen=True):
+    """One tensor and its proof."""
+
+    name: str
+    """Name."""
+    dtype: str
+    """Wire dtype."""
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RANK)]
+    """Dimensions."""
+    digest: Digest
+    """Of its bytes."""
+
+
+class ManifestFile(msgspec.Struct, frozen=True):
+    """Content of ``wtransfer.json``."""
+
+    format: Literal["wtransfer/1"]
+    """Name and version of this format."""
+    version: str | None
+    """Label, if one was given."""
+    fingerprint: Digest
+    """Identity of the whole."""
+    created_at: float
+    """When it was written, in seconds since the epoch."""
+    algorithm: Algorithm
+    """How the digests were made."""
+    pieces: Annotated[tuple[SealedPiece, ...], msgspec.Meta(max_length=MAX_PIECES)]
+    """Every tensor."""
+
+    @classmethod
+    def of(cls, version: str | None, manifest: Manifest, digests: Sequence[str]) -> ManifestFile:
+        """Describe an update.
+
+        Args:
+            version: Label.
+            manifest: Its pieces, all of them whole.
+            digests: In the manifest's order.
+        """
+        rows = zip(manifest.pieces, digests, strict=True)
+        return cls(
+            format="wtransfer/1",
+            version=version,
+            fingerprint=fingerprint(manifest, digests),
+            created_at=time.time(),
+            algorithm=manifest.algorithm,
+            pieces=tuple(SealedPiece(p.name, p.dtype, p.shape, digest) for p, digest in rows),
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """The pieces, as a round has them."""
+        pieces = tuple(Piece(each.name, each.dtype, each.shape) for each in self.pieces)
+        return Manifest(pieces, algorithm=self.algorithm)
+
+    @property
+    def digests(self) -> list[str]:
+        """The digests, in the manifest's order."""
+        return [each.digest for each in self.pieces]
+
+    def write(self, folder: Folder) -> None:
+        """Write it to a folder; one that is there is replaced atomically.
+
+        Raises:
+            StorageError: It could not be written.
+        """
+        folder.replace(MANIFEST_NAME, msgspec.json.encode(self))
+
+
+def read_manifest(folder: Folder, *, follow_links: bool = True) -> ManifestFile | None:
+    """Read the ``wtransfer.json`` of a folder; None if there is none.
+
+    Raises:
+        ManifestError: It is too large, malformed, states pieces that no update can hold, or
+            contradicts itself.
+    """
+    shown = repr(f"{folder.path}/{MANIFEST_NAME}")
+    try:
+        raw = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES, follow=follow_links)
+        if raw is None:
+            return None
+        found = msgspec.json.decode(raw, type=ManifestFile)
+    except StorageError as error:
+        raise ManifestError(f"the manifest {shown} cannot be read: {error.message}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"{shown} is no manifest that can be read: {error}") from error
+    manifest = found.manifest
+    try:
+        manifest.check()
+    except ManifestError as error:
+        raise ManifestError(f"{shown}: {error.message}", piece=error.piece) from error
+    identity = fingerprint(manifest, found.digests)
+    if identity != found.fingerprint:
+        raise ManifestError(
+            f"{shown} was changed after it was written: its pieces have the fingerprint "
+            f"{identity}, it says {found.fingerprint}"
+        )
+    return found
+
+
+# -- the checkpoint
 
 
 class CheckpointSource:
     """Safetensors on disk in the usual layout: one file, or shards with an index.
 
-    Tensors are read one at a time by ``pread``, each into memory of its own: a checkpoint larger
-    than memory works, and a file that somebody cuts or overwrites is an error, not a signal. A
-    folder with a ``wtransfer.json`` (``wtransfer seal`` writes it) must have the tensors that stand
-    there, and a round in which one comes out with another digest is ended. So must a single file,
-    if the ``wtransfer.json`` beside it has the same names.
+    Tensors are read one at a time, each into memory of its own: a checkpoint larger than memory
+    works, and a file that is cut or overwritten meanwhile is an error, not a signal.
+
+    A folder with a ``wtransfer.json`` (``wtransfer seal`` writes it) must have the tensors that it
+    states, and a round in which one has another digest is aborted. So must a single file, if the
+    ``wtransfer.json`` beside it has the same names.
 
     Args:
         path: A ``.safetensors`` file, or a folder with one, or with shards and their index.
-        sealed: Whether to hold it against its ``wtransfer.json``, where there is one.
+        sealed: Whether to enforce its ``wtransfer.json``, if there is one.
+        follow_links: Whether the folder and its files may be symbolic links, as they are in
+            download caches.
 
     Raises:
-        SourceError: No such checkpoint, a shard is missing or damaged, a name appears twice, or
-            the manifest has other tensors; the text names the tensor where it can be known.
-        ManifestError: The manifest cannot be read, or its digests cannot be held to.
+        SourceError: No such checkpoint, a shard is missing or damaged, or the manifest has other
+            tensors; the text names the tensor where it can be known.
+        ManifestError: The manifest cannot be read, or its digests cannot be enforced.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, sealed: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, sealed: bool = True, follow_links: bool = True
+    ) -> None:
         self.manifest: ManifestFile | None = None
-        """What was sealed; None if nothing was."""
-        self._metadata: list[ParamMeta] = []
-        self._file_of: dict[str, Path] = {}
-        for file, names in _files(Path(path)):
-            self._read_header(file, names)
-        if sealed:
-            self.manifest = _manifest_of(Path(path), set(self._file_of))
-        if self.manifest is not None:
-            self._metadata = _sealed_metadata(self._metadata, self.manifest)
-        self._meta_of = {meta.name: meta for meta in self._metadata}
+        """Content of the enforced ``wtransfer.json``; None if there is none."""
+        path = Path(path)
+        single = path.is_file()
+        if not single and not path.is_dir():
+            raise SourceError(f"{str(path)!r} is no checkpoint: no such file or directory")
+        self._folder = path.parent if single else path
+        self._follow_links = follow_links
+        self._metas: dict[str, ParamMeta] = {}
+        self._file_of: dict[str, str] = {}
+        with self._opened("") as folder:
+            for file, names in ({path.name: None} if single else self._files(folder)).items():
+                self._add(folder, file, names)
+            manifest = read_manifest(folder, follow_links=follow_links) if sealed else None
+        # A manifest of other names, beside a single file, is about other files.
+        if manifest and not (single and {p.name for p in manifest.pieces} != self._metas.keys()):
+            self._enforce(manifest)
 
-    def _read_header(self, file: Path, names: set[str] | None) -> None:
-        with _opened(file) as fd:
-            extents = read_header(fd, repr(str(file))).extents
-        for name in sorted(extents if names is None else names):
-            if name not in extents:
+    def _files(self, folder: Folder) -> dict[str, set[str] | None]:
+        """Return file -> its tensors by the index; None: all."""
+        raw = folder.read(INDEX_NAME, MAX_INDEX_NBYTES, follow=self._follow_links)
+        if raw is None:
+            files = [each for each in folder.names() if each.endswith(SUFFIX)]
+            if len(files) == 1:
+                return {files[0]: None}
+            raise SourceError(
+                f"{folder.path!r} is no checkpoint: expected one .safetensors file or "
+                f"{INDEX_NAME}, found {len(files)} .safetensors files and no index"
+            )
+        try:
+            weight_map = msgspec.json.decode(raw, type=_Index).weight_map
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise SourceError(f"'{folder.path}/{INDEX_NAME}' is no index: {error}") from error
+        shards: dict[str, set[str] | None] = {}
+        for name, shard in weight_map.items():
+            # An index names neighbours; any other path could lead out of the folder.
+            if Path(shard).name != shard:
                 raise SourceError(
-                    f"{str(file)!r} has no tensor {name!r}, though {INDEX_NAME} says so",
+                    f"{INDEX_NAME} names the file {shard!r}, which is not in its folder"
+                )
+            names = shards.setdefault(shard, set())
+            assert names is not None
+            names.add(name)
+        return shards
+
+    def _add(self, folder: Folder, file: str, names: set[str] | None) -> None:
+        """Add the tensors of one file."""
+        try:
+            with _open_file(folder, file, follow=self._follow_links) as fd:
+                header = read_header(fd, repr(f"{folder.path}/{file}"))
+        except StorageError as error:
+            # The tensors that it should have say which part is missing.
+            first = min(names) if names else None
+            raise SourceError(f"no whole checkpoint: {error.message}", piece=first) from error
+        for name in sorted(header if names is None else names):
+            if name not in header:
+                raise SourceError(
+                    f"'{folder.path}/{file}' has no tensor {name!r}, though {INDEX_NAME} says so",
                     piece=name,
                 )
-            self._add(file, name, extents[name])
+            piece = header[name].piece
+            self._metas[name] = ParamMeta(name, torch_dtype(piece.dtype), piece.shape)
+            self._file_of[name] = file
 
-    def _add(self, file: Path, name: str, extent: Extent) -> None:
-        if name in self._file_of:
+    def _enforce(self, manifest: ManifestFile) -> None:
+        """Take the tensors' forms and digests from the manifest.
+
+        Raises:
+            ManifestError: Rounds do not digest as it does.
+            SourceError: It has other tensors; the first is named, and how many there are.
+        """
+        if manifest.algorithm != ENFORCED:
+            raise ManifestError(
+                f"'{self._folder}/{MANIFEST_NAME}' has digests by {manifest.algorithm!r}; a round "
+                f"can only hold tensors against {ENFORCED!r}: seal the checkpoint anew with "
+                "`wtransfer seal`"
+            )
+        wrong = _differences(self.metadata, manifest)
+        if wrong:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            name, problem = next(iter(wrong.items()))
             raise SourceError(
-                f"tensor {name!r} is in {self._file_of[name].name!r} and in {file.name!r}",
+                f"the checkpoint is not what its {MANIFEST_NAME} says: {name!r} {problem}{more}; "
+                "get it again, or seal it anew if it was changed on purpose",
                 piece=name,
             )
-        dtype = torch_dtype(WIRE_DTYPES[extent.dtype])
-        self._metadata.append(ParamMeta(name, dtype, extent.shape))
-        self._file_of[name] = file
+        self.manifest = manifest
+        for piece in manifest.pieces:
+            dtype = torch_dtype(piece.dtype)
+            self._metas[piece.name] = ParamMeta(piece.name, dtype, piece.shape, digest=piece.digest)
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and shape of every tensor, from the files' headers; digests if sealed."""
-        return self._metadata
+        return list(self._metas.values())
 
     @property
     def files(self) -> set[Path]:
         """The files that it consists of."""
-        return set(self._file_of.values())
+        return {self._folder / file for file in self._file_of.values()}
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors file by file, each read when it is asked for.
@@ -101,11 +295,11 @@ class CheckpointSource:
 
         Cost: memory for one tensor, for as long as the caller holds it.
         """
-        of_file: dict[Path, list[ParamMeta]] = {}
-        for meta in self._metadata:
-            of_file.setdefault(self._file_of[meta.name], []).append(meta)
+        of_file: dict[str, list[ParamMeta]] = {}
+        for name, meta in self._metas.items():
+            of_file.setdefault(self._file_of[name], []).append(meta)
         for file, metas in of_file.items():
-            yield from _tensors(file, metas)
+            yield from self._read(file, metas)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor.
@@ -116,168 +310,148 @@ class CheckpointSource:
 
         Cost: the file's header is read each time; `iter_full` reads it once per file.
         """
-        ((_, tensor),) = _tensors(self._file_of[name], [self._meta_of[name]])
+        ((_, tensor),) = self._read(self._file_of[name], [self._metas[name]])
         return tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same: a checkpoint on disk has no ranks."""
         return self.iter_full()
 
+    def _read(self, file: str, metas: Sequence[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+        shown = repr(f"{self._folder}/{file}")
+        with self._opened(file) as folder, _open_file(folder, file, self._follow_links) as fd:
+            # Read again: it may be another file than when the tensors were listed.
+            header = read_header(fd, shown)
+            for meta in metas:
+                piece, now = _piece(meta), header.get(meta.name)
+                if now is None or stored_form(now.piece) != stored_form(piece):
+                    got = "gone" if now is None else f"{now.piece.dtype} {list(now.piece.shape)}"
+                    raise SourceError(
+                        f"{shown} was changed after it was opened: tensor {meta.name!r} was "
+                        f"{piece.dtype} {list(piece.shape)} and is {got} now; open the checkpoint "
+                        "anew",
+                        piece=meta.name,
+                    )
+                yield meta.name, read_tensor(fd, StoredTensor(piece, now.offset), shown)
 
-def _tensors(file: Path, metas: list[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
-    with _opened(file) as fd:
-        # Read again: the file may be another one than when its tensors were listed.
-        header = read_header(fd, repr(str(file)))
-        for meta in metas:
-            yield meta.name, _read(fd, _place(header, meta, file), file)
+    @contextlib.contextmanager
+    def _opened(self, file: str) -> Iterator[Folder]:
+        """Open the folder, anew each time: only that shows what a share has now.
+
+        Raises:
+            SourceError: In place of whatever the disk, or a file that ends too early, raises.
+        """
+        try:
+            with Folder(self._folder, follow=self._follow_links) as folder:
+                yield folder
+        except StorageError as error:
+            shown = f"{self._folder}/{file}"
+            raise SourceError(f"cannot read {shown!r}: {error.message}") from error
+        except TruncatedError as error:
+            # It was whole when its header was read; no peer is to blame.
+            raise SourceError(error.message, piece=error.piece) from error
 
 
-def _place(header: Header, meta: ParamMeta, file: Path) -> Place:
-    """Return where a tensor lies, if it still is what it was."""
-    piece = Piece(meta.name, dtype_name(meta.dtype), tuple(meta.shape))
-    extent = header.extents.get(meta.name)
-    found = None if extent is None else (extent.dtype, extent.shape)
-    if extent is None or found != stored_form(piece.dtype, piece.shape):
-        got = "gone" if extent is None else f"{extent.dtype} {list(extent.shape)}"
-        raise SourceError(
-            f"{str(file)!r} was changed after it was opened: tensor {meta.name!r} was "
-            f"{piece.dtype} {list(piece.shape)} and is {got} now; open the checkpoint anew",
-            piece=meta.name,
-        )
-    return Place(piece, header.start(meta.name))
-
-
-def _read(fd: int, place: Place, file: Path) -> torch.Tensor:
-    try:
-        ((_, tensor),) = read_open(fd, [place], str(file))
-    except TruncatedError as error:
-        # It was whole a moment ago; and no peer is to blame.
-        raise SourceError(error.message, piece=place.piece.name) from error
-    return tensor
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[int]:
-    """Open a file of a checkpoint, wherever links lead; never waits for another process.
-
-    Raises:
-        SourceError: It cannot be opened, or not be read.
-    """
+def _open_file(folder: Folder, file: str, follow: bool) -> Iterator[int]:
+    fd = folder.open_file(file, follow=follow)
     try:
-        with storage_errors("opening it"):
-            fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-    except StorageError as error:
-        raise SourceError(f"cannot read {str(file)!r}: {error.message}") from error
+        yield fd
+    finally:
+        os.close(fd)
 
 
-def _manifest_of(path: Path, names: set[str]) -> ManifestFile | None:
-    """Return what was sealed; None if nothing was, or other files beside this one.
-
-    Raises:
-        ManifestError: It cannot be read, or not be held against what is sent.
-    """
-    folder = path if path.is_dir() else path.parent
-    # Asked by name first: a folder of which only the file may be opened can still be pushed from.
-    if not os.path.lexists(folder / MANIFEST_NAME):
-        return None
-    with Folder(folder) as opened:
-        manifest = read_manifest(opened, follow=True)
-    if manifest is None or (path.is_file() and {p.name for p in manifest.pieces} != names):
-        return None
-    if manifest.algorithm != ENFORCED:
-        raise ManifestError(
-            f"{str(folder / MANIFEST_NAME)!r} has digests by {manifest.algorithm!r}; a round can "
-            f"only hold tensors against {ENFORCED!r}: seal the checkpoint anew with `wtransfer "
-            "seal`"
-        )
-    return manifest
+def _piece(meta: ParamMeta) -> Piece:
+    return Piece(meta.name, dtype_name(meta.dtype), tuple(meta.shape))
 
 
-def _sealed_metadata(found: Sequence[ParamMeta], manifest: ManifestFile) -> list[ParamMeta]:
-    """Return the metadata in the manifest's form, with digests.
-
-    Raises:
-        SourceError: The manifest has other tensors; the first is named, and how many there are.
-    """
-    sealed = {piece.name: piece for piece in manifest.pieces}
-    wrong = differences({meta.name: meta for meta in found}, sealed)
-    if wrong:
-        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        name, problem = next(iter(wrong.items()))
-        raise SourceError(
-            f"the checkpoint is not what its {MANIFEST_NAME} says: {name!r} {problem}{more}; get "
-            "it again, or seal it anew if it was changed on purpose",
-            piece=name,
-        )
-    return [_sealed_meta(sealed[meta.name]) for meta in found]
-
-
-def _sealed_meta(piece: SealedPiece) -> ParamMeta:
-    return ParamMeta(piece.name, torch_dtype(piece.dtype), piece.shape, digest=piece.digest)
-
-
-def differences(
-    found: Mapping[str, ParamMeta], sealed: Mapping[str, SealedPiece]
-) -> dict[str, str]:
+def _differences(found: Sequence[ParamMeta], manifest: ManifestFile) -> dict[str, str]:
     """Return tensor -> how it differs from the manifest in presence, dtype or shape."""
-    problems = {name: _difference(found.get(name), piece) for name, piece in sealed.items()}
-    wrong = {name: problem for name, problem in problems.items() if problem is not None}
-    return wrong | {name: "is not in the manifest" for name in found if name not in sealed}
+    pieces = {meta.name: _piece(meta) for meta in found}
+    wrong: dict[str, str] = {}
+    for sealed in manifest.manifest.pieces:
+        piece = pieces.pop(sealed.name, None)
+        if piece is None:
+            wrong[sealed.name] = "is missing"
+        elif stored_form(piece) != stored_form(sealed):
+            wrong[sealed.name] = (
+                f"is {piece.dtype} {list(piece.shape)}, sealed was {sealed.dtype} "
+                f"{list(sealed.shape)}"
+            )
+    return wrong | dict.fromkeys(pieces, "is not in the manifest")
 
 
-def _difference(meta: ParamMeta | None, piece: SealedPiece) -> str | None:
-    if meta is None:
-        return "is missing"
-    expected = stored_form(piece.dtype, piece.shape)
-    got = stored_form(dtype_name(meta.dtype), meta.shape)
-    if got == expected:
-        return None
-    return (
-        f"is {dtype_name(meta.dtype)} {list(meta.shape)}, sealed was {piece.dtype} "
-        f"{list(piece.shape)}"
-    )
+# -- sealing
 
 
-def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
-    if path.is_file():
-        return [(path, None)]
-    if (path / INDEX_NAME).is_file():
-        return _indexed_files(path)
-    # Not what merely has such a name: opening a pipe would wait for its other end.
-    files = sorted(each for each in path.glob(f"*{SUFFIX}") if each.is_file())
-    if len(files) == 1:
-        return [(files[0], None)]
-    raise SourceError(
-        f"{str(path)!r} is no checkpoint: expected one .safetensors file or {INDEX_NAME}, "
-        f"found {len(files)} .safetensors files and no index"
-    )
+def describe(source: CheckpointSource, version: str | None = None) -> ManifestFile:
+    """Digest a checkpoint.
+
+    Args:
+        source: Reads it.
+        version: Label, for people.
+
+    Raises:
+        SourceError: It cannot be read.
+        ManifestError: It names something that no update can hold.
+
+    Cost: reads everything once.
+    """
+    manifest = Manifest(tuple(map(_piece, source.metadata)))
+    manifest.check()
+    digests = {name: digest(tensor, manifest.algorithm) for name, tensor in source.iter_full()}
+    return ManifestFile.of(version, manifest, [digests[each.name] for each in manifest.pieces])
 
 
-def _indexed_files(folder: Path) -> list[tuple[Path, set[str] | None]]:
-    try:
-        weight_map = json.loads((folder / INDEX_NAME).read_text("utf-8"))["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise SourceError(f"{str(folder / INDEX_NAME)!r} is no index: {error}") from error
-    shards: dict[str, set[str]] = {}
-    for name, shard in pairs:
-        # An index names neighbours; anything else could point out of the folder.
-        if Path(shard).name != shard:
-            raise SourceError(f"{INDEX_NAME} names the file {shard!r}, which is not in its folder")
-        shards.setdefault(shard, set()).add(name)
-    return [(_checked(folder / shard, names), names) for shard, names in shards.items()]
+def seal(checkpoint: Path, version: str | None = None) -> ManifestFile:
+    """Write ``wtransfer.json`` beside a checkpoint; one that is there is replaced atomically.
+
+    Args:
+        checkpoint: Folder.
+        version: Label, for people.
+
+    Returns:
+        What was written.
+
+    Raises:
+        SourceError: It is no whole checkpoint.
+        StorageError: The file could not be written.
+
+    Cost: reads everything once.
+    """
+    written = describe(CheckpointSource(checkpoint, sealed=False), version)
+    with Folder(checkpoint) as folder:
+        written.write(folder)
+    return written
 
 
-def _checked(file: Path, names: set[str]) -> Path:
-    if not file.is_file():
-        name = min(names)
-        raise SourceError(
-            f"{str(file)!r} is missing, or no file; {INDEX_NAME} says that it has {len(names)} "
-            f"tensors, first {name!r}",
-            piece=name,
+def check(checkpoint: Path) -> tuple[ManifestFile, dict[str, str]]:
+    """Compare a checkpoint with its ``wtransfer.json``.
+
+    Returns:
+        The manifest; and for every tensor that differs, by its name, how.
+
+    Raises:
+        SourceError: It is no whole checkpoint.
+        ManifestError: It has no manifest, or none that can be read.
+
+    Cost: reads everything once.
+    """
+    source = CheckpointSource(checkpoint, sealed=False)
+    with Folder(checkpoint) as folder:
+        manifest = read_manifest(folder)
+    if manifest is None:
+        raise ManifestError(
+            f"{str(checkpoint)!r} has no {MANIFEST_NAME}: `wtransfer seal` writes one"
         )
-    return file
+    wrong = _differences(source.metadata, manifest)
+    sealed = {piece.name: piece.digest for piece in manifest.pieces}
+    for name, tensor in source.iter_full():
+        found = None if name in wrong else digest(tensor, manifest.algorithm)
+        if found not in (None, sealed.get(name)):
+            wrong[name] = f"has other bytes: digest {found}, sealed was {sealed[name]}"
+    return manifest, wrong

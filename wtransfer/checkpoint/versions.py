@@ -1,40 +1,55 @@
-"""A folder of committed versions, as everybody may read it.
+"""A folder of committed versions, which any process may read and one at a time may write.
 
-``current.json`` is the truth: it lists the versions that are kept, and the last one is current. It
-is replaced as a whole when a version has been committed, so nobody ever sees another one there. ::
+``current.json`` is the truth: the index of the versions that are retained; the last one is current.
+It is replaced atomically when a version has been committed. ::
 
-    current.json                   the versions, oldest first
+    current.json                   the index, oldest version first
     00000012-3f2a9c1b7d04/         one version: a checkpoint in the usual layout, and its manifest
         model.safetensors
         wtransfer.json
-    .wtransfer-lock                while somebody publishes there: who that is
-    .incoming-8d0c5f6a1b2c3d4e/    what that publisher is writing
+    .wtransfer-lock                while a process writes there: its name
+    .incoming-8d0c5f6a1b2c3d4e/    a version while it is being written
 
 Folders are named by a number and the fingerprint; labels, which may be any text, stand in files.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import secrets
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from wtransfer.checkpoint.manifest_file import Digest, ManifestFile, read_manifest
-from wtransfer.errors import ManifestError, StorageError, VersionNotKeptError
-from wtransfer.transport.files import Folder
+from wtransfer.checkpoint.source import CheckpointSource, Digest
+from wtransfer.errors import (
+    ClosedError,
+    ManifestError,
+    StorageError,
+    StorageInUseError,
+    VersionNotKeptError,
+    WTransferError,
+)
+from wtransfer.transport.files import Folder, FolderLock, storage_errors, temporary_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
+
+logger = logging.getLogger(__name__)
 
 CURRENT_NAME = "current.json"
 """File that lists the versions."""
-MAX_KEPT = 1000
-"""Most versions that are kept."""
-_MAX_NBYTES = 4 << 20
+MAX_RETAINED = 1000
+"""Most versions in an index."""
+REMOVAL_GRACE_S = 5.0
+"""How long closing waits for old versions to be removed; the next writer removes the rest."""
+_MAX_INDEX_NBYTES = 4 << 20
 _FOLDER_PATTERN = r"[0-9]{8,18}-[0-9a-f]{12}"
 _FOLDER = re.compile(_FOLDER_PATTERN, re.ASCII)
+_INCOMING = re.compile(r"\.incoming-[0-9a-f]{16}")
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -49,24 +64,20 @@ class Version(msgspec.Struct, frozen=True):
     committed_at: float
     """When, in seconds since the epoch."""
     folder: Annotated[str, msgspec.Meta(pattern=rf"^{_FOLDER_PATTERN}\Z")]
-    """Where it is, in the store."""
+    """Its folder, in the store."""
 
 
-class Listing(msgspec.Struct, frozen=True):
+class Index(msgspec.Struct, frozen=True):
     """Content of ``current.json``."""
 
     format: Literal["wtransfer-versions/1"]
-    """Says what this is, and how to read it."""
-    versions: Annotated[list[Version], msgspec.Meta(max_length=MAX_KEPT)]
+    """Name and version of this format."""
+    versions: Annotated[list[Version], msgspec.Meta(max_length=MAX_RETAINED)]
     """Oldest first; the last one is current."""
-
-    def encode(self) -> bytes:
-        """Return the file's bytes."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
 
 class VersionStore:
-    """Reads a folder of versions; writing is `Keeper`'s.
+    """Reads a folder of versions.
 
     Args:
         root: The folder.
@@ -76,20 +87,20 @@ class VersionStore:
         self.root = Path(root)
 
     def versions(self) -> list[Version]:
-        """Return what is kept, oldest first; the last one is current.
+        """Return the versions that are retained, oldest first; the last one is current.
 
         Raises:
             StorageError: There is no such folder, or it cannot be read.
             ManifestError: ``current.json`` is damaged.
         """
         with Folder(self.root) as folder:
-            return read_listing(folder)
+            return _read_index(folder)
 
     def find(self, fingerprint: str) -> Version:
         """Return the latest version of that identity.
 
         Raises:
-            VersionNotKeptError: It is not kept, or not any more.
+            VersionNotKeptError: It is not retained, or not any more.
         """
         found = [each for each in self.versions() if each.fingerprint == fingerprint]
         if not found:
@@ -99,72 +110,170 @@ class VersionStore:
         return found[-1]
 
     def folder_of(self, version: Version) -> Path:
-        """Return where a version is."""
+        """Return the path of a version's folder."""
         return self.root / version.folder
 
+    def source(self, version: Version) -> CheckpointSource:
+        """Return a version's weights, with the digests that they were committed with.
 
-def read_listing(root: Folder) -> list[Version]:
-    """Return the versions of an open store.
+        Raises:
+            SourceError: A file is missing or damaged, or a symbolic link.
+            ManifestError: The manifest is missing, damaged, or that of another version.
+        """
+        source = CheckpointSource(self.folder_of(version), follow_links=False)
+        found = None if source.manifest is None else source.manifest.fingerprint
+        if found != version.fingerprint:
+            raise ManifestError(
+                f"{str(self.folder_of(version))!r} should hold the weights with the fingerprint "
+                f"{version.fingerprint}; its manifest "
+                f"{'is missing' if found is None else f'says {found}'}"
+            )
+        return source
+
+
+class VersionWriter:
+    """Writes to a folder of versions, as the only process that does.
+
+    A version is added in three steps, and its writer may die between any two:
+
+    1. It is written to a folder with a temporary name (`begin`). Dead: the next writer removes it.
+    2. That folder gets its name (`publish`). Dead: no index has it, the next writer removes it.
+    3. The index gets it (`commit`), and versions beyond the retained ones are removed. Dead: the
+       next writer removes what no index has.
+
+    Args:
+        root: The folder; it is made if it is not there.
+        num_retained: Versions to retain, the current one among them.
 
     Raises:
-        ManifestError: ``current.json`` is damaged.
+        StorageInUseError: Another process writes there.
+        StorageError: The folder cannot be made, or not be written to.
+        ManifestError: Its ``current.json`` is damaged. Nothing is removed then.
     """
-    shown = repr(f"{root.path}/{CURRENT_NAME}")
+
+    def __init__(self, root: Path, num_retained: int) -> None:
+        self._num_retained = num_retained
+        # Closing waits for a commit, and none begins afterwards: another process may write then.
+        self._writing = threading.Lock()
+        self._removal: threading.Thread | None = None
+        with storage_errors(f"making the folder {str(root)!r}"):
+            root.mkdir(mode=0o775, parents=True, exist_ok=True)
+        self._folder = Folder(root)
+        try:
+            self._lock = FolderLock(self._folder)
+        except BaseException:
+            self._folder.close()
+            raise
+        try:
+            # What dead writers have left; only names of ours.
+            known = {CURRENT_NAME, *(each.folder for each in _read_index(self._folder))}
+            left = [each for each in self._folder.names() if each not in known and _is_ours(each)]
+            self._remove(left)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> tuple[str, Folder]:
+        """Make a folder to write a version to; return its name, and the folder, open."""
+        with self._writing:
+            if self._lock.held and not self._lock.in_force:
+                # Its file was removed by hand. Another process may hold the folder now.
+                lost, self._lock = self._lock, FolderLock(self._folder)
+                lost.release()
+            self._check_locked()
+            name = f".incoming-{secrets.token_hex(8)}"
+            return name, self._folder.make_folder(name)
+
+    def publish(self, name: str, fingerprint: str) -> str:
+        """Give a folder that has been written and synced its name, and return it."""
+        with self._writing:
+            self._check_locked()
+            numbers = [int(each.partition("-")[0]) for each in self._numbered()]
+            new = f"{max(numbers, default=0) + 1:08d}-{fingerprint[:12]}"
+            self._folder.rename(name, new)
+            return new
+
+    def commit(self, version: Version) -> None:
+        """Make a published version the current one, and remove versions beyond the retained ones.
+
+        The copy that was written just now replaces an older one of the same weights: one is enough,
+        and this one is known to be whole.
+        """
+        with self._writing:
+            self._check_locked()
+            versions = [
+                msgspec.structs.replace(each, folder=version.folder)
+                if each.fingerprint == version.fingerprint
+                else each
+                # Read again: it may have changed while the lock was not in force.
+                for each in _read_index(self._folder)
+                if (each.version, each.fingerprint) != (version.version, version.fingerprint)
+            ]
+            index = Index("wtransfer-versions/1", [*versions, version][-self._num_retained :])
+            self._folder.replace(CURRENT_NAME, msgspec.json.format(msgspec.json.encode(index)))
+            retained = {each.folder for each in index.versions}
+            superseded = [each for each in self._numbered() if each not in retained]
+            # On another thread: gigabytes take longer than the round's end may wait.
+            self._removal = threading.Thread(
+                target=self._remove,
+                args=(superseded, self._removal),
+                name="wtransfer-remove",
+                daemon=True,
+            )
+            self._removal.start()
+
+    def discard(self, name: str) -> None:
+        """Remove a folder that was not committed."""
+        with self._writing:
+            if self._lock.in_force and name not in {e.folder for e in _read_index(self._folder)}:
+                self._folder.remove(name)
+
+    def close(self) -> None:
+        """Let other processes write there; idempotent."""
+        if self._removal is not None:
+            # It is the last one, and waits for those before it.
+            self._removal.join(REMOVAL_GRACE_S)
+        with self._writing:
+            self._lock.release()
+            self._folder.close()
+
+    def _check_locked(self) -> None:
+        if not self._lock.held:
+            raise ClosedError(f"{self._folder.path!r} was given up; make another engine")
+        if not self._lock.in_force:
+            raise StorageInUseError(
+                f"the lock of {self._folder.path!r} was removed or replaced by hand: another "
+                "publisher may be writing there, so nothing is written; publish again"
+            )
+
+    def _numbered(self) -> list[str]:
+        return [each for each in self._folder.names() if _FOLDER.fullmatch(each)]
+
+    def _remove(self, names: Collection[str], after: threading.Thread | None = None) -> None:
+        if after is not None:
+            after.join()
+        try:
+            # Opened anew: the writer may close its own meanwhile.
+            with Folder(self._folder.path) as folder:
+                left = folder.sweep(names.__contains__)
+        except WTransferError as error:
+            logger.warning("old versions cannot be removed now: %s", error)
+        else:
+            for name in left:
+                logger.warning("%s/%s cannot be removed", self._folder.path, name)
+
+
+def _is_ours(name: str) -> bool:
+    ours = _FOLDER.fullmatch(name) or _INCOMING.fullmatch(name)
+    return ours is not None or temporary_of(name) == CURRENT_NAME
+
+
+def _read_index(root: Folder) -> list[Version]:
     try:
-        raw = root.read(CURRENT_NAME, _MAX_NBYTES)
-        return [] if raw is None else msgspec.json.decode(raw, type=Listing).versions
+        raw = root.read(CURRENT_NAME, _MAX_INDEX_NBYTES)
+        return [] if raw is None else msgspec.json.decode(raw, type=Index).versions
     except (StorageError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(
-            f"{shown} cannot be read: {error}; it lists the versions there, so nothing is done "
-            "with them until it is repaired, or moved away with them"
+            f"'{root.path}/{CURRENT_NAME}' cannot be read: {error}; it lists the versions there, "
+            "so nothing is done with them until it is repaired, or moved away with them"
         ) from error
-
-
-def write_listing(root: Folder, versions: Sequence[Version]) -> None:
-    """Replace the listing of a store, for all to see at once."""
-    root.replace(CURRENT_NAME, Listing("wtransfer-versions/1", list(versions)).encode())
-
-
-def open_version(root: Folder, version: Version) -> tuple[Folder, ManifestFile]:
-    """Open a version's folder and read its manifest.
-
-    Returns:
-        The folder, which the caller closes, and the manifest.
-
-    Raises:
-        StorageError: The folder is gone.
-        ManifestError: The manifest is missing, damaged, or that of another version.
-    """
-    folder = root.folder(version.folder)
-    try:
-        manifest = read_manifest(folder)
-        check_identity(manifest, version.fingerprint, folder.path)
-    except BaseException:
-        folder.close()
-        raise
-    assert manifest is not None
-    return folder, manifest
-
-
-def check_identity(manifest: ManifestFile | None, fingerprint: str, shown: str) -> None:
-    """Raise unless a manifest is there and states this identity.
-
-    Raises:
-        ManifestError: There is none, or it states another one.
-    """
-    found = None if manifest is None else manifest.fingerprint
-    if found != fingerprint:
-        raise ManifestError(
-            f"{shown!r} should hold the weights with the fingerprint {fingerprint}; its manifest "
-            f"{'is missing' if found is None else f'says {found}'}"
-        )
-
-
-def folder_name(number: int, fingerprint: str) -> str:
-    """Return the name of a version's folder."""
-    return f"{number:08d}-{fingerprint[:12]}"
-
-
-def number_of(name: str) -> int | None:
-    """Return the number in the name of a version's folder; None for any other name."""
-    return int(name.partition("-")[0]) if _FOLDER.fullmatch(name) else None

@@ -1,6 +1,6 @@
 """``wtransfer push``: bring a checkpoint into running workers.
 
-What it does is a few lines of Python::
+In Python the same is::
 
     with Publisher(CheckpointSource(folder), hosts=["unix:@worker-0"]) as publisher:
         print(publisher.publish("step-7"))
@@ -9,29 +9,65 @@ What it does is a few lines of Python::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import click
+import msgspec
 
-from wtransfer.commands.ending import EndSignal, end_signals
-from wtransfer.commands.options import deadline_option, token_file_option
-from wtransfer.commands.order import Order
-from wtransfer.commands.outcome import Outcome
-from wtransfer.commands.progress import view_of, watch
-from wtransfer.errors import AddressError, PluginError, RoundAbortedError, WTransferError
+from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
+from wtransfer.errors import (
+    AddressError,
+    AuthenticationError,
+    HostsError,
+    PluginError,
+    RoundAbortedError,
+    StallError,
+    WTransferError,
+    to_wire,
+)
+from wtransfer.transport.auth import resolve_token
+from wtransfer.weight_sync.http.url import parse_host_url
 
 if TYPE_CHECKING:
-    from wtransfer.weight_sync.report import Report
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console
+    from rich.progress import TaskID
+    from typing_extensions import Self
+
+    from wtransfer.weight_sync.report import Report, WorkerReport
     from wtransfer.weight_sync.trainer.publisher import Publisher
     from wtransfer.weight_sync.trainer.round import Round
 
+ADVICE = {
+    "pending": "it has verified the update, and applies it when its model gets to it",
+    "restored": "it is on its old version, whole: see its log, then push again",
+    "reverted": "it is on its old version, whole: another rank failed; push again",
+    "discarded": "it is on its old version, whole: its host declined the update; push again",
+    "empty": "it holds no whole version and must not serve: restart it, then push again",
+    "lost": "it was lost, so what it holds is not known: look at it, then push again",
+    "dropped": "it was lost before the commit and left out: start it, then push again",
+    "behind": "it took no part, or ranks of its instance are missing: push again",
+}
+"""What to do about a worker that did not commit, by its outcome."""
+
+_COLUMNS = ("worker", "host", "outcome", "holds", "digests", "MB")
+_NUM_TEXT_COLUMNS = 5
+_REFRESH_S = 0.1
+_LINE_S = 1.0
+
 
 @click.command()
-@click.argument("checkpoint", metavar="[DIR]", required=False, type=click.Path(path_type=Path))
+@click.argument(
+    "checkpoint", metavar="[DIR]", required=False, type=click.Path(path_type=Path, exists=True)
+)
 @click.option(
     "--to",
     "hosts",
@@ -44,7 +80,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "options", multiple=True, metavar="KEY=VALUE", help="Option of the engine. Repeat."
 )
-@click.option("--label", help="What people shall call this version. Default: DIR's name.")
+@click.option("--label", help="Name of this version, for people. Default: DIR's name.")
 @click.option("--dry-run", is_flag=True, help="Send and verify everything, apply nothing.")
 @click.option("--rollback", metavar="LABEL", help="Go back to a version that the engine keeps.")
 @click.option("--stay", is_flag=True, help="Afterwards bring late workers up to date, until ended.")
@@ -71,45 +107,132 @@ def push(**arguments: Any) -> None:
 
     DIR is a folder of safetensors files, or one such file. The workers must know the same token,
     from --token-file or WTRANSFER_TOKEN. The exit code is 0 only if every worker has proven that
-    it has the weights; 1 if any has not, 2 if the command cannot be meant.
+    it has the weights; 1 if any has not, 2 on a usage error.
     """
-    order = Order(**arguments)
-    sys.exit(run(order))
-
-
-def run(order: Order) -> int:
-    """Push, tell what came of it, and return the exit code.
-
-    Raises:
-        click.UsageError: The order cannot be meant.
-    """
-    outcome = Outcome(order)
+    order = _Order(**arguments)
+    outcome = _Outcome(order)
     try:
         with end_signals():
             order.check()
-            with _publisher(order, outcome) as publisher:
-                _transfer(publisher, outcome)
-                _tell(outcome)
+            with _publisher(order) as publisher:
+                outcome.address, outcome.hosts = publisher.address, publisher.hosts
+                _transfer(publisher, order, outcome)
+                outcome.print()
                 if order.stay:
-                    _stay(publisher, order)
+                    if not order.as_json:
+                        click.echo(
+                            "staying until ended; late workers join with --join "
+                            f"{publisher.address}"
+                        )
+                    with contextlib.suppress(EndSignal):
+                        threading.Event().wait()
     except EndSignal as signal:
         if outcome.report is None:
             outcome.exit_code = signal.exit_code
             outcome.error = outcome.error or _interruption(signal)
-            _tell(outcome)
+            outcome.print()
     except WTransferError as error:
         outcome.error = error
-        _tell(outcome)
-    return outcome.code
+        outcome.print()
+    sys.exit(outcome.code)
 
 
-def _publisher(order: Order, outcome: Outcome) -> Publisher:
-    options = _engine_options(order)
+@dataclass(frozen=True)
+class _Order:
+    """The command's options, checked before anything is loaded or sent."""
+
+    checkpoint: Path | None
+    hosts: tuple[str, ...]
+    engine: str
+    options: tuple[str, ...]
+    label: str | None
+    rollback: str | None
+    dry_run: bool
+    stay: bool
+    as_json: bool
+    token_file: str | None
+    listen: str | None
+    deadline_s: float
+    on_lost_worker: Any
+    nonfinite: Any
+
+    def check(self) -> None:
+        """Raise `click.UsageError` unless the options fit each other."""
+        if (self.checkpoint is None) == (self.rollback is None):
+            raise click.UsageError("give either a checkpoint DIR or --rollback LABEL")
+        if self.rollback is not None and self.label is not None:
+            raise click.UsageError("--rollback takes the label from the kept version: omit --label")
+        for option, label in (("--rollback", self.rollback), ("--label", self.label)):
+            if label == "":
+                raise click.UsageError(f"{option} is empty: give the label of a version")
+        if not self.version:
+            raise click.UsageError(f"{self.checkpoint} has no name to be the label: add --label")
+        if self.stay and self.dry_run:
+            raise click.UsageError("--stay has nothing to serve after --dry-run: omit one of them")
+        if len(set(self.hosts)) < len(self.hosts):
+            raise click.UsageError("a worker is named twice: give each --to once")
+        with _usage_errors(AddressError):
+            for each in self.hosts:
+                parse_host_url(each)
+        if self.stay and self.token is None:
+            raise click.UsageError(
+                "--stay is for workers that know the token: give --token-file, or set "
+                "WTRANSFER_TOKEN here and for them"
+            )
+
+    @property
+    def version(self) -> str:
+        """Label: as given, or the name of the checkpoint's folder."""
+        if self.checkpoint is None or self.label is not None:
+            return self.rollback or self.label or ""
+        path = self.checkpoint.resolve()
+        folder = path.parent if path.is_file() else path
+        # A file name may hold bytes that are no text, and a label travels as text.
+        return folder.name.encode(errors="replace").decode()
+
+    @property
+    def token(self) -> str | None:
+        with _usage_errors(AuthenticationError):
+            if self.token_file is not None:
+                return resolve_token(None, {"WTRANSFER_TOKEN_FILE": self.token_file})
+            return resolve_token(None)
+
+
+@contextlib.contextmanager
+def _usage_errors(*classes: type[WTransferError]) -> Iterator[None]:
+    """Report these errors as usage errors, and ValueErrors that no class of ours is."""
+    try:
+        yield
+    except classes as error:
+        raise click.UsageError(str(error)) from error
+    except ValueError as error:
+        if isinstance(error, WTransferError):
+            raise
+        raise click.UsageError(str(error)) from error
+
+
+def _publisher(order: _Order) -> Publisher:
+    from wtransfer.engines.factory import WeightTransferTrainerFactory
+    from wtransfer.registry.registry import registry
+
+    with _usage_errors(PluginError, AddressError):
+        engine_cls = registry("engines").get(order.engine)
+        trainer_cls = WeightTransferTrainerFactory.trainer_class(order.engine)
+        remote = [url.name for url in map(parse_host_url, order.hosts) if not url.is_local]
+    if remote and not getattr(engine_cls, "multi_host", False):
+        raise click.UsageError(
+            f"engine {order.engine!r} reaches workers on this host only, and {remote[0]} is on "
+            "another: use one that crosses hosts (--engine file -o path=SHARED_FOLDER), with "
+            "--listen tcp:HOST:PORT where they can dial this one"
+        )
+    options = typed_options(order.engine, trainer_cls.init_info_cls, order.options)
+    from wtransfer.checkpoint.source import CheckpointSource
     from wtransfer.weight_sync.trainer.publisher import Publisher
 
-    try:
-        publisher = Publisher(
-            _source(order),
+    with _usage_errors(AddressError):
+        return Publisher(
+            # A rollback sends what the engine keeps.
+            {} if order.checkpoint is None else CheckpointSource(order.checkpoint),
             engine=order.engine,
             options=options,
             listen=order.listen,
@@ -119,61 +242,75 @@ def _publisher(order: Order, outcome: Outcome) -> Publisher:
             nonfinite=order.nonfinite,
             deadline_s=order.deadline_s,
         )
-    except AddressError as error:
-        raise click.UsageError(str(error)) from error
-    except ValueError as error:
-        if isinstance(error, WTransferError):
-            raise
-        raise click.UsageError(str(error)) from error
-    outcome.address, outcome.hosts = publisher.address, publisher.hosts
-    return publisher
 
 
-def _engine_options(order: Order) -> dict[str, Any]:
-    """Return the engine's options; engine and order must fit each other."""
-    from wtransfer.commands.engine_options import typed_options
-    from wtransfer.engines.factory import WeightTransferTrainerFactory
-    from wtransfer.registry.registry import registry
+def typed_options(engine: str, info_cls: Any, pairs: Sequence[str]) -> dict[str, Any]:
+    """Read ``-o key=value`` in the types that an engine's options class declares.
 
+    Args:
+        engine: Engine name, for errors.
+        info_cls: Class of its options.
+        pairs: ``key=value``, each.
+
+    Returns:
+        Option -> value.
+
+    Raises:
+        click.UsageError: Not a pair, a field that the engine does not have, a value of another
+            type, or a field that must be given and is not; the text lists the fields.
+    """
     try:
-        engine_cls = registry("engines").get(order.engine)
-        trainer_cls = WeightTransferTrainerFactory.trainer_class(order.engine)
-        remote = order.remote_hosts()
-    except (PluginError, AddressError) as error:
-        raise click.UsageError(str(error)) from error
-    if remote and not getattr(engine_cls, "multi_host", False):
-        raise click.UsageError(
-            f"engine {order.engine!r} reaches workers on this host only, and {remote[0]} is on "
-            "another: use one that crosses hosts (--engine file -o path=SHARED_FOLDER), with "
-            "--listen tcp:HOST:PORT where they can dial this one"
-        )
-    return typed_options(order.engine, trainer_cls.init_info_cls, order.options)
+        hints = get_type_hints(info_cls)
+    except (NameError, TypeError):
+        # Hints that exist for type checkers only.
+        hints = {}
+    fields = {
+        each.name: each
+        for each in (dataclasses.fields(info_cls) if dataclasses.is_dataclass(info_cls) else ())
+        # A process that pushes is rank 0.
+        if each.init and each.name != "rank"
+    }
+    types = {name: hints.get(name, str) for name in fields}
+    shown = (f"{name} ({getattr(cls, '__name__', cls)})" for name, cls in types.items())
+    there_are = f"it has: {', '.join(shown) or 'none'}"
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        name = key.strip().replace("-", "_")
+        if not equals or name not in fields:
+            problem = "has no such option" if equals else "wants options as key=value"
+            raise click.UsageError(f"-o {pair}: engine {engine!r} {problem}; {there_are}")
+        try:
+            options[name] = msgspec.convert(text, types[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise click.UsageError(f"-o {pair}: {error}; {there_are}") from error
+        except TypeError:
+            # A type that only the engine can make from a text.
+            options[name] = text
+    missing = [
+        f"-o {name}=..."
+        for name, each in fields.items()
+        if each.default is each.default_factory is dataclasses.MISSING and name not in options
+    ]
+    if missing:
+        raise click.UsageError(f"engine {engine!r} needs {', '.join(missing)}; {there_are}")
+    return options
 
 
-def _source(order: Order) -> Any:
-    if order.checkpoint is None:
-        # A rollback sends what the engine keeps.
-        return {}
-    from wtransfer.checkpoint.source import CheckpointSource
-
-    return CheckpointSource(order.checkpoint)
+# -- while it is under way
 
 
-def _transfer(publisher: Publisher, outcome: Outcome) -> None:
-    order = outcome.order
+def _transfer(publisher: Publisher, order: _Order, outcome: _Outcome) -> None:
     begin = publisher.publish if order.rollback is None else publisher.rollback
     round_ = begin(order.version, wait=False, dry_run=order.dry_run)
     try:
-        outcome.report = _watched(round_, order)
+        with _display(silent=order.as_json) as show:
+            watch(round_, show)
+        outcome.report = round_.result()
     except EndSignal as signal:
+        # Now: closing the publisher ends the round.
         outcome.error = _interruption(signal, round_)
         raise
-
-
-def _watched(round_: Round, order: Order) -> Report:
-    with view_of(silent=order.as_json) as view:
-        watch(round_, view)
-    return round_.result()
 
 
 def _interruption(signal: EndSignal, round_: Round | None = None) -> RoundAbortedError:
@@ -188,18 +325,237 @@ def _interruption(signal: EndSignal, round_: Round | None = None) -> RoundAborte
     return RoundAbortedError(text, phase=None if round_ is None else round_.phase)
 
 
-def _tell(outcome: Outcome) -> None:
-    if outcome.order.as_json:
-        click.echo(json.dumps(outcome.document(), indent=2))
-        return
-    for line in outcome.lines():
-        click.echo(line)
-    for line in outcome.complaints():
-        click.echo(line, err=True)
+@contextlib.contextmanager
+def _display(*, silent: bool) -> Iterator[Callable[[Round], None]]:
+    """Show progress on standard error: bars on a terminal, else lines."""
+    if silent:
+        yield lambda _: None
+    elif not sys.stderr.isatty():
+        yield Lines().show
+    else:
+        from rich.console import Console
+
+        with Bars(Console(stderr=True)) as bars:
+            yield bars.show
 
 
-def _stay(publisher: Publisher, order: Order) -> None:
-    if not order.as_json:
-        click.echo(f"staying until ended; late workers join with --join {publisher.address}")
-    with contextlib.suppress(EndSignal):
-        threading.Event().wait()
+def watch(round_: Round, show: Callable[[Round], None]) -> None:
+    """Show a round until it is over."""
+    while not round_.done:
+        show(round_)
+        # Not a sleep: the end is seen at once, and a signal ends the wait.
+        with contextlib.suppress(StallError):
+            round_.result(timeout_s=_REFRESH_S)
+    show(round_)
+
+
+def staged(round_: Round) -> dict[str, int]:
+    """Return the bytes that each worker has, by its name."""
+    progress = round_.progress()
+    # Before the seal every worker has received everything; its last message may say less.
+    verified = round_.phase in ("seal", "commit") or (round_.phase == "over" and not round_.failed)
+    return dict.fromkeys(progress, round_.nbytes) if verified else progress
+
+
+class Bars:
+    """A bar per worker, redrawn in place.
+
+    Args:
+        console: The terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+        from rich.progress import TransferSpeedColumn as SpeedColumn
+
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            TextColumn("{task.fields[phase]}", style="dim"),
+            BarColumn(),
+            DownloadColumn(),
+            SpeedColumn(),
+            console=console,
+            # Redrawn by `show`: no thread of its own that an interrupt could meet.
+            auto_refresh=False,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, round_: Round) -> None:
+        """Redraw."""
+        total = round_.nbytes or None
+        for name, nbytes in staged(round_).items():
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(name, total=total, phase="")
+            task = self._tasks[name]
+            self._progress.update(task, completed=nbytes, total=total, phase=round_.phase)
+        self._progress.refresh()
+
+
+class Lines:
+    """Prints a line of progress per second; none for a push that takes less than one."""
+
+    def __init__(self) -> None:
+        self._written_at = time.monotonic()
+
+    def show(self, round_: Round) -> None:
+        """Write a line if it is time."""
+        if round_.phase == "over" or time.monotonic() - self._written_at <= _LINE_S:
+            return
+        self._written_at = time.monotonic()
+        amount = f"  {round_.nbytes / 1e6:.1f} MB" if round_.nbytes else ""
+        behind = min(staged(round_).items(), key=lambda each: each[1], default=None)
+        if round_.phase == "transfer" and behind is not None:
+            amount = f"  {behind[1] / 1e6:.1f} of {round_.nbytes / 1e6:.1f} MB at {behind[0]}"
+        click.echo(f"{round_.phase}{amount}", err=True)
+
+
+# -- when it is over
+
+
+class _Outcome:
+    """Result of a push that is over, or that never began."""
+
+    def __init__(self, order: _Order) -> None:
+        self.order = order
+        self.address: str | None = None
+        self.hosts: dict[str, str | None] = {}  # host -> worker
+        self.report: Report | None = None
+        self.error: WTransferError | None = None
+        self.exit_code: int | None = None  # where a signal ended it
+
+    @property
+    def code(self) -> int:
+        ok = self.report is not None and not self._problems()
+        return (0 if ok else 1) if self.exit_code is None else self.exit_code
+
+    def _word(self) -> str:
+        if self.report is None:
+            return "failed" if self.exit_code is None else "interrupted"
+        if self._problems():
+            return "mixed"
+        return "verified" if self.report.dry_run else "committed"
+
+    def _problems(self) -> dict[str, str]:
+        """Return worker -> what is wrong and what to do, unless it has (dry run: verified) it."""
+        if self.report is None:
+            return {}
+        found = {}
+        for each in self.report.workers:
+            if each.outcome == "behind" and each.worker not in self.hosts.values():
+                # One that joined by itself, too late for this round.
+                continue
+            expected = "verified" if self.report.dry_run else "committed"
+            current = self.report.dry_run or each.fingerprint == self.report.fingerprint
+            if each.outcome != expected or not each.digests_equal or not current:
+                why = f" ({each.error})" if each.error is not None else ""
+                other = "its digests are others than those that were sent"
+                found[each.worker] = f"{each.outcome}: {ADVICE.get(each.outcome, other)}{why}"
+        reported = {each.worker for each in self.report.workers}
+        for worker in filter(None, self.hosts.values()):
+            if worker not in reported:
+                found[worker] = f"lost: {ADVICE['lost']}"
+        return found
+
+    def _host_of(self, worker: str) -> str | None:
+        return next((host for host, name in self.hosts.items() if name == worker), None)
+
+    def print(self) -> None:
+        if self.order.as_json:
+            click.echo(json.dumps(self._document(), indent=2))
+            return
+        if self.report is not None:
+            for line in self._lines(self.report):
+                click.echo(line)
+        if self.error is not None:
+            text = f"push {self._word()}: {self.error}"
+            click.echo("\n".join(map(_printable, text.split("\n"))), err=True)
+        for worker, problem in self._problems().items():
+            text = "\n".join(map(_printable, problem.split("\n")))
+            click.echo(f"{_printable(worker)}  {text}", err=True)
+
+    def _document(self) -> dict[str, Any]:
+        order, report = self.order, self.report
+        document: dict[str, Any] = {
+            "ok": report is not None and not self._problems(),
+            "outcome": self._word(),
+            "label": order.version,
+            "dry_run": order.dry_run,
+            "rollback": order.rollback is not None,
+            "engine": order.engine,
+            "checkpoint": None if order.checkpoint is None else str(order.checkpoint),
+            "address": self.address,
+            "hosts": self.hosts,
+            "error": _described(self.error),
+        }
+        if report is not None:
+            document |= {
+                "round_id": report.round_id,
+                "fingerprint": report.fingerprint,
+                "nbytes": report.nbytes,
+                "seconds": report.seconds,
+                "packed_s": report.packed_s,
+                "nonfinite": report.nonfinite,
+                "problems": self._problems(),
+            }
+        workers = [
+            vars(each) | {"host": self._host_of(each.worker), "error": _described(each.error)}
+            for each in (report.workers if report is not None else ())
+        ]
+        return document | {"workers": workers}
+
+    def _lines(self, report: Report) -> Iterator[str]:
+        """Yield the result as people read it."""
+        total = report.seconds.get("total", 0.0)
+        label = _printable(report.version)
+        yield f"{label}  {self._word()}  {report.nbytes / 1e6:.1f} MB in {total:.3f} s"
+        yield f"fingerprint  {report.fingerprint}"
+        phases = "  ".join(f"{phase} {s:.3f}" for phase, s in report.seconds.items())
+        yield f"seconds here  {phases}  read {report.packed_s:.3f}"
+        if report.nonfinite:
+            yield f"{len(report.nonfinite)} tensors hold NaN or infinity"
+        yield ""
+        stages = list(dict.fromkeys(stage for each in report.workers for stage in each.seconds))
+        rows = [(*_COLUMNS, *stages), *(self._cells(each, stages) for each in report.workers)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [
+                cell.ljust(width) if index < _NUM_TEXT_COLUMNS else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            yield "  ".join(cells).rstrip()
+        for each in report.workers:
+            yield from (_printable(f"{each.worker}: {note}") for note in each.notes)
+
+    def _cells(self, each: WorkerReport, stages: Sequence[str]) -> tuple[str, ...]:
+        return (
+            _printable(each.worker),
+            _printable(self._host_of(each.worker) or "-"),
+            each.outcome,
+            _printable(each.version or "-"),
+            "equal" if each.digests_equal else "-",
+            f"{each.nbytes / 1e6:.1f}",
+            *(f"{each.seconds[stage]:.3f}" if stage in each.seconds else "-" for stage in stages),
+        )
+
+
+def _described(error: WTransferError | None) -> dict[str, Any] | None:
+    """Return an error as plain data: class, text, facts, and those of every host."""
+    if error is None:
+        return None
+    kind, _, facts = to_wire(error)
+    document: dict[str, Any] = {**facts, "type": kind, "message": str(error)}
+    if isinstance(error, HostsError) and error.errors is not None:
+        document["hosts"] = {host: _described(each) for host, each in error.errors.items()}
+    return document
+
+
+def _printable(text: str) -> str:
+    """Return a text as one line that cannot steer a terminal: control characters are escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -1,4 +1,4 @@
-"""``wtransfer seal``: write down what a checkpoint is, so that whoever sends it can prove it."""
+"""``wtransfer seal``: write the digests of a checkpoint beside it, and check them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,32 @@ from wtransfer.errors import WTransferError
 @click.option(
     "--check", "checks", is_flag=True, help="Write nothing: compare, and name what differs."
 )
-@click.option("--label", help="What people shall call this version.")
+@click.option("--label", help="Name of this version, for people.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, nothing else.")
 def seal(checkpoint: Path, checks: bool, label: str | None, as_json: bool) -> None:
     """Write wtransfer.json, with the digest of every tensor, beside the checkpoint in DIR.
 
     A push of DIR then sends these very bytes, or fails and names the tensor. The exit code is 1 if
-    DIR is no whole checkpoint, or, with --check, if any tensor differs from what was sealed.
+    DIR is no whole checkpoint, or, with --check, if any tensor differs from what was sealed; 2 on a
+    usage error.
     """
     if checks and label is not None:
         raise click.UsageError("--check writes no label: omit one of them")
+    from wtransfer.checkpoint import source
+
     try:
-        document = _check(checkpoint) if checks else _seal(checkpoint, label)
+        manifest, wrong = (
+            source.check(checkpoint) if checks else (source.seal(checkpoint, label), {})
+        )
+        document: dict[str, Any] = {
+            "ok": not wrong,
+            "label": manifest.version,
+            "fingerprint": manifest.fingerprint,
+            "num_tensors": len(manifest.pieces),
+            "nbytes": manifest.manifest.nbytes,
+        }
+        if checks:
+            document["differences"] = wrong
     except WTransferError as error:
         document = {"ok": False, "error": {"type": type(error).__name__, "message": str(error)}}
     if as_json:
@@ -40,28 +54,6 @@ def seal(checkpoint: Path, checks: bool, label: str | None, as_json: bool) -> No
     else:
         _print(document, "checked" if checks else "sealed")
     sys.exit(0 if document["ok"] else 1)
-
-
-def _seal(checkpoint: Path, label: str | None) -> dict[str, Any]:
-    from wtransfer.checkpoint.sealing import seal as write
-
-    return {"ok": True, **_facts(write(checkpoint, label))}
-
-
-def _check(checkpoint: Path) -> dict[str, Any]:
-    from wtransfer.checkpoint.sealing import check
-
-    manifest, wrong = check(checkpoint)
-    return {"ok": not wrong, **_facts(manifest), "differences": wrong}
-
-
-def _facts(manifest: Any) -> dict[str, Any]:
-    return {
-        "label": manifest.version,
-        "fingerprint": manifest.fingerprint,
-        "num_tensors": len(manifest.pieces),
-        "nbytes": manifest.manifest.nbytes,
-    }
 
 
 def _print(document: dict[str, Any], done: str) -> None:

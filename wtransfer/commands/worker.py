@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from wtransfer.commands.ending import EndSignal, end_signals
-from wtransfer.commands.options import deadline_option, token_file_option
+from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
 from wtransfer.errors import CommitError, WTransferError
 from wtransfer.transport.auth import new_token, resolve_token
 

@@ -148,10 +148,10 @@ class ShmTrainerInitInfo(TrainerInitInfo):
     """Bytes announced at a time. Smaller: workers start earlier; larger: fewer messages."""
 
     def __post_init__(self) -> None:
-        # The CLI passes strings.
-        self.bucket_nbytes = int(self.bucket_nbytes)
-        if self.bucket_nbytes <= 0:
-            raise ValueError(f"bucket_nbytes is {self.bucket_nbytes}, expected > 0")
+        if type(self.bucket_nbytes) is not int or self.bucket_nbytes <= 0:
+            raise ValueError(
+                f"bucket_nbytes is {self.bucket_nbytes!r}, expected > 0, a whole number"
+            )
 
 
 @dataclass

@@ -1,23 +1,29 @@
-"""Files that other processes look at while they change: atomic, no-follow, bounded, swept.
+"""Folders that several processes share: atomic writes, no symbolic links, bounded reads, a lock.
 
-A `Folder` is opened once and everything in it is reached by its descriptor and a plain name. So no
-name leads out of it, and no symbolic link, pipe or device in it is ever followed or waited for.
+A `Folder` is opened once; everything in it is reached by its descriptor and a plain name. So no
+name leads out of it, and no symbolic link is followed and no pipe waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
+import socket
 import stat
+import time
+import weakref
 from typing import TYPE_CHECKING
 
+from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     DescriptorLimitError,
     StagingMemoryError,
     StorageError,
+    StorageInUseError,
     WTransferError,
 )
 
@@ -28,11 +34,18 @@ if TYPE_CHECKING:
 
 MAX_NAME_NBYTES = 255
 """Longest name of a file, in bytes."""
+LOCK_NAME = ".wtransfer-lock"
+"""File that a `FolderLock` is on; it names the holder and is removed with the lock."""
+LOCK_PATIENCE_S = 2.0
+"""How long to wait for a holder that may be ending, in seconds."""
 
 # Without O_NONBLOCK, opening a pipe would wait for its other end.
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Never writable by all, whatever the umask is; it may take more away.
+_FILE_MODE, _FOLDER_MODE = 0o664, 0o775
 _MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
 
@@ -41,20 +54,23 @@ class Folder:
     """An open folder.
 
     Args:
-        path: Where it is. In the path itself links are followed, if it has no `parent`.
-        parent: The folder in which `path` is a plain name.
+        path: Path of the folder.
+        follow: Whether the folder itself may be a symbolic link. The path to it may hold links.
+        parent: The folder in which `path` is a plain name; links are not followed then.
 
     Raises:
         StorageError: There is none, it is no folder, or may not be read.
         DescriptorLimitError: No descriptor is left.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, parent: Folder | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, follow: bool = True, parent: Folder | None = None
+    ) -> None:
         self.path: str = os.fspath(path) if parent is None else f"{parent.path}/{path}"
-        """Where it was when it was opened."""
+        """Path of the folder when it was opened."""
         with storage_errors(f"opening the folder {self.path!r}"):
             if parent is None:
-                self.fd = os.open(path, _FOLDER)
+                self.fd = os.open(path, _FOLDER if follow else _FOLDER | os.O_NOFOLLOW)
             else:
                 name = plain_name(str(path))
                 self.fd = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent.fd)
@@ -78,7 +94,7 @@ class Folder:
     def make_folder(self, name: str) -> Folder:
         """Make a folder in this one, and open it."""
         with storage_errors(f"making {self._shown(name)}"):
-            os.mkdir(plain_name(name), dir_fd=self.fd)
+            os.mkdir(plain_name(name), _FOLDER_MODE, dir_fd=self.fd)
         return Folder(name, parent=self)
 
     def names(self) -> list[str]:
@@ -93,8 +109,8 @@ class Folder:
 
         Args:
             name: Plain name.
-            follow: Whether a link by that name is followed, wherever it leads. For folders of the
-                user's own: download caches consist of links.
+            follow: Whether a symbolic link is followed. For the user's own folders: download
+                caches consist of links.
 
         Returns:
             A descriptor; the caller closes it.
@@ -107,17 +123,18 @@ class Folder:
         with storage_errors(f"opening {self._shown(name)}"):
             flags = _READ if follow else _READ | os.O_NOFOLLOW
             fd = os.open(plain_name(name), flags, dir_fd=self.fd)
-        try:
-            self._check_regular(fd, name)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+            mode = os.fstat(fd).st_mode
+        if stat.S_ISREG(mode):
+            return fd
+        os.close(fd)
+        raise StorageError(
+            f"{self._shown(name)} is no regular file ({stat.filemode(mode)}); only those are read"
+        )
 
     def create_file(self, name: str) -> int:
         """Create a file that must not exist, for reading and writing; the caller closes it."""
         with storage_errors(f"creating {self._shown(name)}"):
-            return os.open(plain_name(name), _CREATE, 0o666, dir_fd=self.fd)
+            return os.open(plain_name(name), _CREATE, _FILE_MODE, dir_fd=self.fd)
 
     def read(self, name: str, max_nbytes: int, *, follow: bool = False) -> bytes | None:
         """Return what a file holds; None if there is none.
@@ -137,7 +154,7 @@ class Folder:
                 return None
             raise
         with storage_errors(f"reading {self._shown(name)}"), open(fd, "rb") as file:  # noqa: PTH123
-            # What it claims first: nothing is read of a file that is too large.
+            # Its size first: nothing is read of a file that is too large.
             nbytes = os.fstat(fd).st_size
             data = file.read(max_nbytes + 1) if nbytes <= max_nbytes else b""
         if max(nbytes, len(data)) > max_nbytes:
@@ -145,7 +162,7 @@ class Folder:
         return data
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file so that everybody sees the old one or the new one, also after a crash.
+        """Write a file so that readers see the old one or the new one, also after a crash.
 
         Raises:
             StorageError: It could not be written; the old one is as it was.
@@ -180,48 +197,142 @@ class Folder:
             try:
                 os.fsync(self.fd)
             except OSError as error:
-                # Some file systems have nothing to sync for a folder, and say so like this.
+                # File systems that have nothing to sync for a folder answer so.
                 if error.errno != errno.EINVAL:
                     raise
 
     def remove(self, name: str) -> None:
-        """Remove a file, a link itself, or a folder with what is in it. None: does nothing."""
-        with storage_errors(f"removing {self._shown(name)}"):
-            try:
-                mode = os.stat(plain_name(name), dir_fd=self.fd, follow_symlinks=False).st_mode
-                if stat.S_ISDIR(mode):
-                    self._remove_folder(name)
-                else:
-                    os.unlink(name, dir_fd=self.fd)
-            except FileNotFoundError:
+        """Remove a file, a link itself, or a folder with its content; idempotent."""
+        with (
+            storage_errors(f"removing {self._shown(name)}"),
+            contextlib.suppress(FileNotFoundError),
+        ):
+            mode = os.stat(plain_name(name), dir_fd=self.fd, follow_symlinks=False).st_mode
+            if not stat.S_ISDIR(mode):
+                os.unlink(name, dir_fd=self.fd)
                 return
-
-    def _remove_folder(self, name: str) -> None:
-        with Folder(name, parent=self) as inner:
-            for each in inner.names():
-                inner.remove(each)
-        os.rmdir(name, dir_fd=self.fd)
+            with Folder(name, parent=self) as inner:
+                for each in inner.names():
+                    inner.remove(each)
+            os.rmdir(name, dir_fd=self.fd)
 
     def sweep(self, is_leftover: Callable[[str], bool]) -> list[str]:
-        """Remove what `is_leftover` says of its name, as far as it can be; return what stays."""
-        return [each for each in self.names() if is_leftover(each) and not self._removes(each)]
-
-    def _removes(self, name: str) -> bool:
-        with contextlib.suppress(WTransferError):
-            self.remove(name)
-            return True
-        return False
-
-    def _check_regular(self, fd: int, name: str) -> None:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise StorageError(
-                f"{self._shown(name)} is no regular file ({stat.filemode(mode)}); only those are "
-                "read"
-            )
+        """Remove everything whose name `is_leftover`; return the names that cannot be removed."""
+        left = set(filter(is_leftover, self.names()))
+        for name in sorted(left):
+            with contextlib.suppress(WTransferError):
+                self.remove(name)
+                left.remove(name)
+        return sorted(left)
 
     def _shown(self, name: str) -> str:
         return repr(f"{self.path}/{name:.300}")
+
+
+class FolderLock:
+    """An exclusive lock among all hosts that share a folder. The kernel frees it at our death.
+
+    Args:
+        folder: Stays open for as long as the lock is held.
+        patience_s: How long to wait for a holder that is about to end, in seconds.
+
+    Raises:
+        StorageInUseError: Another process holds it; the text names that process.
+        StorageError: The lock's file cannot be made, a file of that name was not written by a
+            lock, or this file system has no locks.
+    """
+
+    def __init__(self, folder: Folder, patience_s: float = LOCK_PATIENCE_S) -> None:
+        self._folder = folder
+        self._fd: int | None = None
+        deadline = Deadline(patience_s)
+        with storage_errors(f"locking {folder.path!r}"):
+            while (fd := self._try()) is None:
+                if deadline.expired:
+                    raise StorageInUseError(
+                        f"{folder.path!r} is in use by {self._holder()}; one publisher at a time "
+                        "may write there: close that one, or take another folder"
+                    )
+                time.sleep(_POLL_S)
+        self._fd = fd
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has not released it."""
+        return self._fd is not None
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it keeps others out: not after its file was removed or replaced by hand."""
+        with storage_errors(f"looking at the lock of {self._folder.path!r}"):
+            return self._fd is not None and self._is_named(self._fd)
+
+    def release(self) -> None:
+        """Let others lock the folder; idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        with contextlib.suppress(OSError):
+            # Unlinked before it is freed: a process that waits for the lock finds its file gone,
+            # and opens the next one. Another holder's file stays.
+            if self._is_named(fd):
+                os.unlink(LOCK_NAME, dir_fd=self._folder.fd)
+        os.close(fd)
+
+    def _try(self) -> int | None:
+        fd = os.open(LOCK_NAME, _LOCK, 0o644, dir_fd=self._folder.fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Only then: the holder before may have removed the file after we opened it.
+            if self._is_named(fd):
+                if os.pread(fd, len(_HOLDER), 0) not in (b"", _HOLDER.encode()):
+                    raise StorageError(
+                        f"'{self._folder.path}/{LOCK_NAME}' was not written by wtransfer, which "
+                        "needs that name: move the file away, or take another folder"
+                    )
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return fd
+        except BlockingIOError:
+            pass
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    def _is_named(self, fd: int) -> bool:
+        """Return whether the file that is open is the one that others will try to lock."""
+        try:
+            named = os.stat(LOCK_NAME, dir_fd=self._folder.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(fd))
+
+    def _holder(self) -> str:
+        try:
+            holder = self._folder.read(LOCK_NAME, _MAX_HOLDER_NBYTES)
+        except StorageError:
+            holder = None
+        return (holder or b"").decode("utf-8", "replace") or "another process"
+
+
+_POLL_S = 0.05
+_MAX_HOLDER_NBYTES = 1024
+_HOLDER = "process "
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+def _leave_locks_to_parent() -> None:
+    """Close a fork's descriptors: else its copies would hold the locks after the parent's death."""
+    for lock in list(_held):
+        fd, lock._fd = lock._fd, None  # noqa: SLF001 - the other half of the class
+        if fd is not None:
+            os.close(fd)
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def plain_name(name: str) -> str:
@@ -237,7 +348,7 @@ def plain_name(name: str) -> str:
 
 
 def temporary_of(name: str) -> str | None:
-    """Return what a file was to be renamed to when its writer died; None for any other name."""
+    """Return the name that a writer's temporary file was to get; None for any other name."""
     found = _TEMPORARY.fullmatch(name)
     return None if found is None else found[1]
 
@@ -282,10 +393,10 @@ def _move(
 
 @contextlib.contextmanager
 def storage_errors(what: str) -> Iterator[None]:
-    """Turn what the system says of files into our errors.
+    """Translate the system's errors.
 
     Args:
-        what: What was being done, to start the sentence.
+        what: The operation, to start the sentence.
 
     Raises:
         StorageError: Of files and disks.
@@ -297,17 +408,14 @@ def storage_errors(what: str) -> Iterator[None]:
     except WTransferError:
         raise
     except OSError as error:
-        raise _ours(what, error) from error
-
-
-def _ours(what: str, error: OSError) -> WTransferError:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return DescriptorLimitError(
-            f"{what} failed: {error.strerror}; raise the limit (ulimit -n) or close files"
-        )
-    if error.errno == errno.ENOMEM:
-        return StagingMemoryError(f"{what} failed: {error.strerror}")
-    return StorageError(f"{what} failed: {error.strerror}{_ADVICE.get(error.errno or 0, '')}")
+        text = f"{what} failed: {error.strerror}"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise DescriptorLimitError(
+                f"{text}; raise the limit (ulimit -n) or close files"
+            ) from error
+        if error.errno == errno.ENOMEM:
+            raise StagingMemoryError(text) from error
+        raise StorageError(text + _ADVICE.get(error.errno or 0, "")) from error
 
 
 _ADVICE = {
@@ -316,5 +424,6 @@ _ADVICE = {
     errno.EROFS: "; take a folder that can be written to",
     errno.EACCES: "; ask for permission, or take another folder",
     errno.ELOOP: "; it is a symbolic link, and those are not followed there",
+    errno.ENOTDIR: "; it is a file, or a symbolic link where those are not followed",
     errno.ENXIO: "; only regular files are read",
 }

@@ -17,7 +17,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import nn
 from wtransfer import CheckpointSource, Publisher, WorkerSession
-from wtransfer.checkpoint.sealing import seal
+from wtransfer.checkpoint.source import seal
 from wtransfer.testing.fleet import Fleet
 from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.target import StateDictTarget

@@ -1,4 +1,4 @@
-"""A worker's side of a folder of versions: it takes the current one, with no publisher alive."""
+"""Follow a folder of versions: stage its current version, with no publisher alive."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wtransfer.calls import forget_frames
-from wtransfer.checkpoint.stored import buckets
-from wtransfer.checkpoint.versions import CURRENT_NAME, open_version, read_listing
+from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
 from wtransfer.errors import AddressError, RoundAbortedError, WTransferError
 from wtransfer.registry import hooks
-from wtransfer.transport.files import Folder
 from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import require_memory
 from wtransfer.weight_sync.messages import Lost, Receipt
@@ -45,23 +44,23 @@ CLOSE_GRACE_S = 1.0
 """How long closing waits for the thread, which may hang in a share that does not answer."""
 
 Look = tuple[int, int, int]
-"""What tells one ``current.json`` from another: inode, time of change, size."""
+"""Identity of a ``current.json``: inode, time of change, size."""
 
 
 @dataclass
 class Attempts:
-    """How it went with one ``current.json``."""
+    """State of one ``current.json``: tried, offered, settled."""
 
     look: Look
-    """Which."""
+    """Identity of the file."""
     settled: bool = False
-    """Whether nothing is to be done about it any more."""
+    """Whether its current version was committed or declined."""
     num_failed: int = 0
     """Failures in a row."""
     again_at: float = 0.0
     """When to try again, in monotonic seconds."""
     offered: str | None = None
-    """Round in which it was offered, while that one's receipt is awaited."""
+    """Round in which the version was offered, until its receipt."""
 
     @property
     def due(self) -> bool:
@@ -80,19 +79,19 @@ class Attempts:
 class Follower:
     """Watches a folder of versions until closed, and brings its session to the current one.
 
-    It goes by changes of ``current.json``: what was taken, or declined, is not offered again. While
-    a publisher is reached, what the worker has is that one's affair, whose folder may be a round
-    behind: only a worker that has nothing yet takes a version then.
+    A version is offered once per change of ``current.json``. While a publisher is connected it
+    decides what the worker holds, and the folder may be a round behind: then only a worker that
+    holds no version yet takes one from the folder.
 
     Args:
-        session: Says what the worker is; its ledger decides when it may be changed.
-        address: ``file:/absolute/path`` of the folder. It need not be there yet.
+        session: Receives the versions; its ledger decides when it may be changed.
+        address: ``file:/absolute/path`` of the folder. It need not exist yet.
 
     Raises:
         AddressError: Not such an address.
 
-    Cost: one look at the file's metadata twice a second. On a share, clients may keep what they
-    know of a file for half a minute.
+    Cost: one look at the file's metadata twice a second. Clients of a share may cache that for half
+    a minute.
     """
 
     def __init__(self, session: WorkerSession, address: str) -> None:
@@ -100,11 +99,14 @@ class Follower:
         self.num_dropped = 0
         self.refusal: Exception | None = None
         """Why the current version is not taken; None if it was, or nothing was tried."""
-        self._root = folder_of(address)
+        self._store = VersionStore(folder_of(address))
         self._session = session
         self._ledger = session.ledger
         self._connected = False
         self._attempts: Attempts | None = None
+        # Rounds of which observers have seen the start: their labels; and those that have ended.
+        self._rounds: dict[str, str] = {}
+        self._ended: deque[tuple[str, WTransferError]] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wtransfer-follow", daemon=True)
         self._thread.start()
@@ -115,30 +117,36 @@ class Follower:
         return self._connected
 
     def send(self, message: msgspec.Struct) -> None:
-        """Learn what became of an offered version, or that it is not held any more."""
+        """Take the receipt of an offered version, or the news that it was lost."""
         attempts = self._attempts
         if isinstance(message, Lost) and attempts is not None and attempts.settled:
             attempts.settled, attempts.offered = False, None
         if not isinstance(message, Receipt):
             return
+        error = None if message.error is None else message.error.rebuild()
         if message.outcome == "committed":
-            # Nobody will ask to go back: there are no other ranks.
+            # There are no other ranks, so no rollback can follow. The session tells observers.
             self._ledger.release(message.round_id)
+            self._rounds.pop(message.round_id, None)
+        else:
+            # Observers may be slow: they are called on the follower's thread.
+            declined = RoundAbortedError("the host of the model declined the version")
+            self._ended.append((message.round_id, error or declined))
         if attempts is None or attempts.offered != message.round_id:
             # Of a version that is not the current one any more.
             return
         if message.outcome in ("committed", "discarded"):
             attempts.settled = True
         else:
-            self.refusal = None if message.error is None else message.error.rebuild()
+            self.refusal = error
             attempts.failed()
 
     def close(self) -> None:
-        """Stop watching; what was offered can still be committed."""
+        """Stop watching; an offered version can still be committed while the session is open."""
         self._closed.set()
         self._thread.join(CLOSE_GRACE_S)
 
-    # -- on its own thread
+    # -- on the follower's thread
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -147,73 +155,89 @@ class Follower:
             except BaseException as error:
                 self._refuse(error)
             self._closed.wait(POLL_S)
+            while self._ended:
+                self._notify_aborted(*self._ended.popleft())
+        for round_id in list(self._rounds) if self._ledger.closed else ():
+            self._notify_aborted(round_id, RoundAbortedError("the worker session was closed"))
 
     def _look(self) -> None:
-        look = _look_at(self._root / CURRENT_NAME)
+        look = _look_at(self._store.root / CURRENT_NAME)
         self._connected = look is not None
         if look is None:
             return
         if self._attempts is None or self._attempts.look != look:
             self._attempts = Attempts(look)
-        if self._attempts.due and not self._ledger.busy:
-            self._try(self._attempts)
+        attempts = self._attempts
+        if not attempts.due or self._ledger.busy:
+            return
+        versions = self._store.versions()
+        with self._ledger.changed:
+            # In one step: a loss in between would be settled with it.
+            current = not versions or versions[-1].fingerprint == self._session.fingerprint
+            attempts.settled = current
+        if current:
+            self.refusal = None
+        elif self._session.version is None or not self._session.has_publisher:
+            self._take(versions[-1], attempts)
 
-    def _try(self, attempts: Attempts) -> None:
-        with Folder(self._root) as root:
-            versions = read_listing(root)
-            with self._ledger.changed:
-                # In one step: a loss in between would be settled with it.
-                current = not versions or versions[-1].fingerprint == self._session.fingerprint
-                attempts.settled = current
-            if current:
-                self.refusal = None
-            elif self._session.version is None or not self._session.has_publisher:
-                self._take(root, versions[-1], attempts)
-
-    def _take(self, root: Folder, version: Version, attempts: Attempts) -> None:
+    def _take(self, version: Version, attempts: Attempts) -> None:
         begun, before = time.monotonic(), self._session.fingerprint
         round_id = secrets.token_hex(8)
-        facts = {"round_id": round_id, "version": version.version, "worker": self._session.name}
-        hooks.notify("wtransfer_round_started", **facts)
+        self._rounds[round_id] = version.version
+        hooks.notify(
+            "wtransfer_round_started",
+            round_id=round_id,
+            version=version.version,
+            worker=self._session.name,
+        )
         try:
-            held = self._stage(root, version)
+            held = self._stage(version)
+            pending = Pending(self, round_id, held, {"transfer": time.monotonic() - begun})
+            with self._ledger.changed:
+                # In one step: no publisher's round can begin in between; and none did before.
+                self._check_undisturbed()
+                if self._session.fingerprint != before:
+                    raise RoundAbortedError("a publisher's round was committed meanwhile")
+                attempts.offered, self.refusal = round_id, None
+                self._ledger.offer(pending)
         except BaseException as error:
             ours = _as_ours(error)
-            ours.add_facts(**facts)
-            hooks.notify("wtransfer_round_aborted", error=ours, **facts)
+            self._notify_aborted(round_id, ours)
             raise ours from error
-        seconds = {"transfer": time.monotonic() - begun}
-        with self._ledger.changed:
-            # In one step: no publisher's round can come in between; and none came before.
-            undisturbed = not self._ledger.busy and self._session.fingerprint == before
-            if undisturbed and not self._closed.is_set():
-                attempts.offered, self.refusal = round_id, None
-                self._ledger.offer(Pending(self, round_id, held, seconds))
 
-    def _stage(self, root: Folder, version: Version) -> Held:
-        """Read the version and prove that it is what it was when it was committed."""
-        folder, file = open_version(root, version)
-        with folder:
-            manifest = file.manifest
-            schema, casts = self._session.schema(), ""
-            if schema is None:
-                check_whole(manifest)
-            else:
-                casts = check_fit(
-                    manifest, schema, cast=self._session.cast, cast_hint=self._session.cast_hint
-                )
-            require_memory(manifest.nbytes, f"staging version {version.version!r}")
-            layout = TensorLayout(manifest)
-            staging = Staging(layout, copies=False, on_progress=self._check_undisturbed)
-            for bucket in buckets(folder, file):
-                staging.load_weights(bucket)
-        staging.verify(file.digests, canonical_names(schema or {}))
-        return Held(version.version, file.fingerprint, manifest, staging.tensors, "digests", casts)
+    def _stage(self, version: Version) -> Held:
+        """Read a version, and prove that it is what was committed."""
+        source = self._store.source(version)
+        assert source.manifest is not None
+        manifest = source.manifest.manifest
+        schema, casts = self._session.schema(), ""
+        if schema is None:
+            check_whole(manifest)
+        else:
+            casts = check_fit(
+                manifest, schema, cast=self._session.cast, cast_hint=self._session.cast_hint
+            )
+        require_memory(manifest.nbytes, f"staging version {version.version!r}")
+        layout = TensorLayout(manifest)
+        staging = Staging(layout, copies=False, on_progress=self._check_undisturbed)
+        for pair in source.iter_full():
+            staging.load_weights([pair])
+        staging.verify(source.manifest.digests, canonical_names(schema or {}))
+        return Held(
+            version.version, version.fingerprint, manifest, staging.tensors, "digests", casts
+        )
 
-    def _check_undisturbed(self, _nbytes: int) -> None:
-        # Whoever has a live publisher needs no folder; and memory for both may not be there.
+    def _check_undisturbed(self, _nbytes: int = 0) -> None:
+        # A live publisher makes the folder needless; and there may be no memory for both.
         if self._ledger.busy or self._closed.is_set():
             raise RoundAbortedError("a publisher's round has begun, or the worker leaves")
+
+    def _notify_aborted(self, round_id: str, error: WTransferError) -> None:
+        version = self._rounds.pop(round_id, None)
+        if version is not None:
+            facts = {"round_id": round_id, "version": version, "worker": self._session.name}
+            error.add_facts(**facts)
+            hooks.notify("wtransfer_round_aborted", error=error, **facts)
 
     def _refuse(self, error: BaseException) -> None:
         forget_frames(error)
@@ -223,7 +247,9 @@ class Follower:
         attempts.failed()
         ours = _as_ours(error)
         if ours.message != getattr(self.refusal, "message", None):
-            logger.warning("%s refuses the version in %s: %s", self._session.name, self._root, ours)
+            logger.warning(
+                "%s refuses the version in %s: %s", self._session.name, self._store.root, ours
+            )
         self.refusal = ours
 
 

@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import xxhash
-from wtransfer.checkpoint.manifest_file import MANIFEST_NAME, Digest
-from wtransfer.checkpoint.sealing import describe
-from wtransfer.checkpoint.shards import INDEX_NAME, SUFFIX
-from wtransfer.checkpoint.source import CheckpointSource
+from wtransfer.checkpoint.safetensors import INDEX_NAME, SUFFIX
+from wtransfer.checkpoint.source import MANIFEST_NAME, CheckpointSource, Digest, describe
 from wtransfer.errors import SourceError, StorageError, WTransferError
-from wtransfer.transport.files import Folder, storage_errors, temporary_of
-from wtransfer.transport.folder_lock import FolderLock
+from wtransfer.transport.files import Folder, FolderLock, storage_errors, temporary_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,12 +19,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from wtransfer.checkpoint.keeper import Keeper
-from wtransfer.checkpoint.sealing import check
-from wtransfer.checkpoint.shards import lay_out
-from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
+from wtransfer.checkpoint.safetensors import CheckpointWriter, lay_out
+from wtransfer.checkpoint.source import check
+from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore, VersionWriter
 from wtransfer.config import ParallelConfig, WeightTransferConfig
-from wtransfer.engines import file_trainer
+from wtransfer.engines import file as file_module
 from wtransfer.engines.file import ROOT_VARIABLE, FileInitInfo, FileWeightTransferEngine
 from wtransfer.errors import (
     DescriptorLimitError,
@@ -102,7 +101,7 @@ def write(store, data):
     (store.root / "f" / "model.safetensors").write_bytes(data)
 
 
-def test_a_bucket_is_read_from_where_it_is_said_to_be(worker, store):
+def test_a_bucket_is_read_at_its_offsets(worker, store):
     write(store, b"abc_____" + torch.tensor([1.0, 2.0]).numpy().tobytes())
     got = receive(worker)
     assert {name: t.tolist() for name, t in got.items()} == {"a": [97, 98, 99], "b": [1.0, 2.0]}
@@ -148,7 +147,7 @@ def test_no_link_is_followed(worker, store, field):
     ],
     ids=str,
 )
-def test_infos_that_cannot_be_meant_are_refused(worker, changes):
+def test_malformed_update_infos_are_refused(worker, changes):
     with pytest.raises(ValueError, match="Invalid update_info for FileWeightTransferEngine"):
         receive(worker, **changes)
 
@@ -181,8 +180,9 @@ def test_a_file_that_is_cut_while_it_is_sent_ends_the_round(publishing, store, m
     assert made.publish("v1").ok
     before = made.members[0].contents
     made.source["layer.0"] += 1
-    cut = "wtransfer.checkpoint.incoming.Incoming.sync"
-    monkeypatch.setattr(cut, lambda self, file: os.ftruncate(self._fds[file], 400))
+    monkeypatch.setattr(
+        CheckpointWriter, "sync", lambda self, file: os.ftruncate(self._fds[file], 400)
+    )
     with pytest.raises(TruncatedError, match=r"'layer\.\d'"):
         made.publish("v2")
     monkeypatch.undo()
@@ -271,7 +271,7 @@ def test_any_call_to_the_disk_may_fail(publishing, store, monkeypatch, number, c
     assert {"open", "mkdir", "pwritev", "fsync", "rename", "replace"} <= set(fired)
     monkeypatch.undo()
     made.close()
-    # Whoever comes next finds nothing that should not be there.
+    # The next publisher finds no leftovers.
     made = publishing(keep=2)
     assert made.publish("last").ok
     made.close()
@@ -324,16 +324,15 @@ def test_a_limit_on_file_sizes_ends_the_round_and_not_the_process(publishing, st
     assert made.publish("v2").ok
 
 
-def test_what_is_in_memory_is_one_bucket(publishing, monkeypatch):
+def test_the_trainer_holds_one_tensor_in_memory_whatever_the_round(publishing, monkeypatch):
     sizes = []
-    make = file_trainer.Bucket.__init__
-    monkeypatch.setattr(
-        file_trainer.Bucket, "__init__", lambda self, n: sizes.append(n) or make(self, n)
-    )
+    make = file_module.own_memory
+    monkeypatch.setattr(file_module, "own_memory", lambda n: sizes.append(n) or make(n))
     made = publishing(bucket_nbytes=128)
     made.publish("v1")
     made.publish("v2")
-    assert sizes == [0, 128]
+    # Four tensors of 48 bytes.
+    assert sizes == [0, 48]
 
 
 # -- deaths (FAULTS 13, 34)
@@ -341,7 +340,7 @@ def test_what_is_in_memory_is_one_bucket(publishing, monkeypatch):
 
 @pytest.fixture(scope="module")
 def nursery():
-    with Zygote(preload=["torch", "test_file_engine"], paths=[Path(__file__).parent]) as zygote:
+    with Zygote(preload=["torch", "test_file"], paths=[Path(__file__).parent]) as zygote:
         yield zygote
 
 
@@ -371,7 +370,7 @@ def test_a_publisher_killed_at_any_point_leaves_workers_whole_and_nothing_else(
     seen = set()
     with WorkerSession(model, join=address, token=TOKEN) as session:
         for _ in range(num_kills):
-            child = nursery.spawn("test_file_engine:publish_for_ever", str(store.root), address)
+            child = nursery.spawn("test_file:publish_for_ever", str(store.root), address)
             before, end = session.version, time.monotonic() + 20.0
             while session.version == before:
                 assert time.monotonic() < end
@@ -401,12 +400,12 @@ def _listed_are_whole(store):
 
 
 def _next_publisher_sweeps(store):
-    Keeper(store.root, 2).close()
+    VersionWriter(store.root, 2).close()
     assert strangers(store) == []
     shutil.rmtree(store.root)
 
 
-def test_a_listing_says_what_workers_have(publishing, store):
+def test_the_index_has_the_fingerprint_of_the_workers(publishing, store):
     made = publishing()
     report = made.publish("v1")
     listing = json.loads((store.root / CURRENT_NAME).read_text())

@@ -1,18 +1,20 @@
-"""A folder of versions: what is listed is whole, what is not goes, and nothing else is touched."""
+"""A folder of versions: listed ones are whole, others are removed, nothing else is touched."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 import time
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from wtransfer.checkpoint.keeper import Keeper
 from wtransfer.checkpoint.source import CheckpointSource
-from wtransfer.checkpoint.versions import CURRENT_NAME
+from wtransfer.checkpoint.versions import CURRENT_NAME, VersionWriter
 from wtransfer.errors import (
     DigestMismatchError,
     ManifestError,
@@ -22,7 +24,7 @@ from wtransfer.errors import (
     VersionNotKeptError,
 )
 from wtransfer.testing.contents import contents
-from wtransfer.transport.folder_lock import LOCK_NAME
+from wtransfer.transport.files import LOCK_NAME, Folder
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 
@@ -56,7 +58,7 @@ def settled(store, number):
 # -- kept
 
 
-def test_so_many_versions_are_kept_and_the_current_one_is_the_last(publishing, store):
+def test_keep_bounds_the_versions_and_the_last_is_current(publishing, store):
     made = publishing(keep=2)
     for number in range(4):
         publish(made, f"v{number}")
@@ -121,6 +123,44 @@ def test_any_label_is_harmless_and_found_again(publishing, store, label):
     assert [e.name for e in store.root.parent.iterdir()] == [store.root.name]
 
 
+FIRST_FINGERPRINT = "f6e7bffea159dcde648b11ed127d1ec7"
+FIRST_INDEX = {
+    "format": "wtransfer-versions/1",
+    "versions": [
+        {
+            "version": "v1",
+            "fingerprint": FIRST_FINGERPRINT,
+            "nbytes": 8,
+            "committed_at": 1700000000.5,
+            "folder": "00000001-f6e7bffea159",
+        }
+    ],
+}
+FIRST_PIECE = {"name": "a", "dtype": "float32", "shape": [2]}
+FIRST_MANIFEST = {
+    "format": "wtransfer/1",
+    "version": "v1",
+    "fingerprint": FIRST_FINGERPRINT,
+    "created_at": 1700000000.25,
+    "algorithm": "xxh3-128",
+    "pieces": [FIRST_PIECE | {"digest": "4533ce61c4655ba3c3e077b25dd1d769"}],
+}
+
+
+def test_a_folder_of_the_first_release_is_read(store):
+    (found,) = FIRST_INDEX["versions"]
+    folder = store.root / found["folder"]
+    folder.mkdir(parents=True)
+    (store.root / CURRENT_NAME).write_text(json.dumps(FIRST_INDEX))
+    (folder / "wtransfer.json").write_text(json.dumps(FIRST_MANIFEST))
+    save_file({"a": torch.tensor([1.0, 2.0])}, folder / "model.safetensors")
+    (version,) = store.versions()
+    assert msgspec.to_builtins(version) == found
+    source = store.source(version)
+    assert source.manifest.version == "v1"
+    assert contents(dict(source.iter_full())) == contents({"a": torch.tensor([1.0, 2.0])})
+
+
 # -- gone back to
 
 
@@ -157,7 +197,7 @@ def test_a_label_that_was_used_twice_means_the_later_one(publishing):
     assert made.members[0].contents == second
 
 
-def test_what_is_not_kept_is_named_with_what_is(publishing):
+def test_rollback_to_an_unknown_label_lists_the_versions_that_are_kept(publishing):
     made = publishing(keep=1)
     publish(made, "v1")
     publish(made, "v2")
@@ -165,7 +205,7 @@ def test_what_is_not_kept_is_named_with_what_is(publishing):
         made.publisher.rollback("v1")
 
 
-def test_a_new_folder_keeps_nothing(store, weights):
+def test_a_new_folder_has_no_versions(store, weights):
     options = {"path": str(store.root)}
     with Publisher(weights, engine="file", options=options) as publisher:
         assert list(publisher.kept()) == []
@@ -194,17 +234,30 @@ def test_the_weights_of_another_version_are_not_gone_back_to(publishing, store):
     publish(made, "v1")
     publish(made, "v2")
     first, second = (store.folder_of(each) for each in store.versions())
-    first.rename(store.root / "aside")
-    first.symlink_to(second)
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
     with pytest.raises(ManifestError, match="should hold the weights with the fingerprint"):
         made.publisher.rollback("v1")
+
+
+@pytest.mark.parametrize("linked", ["", "model.safetensors", "wtransfer.json"])
+def test_a_rollback_follows_no_symbolic_link(publishing, store, linked):
+    made = publishing()
+    publish(made, "v1")
+    second, _ = publish(made, "v2")
+    path = store.folder_of(store.versions()[0]) / linked
+    path.rename(store.root / "aside")
+    path.symlink_to(store.root / "aside")
+    with pytest.raises((SourceError, ManifestError), match="symbolic link"):
+        made.publisher.rollback("v1")
+    assert made.members[0].contents == second
 
 
 # -- not committed
 
 
 @pytest.mark.parametrize("how", ["aborted", "dry run"])
-def test_what_was_not_committed_is_removed_and_never_listed(publishing, store, how):
+def test_uncommitted_versions_are_removed_and_never_listed(publishing, store, how):
     made = publishing()
     publish(made, "v1")
     made.source["layer.0"] += 1
@@ -226,7 +279,7 @@ def test_what_was_not_committed_is_removed_and_never_listed(publishing, store, h
 
 
 def test_a_second_publisher_is_refused_and_told_of_the_first(publishing, store, monkeypatch):
-    monkeypatch.setattr("wtransfer.transport.folder_lock.FolderLock.__init__.__defaults__", (0.1,))
+    monkeypatch.setattr("wtransfer.transport.files.FolderLock.__init__.__defaults__", (0.1,))
     first = publishing()
     publish(first, "v1")
     second = publishing()
@@ -236,6 +289,72 @@ def test_a_second_publisher_is_refused_and_told_of_the_first(publishing, store, 
     first.close()
     assert publish(second, "v2")
     assert labels(store) == ["v1", "v2"]
+
+
+def test_a_publisher_whose_lock_file_was_removed_loses_no_version_of_another(
+    publishing, store, monkeypatch
+):
+    monkeypatch.setattr("wtransfer.transport.files.FolderLock.__init__.__defaults__", (0.1,))
+    first = publishing()
+    publish(first, "v1")
+    (store.root / LOCK_NAME).unlink()
+    second = publishing()
+    publish(second, "v2")
+    with pytest.raises(StorageInUseError, match=f"in use by process {os.getpid()} on "):
+        first.publish("v3")
+    assert labels(store) == ["v1", "v2"]
+    second.close()
+    assert publish(first, "v4")
+    assert labels(store) == ["v1", "v2", "v4"]
+
+
+def test_a_writer_that_loses_its_lock_while_it_writes_changes_nothing(publishing, store):
+    publish(publishing(), "v1")
+    made = VersionWriter(store.root.with_name("other"), 3)
+    name, folder = made.begin()
+    folder.close()
+    (store.root.with_name("other") / LOCK_NAME).unlink()
+    taken_over = VersionWriter(store.root.with_name("other"), 3)
+    for change in (
+        lambda: made.publish(name, "0" * 32),
+        lambda: made.commit(store.versions()[0]),
+    ):
+        with pytest.raises(StorageInUseError, match="removed or replaced by hand"):
+            change()
+    made.close()
+    # The lock file that is there now is the other writer's.
+    assert taken_over.begin()[1].close() is None
+    taken_over.close()
+
+
+def test_others_can_never_write_to_a_version_whatever_the_umask(publishing, store):
+    before = os.umask(0)
+    try:
+        publish(publishing(shard_nbytes=50), "v1")
+    finally:
+        os.umask(before)
+    found = [store.root, *store.root.rglob("*")]
+    assert [each for each in found if each.stat().st_mode & 0o002] == []
+    assert len(found) == 10
+
+
+def test_closing_waits_for_every_removal(publishing, store, monkeypatch):
+    made = publishing(keep=1)
+    publish(made, "v1")
+    remove, calls = Folder.remove, []
+
+    def first_is_slow(folder, name):
+        calls.append(name)
+        if len(calls) == 1:
+            time.sleep(0.3)
+        remove(folder, name)
+
+    monkeypatch.setattr(Folder, "remove", first_is_slow)
+    publish(made, "v2")
+    publish(made, "v3")
+    made.close()
+    assert [each.name for each in threading.enumerate() if each.name == "wtransfer-remove"] == []
+    assert len(folders(store)) == 1
 
 
 # -- leftovers
@@ -252,7 +371,7 @@ def test_leftovers_of_the_dead_are_swept_and_nothing_else(publishing, store):
     for name in (f".{CURRENT_NAME}.0123456789abcdef.tmp", ".other.0123456789abcdef.tmp", "notes"):
         (root / name).write_text("x")
     (root / ".incoming-fedcba9876543210").symlink_to(root / "mine")
-    Keeper(root, 3).close()
+    VersionWriter(root, 3).close()
     assert {e.name for e in root.iterdir()} == {
         CURRENT_NAME,
         store.versions()[0].folder,
@@ -296,20 +415,18 @@ VERSION = {
     ],
     ids=lambda text: text[:80].strip(),
 )
-def test_a_listing_that_cannot_be_trusted_stops_everything_and_nothing_is_removed(
-    publishing, store, listing
-):
+def test_a_damaged_index_stops_writers_and_nothing_is_removed(publishing, store, listing):
     made = publishing()
     publish(made, "v1")
     made.close()
     (store.root / CURRENT_NAME).write_text(listing)
     before = folders(store)
     with pytest.raises(ManifestError, match=r"current\.json' cannot be read"):
-        Keeper(store.root, 3)
+        VersionWriter(store.root, 3)
     with pytest.raises(ManifestError, match=r"current\.json' cannot be read"):
         store.versions()
     assert folders(store) == before
-    # Nobody has the folder afterwards.
+    # The lock was released.
     assert not (store.root / LOCK_NAME).exists()
 
 
@@ -320,11 +437,13 @@ def test_a_listing_that_cannot_be_trusted_stops_everything_and_nothing_is_remove
         ({"path": ""}, "path is empty"),
         ({"path": "x", "keep": 0}, "keep is 0"),
         ({"path": "x", "keep": 1001}, "keep is 1001"),
-        ({"path": "x", "bucket_nbytes": "-1"}, "bucket_nbytes is -1"),
+        ({"path": "x", "keep": 2.5}, "keep is 2.5, expected > 0, a whole number"),
+        ({"path": "x", "keep": True}, "keep is True, expected > 0, a whole number"),
+        ({"path": "x", "bucket_nbytes": -1}, "bucket_nbytes is -1"),
         ({"path": "x", "shard_nbytes": "much"}, "much"),
         ({"path": "x", "color": "red"}, "color"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, text):
+def test_invalid_options_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         Publisher({"w": torch.zeros(1)}, engine="file", options=options)
