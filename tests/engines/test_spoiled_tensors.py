@@ -18,7 +18,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.testing.faults import Fault
-from wtransfer.transport.handover import Lender
+from wtransfer.transport.lease import SegmentExporter
 from wtransfer.transport.memory import Segment
 
 CAUGHT = {
@@ -121,12 +121,12 @@ def test_every_single_bit_of_an_update_is_guarded(fleet, engine, faults):
 def test_a_segment_that_is_too_short_is_refused_at_every_length():
     names, offsets = ["a", "b"], [0, 64]
     worker = ShmWeightTransferEngine(WeightTransferConfig("shm"), ParallelConfig())
-    lender = Lender()
-    worker.init_transfer_engine(ShmInitInfo(lender.address, lender.secret))
+    exporter = SegmentExporter()
+    worker.init_transfer_engine(ShmInitInfo(exporter.address, exporter.secret))
     try:
         for length in range(64 + 12):
             segment = Segment(length)
-            lender.offer(length, segment)
+            exporter.export(length, segment)
             info = ShmUpdateInfo(
                 segment=length,
                 names=names,
@@ -140,11 +140,11 @@ def test_a_segment_that_is_too_short_is_refused_at_every_length():
                 worker.receive_weights(
                     info, lambda pairs, to=arrived: to.extend(n for n, _ in pairs)
                 )
-            lender.withdraw(length)
+            exporter.revoke(length)
             segment.close()
     finally:
         worker.shutdown()
-        lender.close()
+        exporter.close()
 
 
 class TruncatingTrainer(ShmTrainerEngine):

@@ -8,8 +8,8 @@ import resource
 import flow_stage
 
 from wtransfer.engines.outgoing import Outgoing
-from wtransfer.transport.frames import FrameReader
-from wtransfer.transport.listener import Listener
+from wtransfer.transport.channel import Listener
+from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.roster import Worker

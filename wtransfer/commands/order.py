@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from wtransfer.errors import AddressError, AuthenticationError
-from wtransfer.transport.auth import resolve_token
+from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.url import parse_host_url
 
 

@@ -21,7 +21,7 @@ import click
 from wtransfer.commands.ending import EndSignal, end_signals
 from wtransfer.commands.options import deadline_option, token_file_option
 from wtransfer.errors import CommitError, WTransferError
-from wtransfer.transport.auth import new_token, resolve_token
+from wtransfer.transport.handshake import new_token, resolve_token
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from wtransfer.connectors.interface import KVConnectorBase_V1
 from wtransfer.connectors.relay.mapped import LendingDesk, MappedLink
 from wtransfer.connectors.relay.scheduler import RelayScheduler
 from wtransfer.connectors.relay.worker import RelayWorker
-from wtransfer.transport.addresses import RANDOM_PREFIX
+from wtransfer.transport.address import RANDOM_PREFIX
 from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:

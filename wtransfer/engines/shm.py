@@ -2,7 +2,7 @@
 
 1. T (`ShmTrainerEngine`) copies each tensor into a segment of anonymous shared memory, digesting
    it in the same pass, and announces bucket after bucket while it goes on copying.
-2. W borrows the segment by descriptor, maps it privately and afresh, and hands out views.
+2. W attaches the segment by descriptor, maps it privately and afresh, and hands out views.
 3. The session digests the views. By adopting them, the model's parameters point into the mapping.
 4. The lease ends when the last view is gone; only then does T write to that segment again.
 
@@ -21,8 +21,8 @@ from wtransfer.engines.interface import (
 )
 from wtransfer.engines.update_lists import check_dtypes, check_lengths
 from wtransfer.errors import NotInitializedError
-from wtransfer.transport.handover import Borrower
 from wtransfer.transport.host_tensors import HostTensors
+from wtransfer.transport.lease import attach
 from wtransfer.transport.memory import populate
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from wtransfer.transport.tensors import ByteArray
 
 CONNECT_TIMEOUT_S = 10.0
-"""Longest wait for the trainer's process when a segment is borrowed."""
+"""Longest wait for the trainer's process when a segment is attached."""
 
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Where segments are handed over."""
+    """Where segments are exported."""
 
     address: str
-    """Abstract Unix socket of the trainer's lender."""
+    """Abstract Unix socket of the trainer's exporter."""
     secret: str
     """Proves that the worker was told the address by the trainer."""
 
@@ -88,16 +88,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
-        self._borrower: Borrower | None = None
+        self._exporter: ShmInitInfo | None = None
         self._mapped: tuple[int, ByteArray] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Connect to the trainer's lender.
-
-        Raises:
-            PeerLostError: Nobody lends there: another host, or the trainer is gone.
-        """
-        self._borrower = Borrower(init_info.address, init_info.secret, CONNECT_TIMEOUT_S)
+        """Take note of the trainer's exporter; each round connects to it."""
+        self._exporter = init_info
 
     def start_weight_update(self) -> None:
         """Forget the mapping of the round before: each round maps afresh.
@@ -121,13 +117,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def shutdown(self) -> None:
         """Disconnect; memory that a model still points to stays leased."""
         self._mapped = None
-        if self._borrower is not None:
-            self._borrower.close()
-            self._borrower = None
+        self._exporter = None
 
     def _mapping(self, segment: int) -> ByteArray:
-        if self._borrower is None:
+        exporter = self._exporter
+        if exporter is None:
             raise NotInitializedError("not initialized: call init_transfer_engine first")
         if self._mapped is None or self._mapped[0] != segment:
-            self._mapped = (segment, self._borrower.borrow(segment).mapping)
+            lease = attach(exporter.address, exporter.secret, segment, CONNECT_TIMEOUT_S)
+            self._mapped = (segment, lease.mapping)
         return self._mapped[1]

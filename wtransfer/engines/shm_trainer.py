@@ -16,7 +16,7 @@ from wtransfer.engines.interface import (
 from wtransfer.engines.places import Places
 from wtransfer.errors import NotInitializedError
 from wtransfer.transport.buckets import Layout
-from wtransfer.transport.handover import Lender
+from wtransfer.transport.lease import SegmentExporter
 from wtransfer.transport.memory import Segment
 from wtransfer.transport.tensors import dtype_name
 from wtransfer.weight_sync.trainer.announcing import Announcer
@@ -134,15 +134,15 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         source: RoundSource | None = None,
     ) -> None:
         super().__init__(init_info, client=client, source=source)
-        self._lender = Lender()
+        self._exporter = SegmentExporter()
         self._committed: Slot | None = None
         self._next: Slot | None = None
         self._num_contents = 0
         self._layout = SegmentLayout(())
 
     def worker_init_info(self) -> dict[str, Any]:
-        """Return where segments are handed over."""
-        return {"address": self._lender.address, "secret": self._lender.secret}
+        """Return where segments are exported."""
+        return {"address": self._exporter.address, "secret": self._exporter.secret}
 
     def send_weights(self) -> None:
         """Copy and announce, the one beside the other."""
@@ -168,8 +168,8 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
             self._committed, self._next = self._next, self._committed
 
     def shutdown(self) -> None:
-        """Stop lending; readers keep what they have mapped."""
-        self._lender.close()
+        """Stop exporting; readers keep what they have mapped."""
+        self._exporter.close()
         for slot in (self._committed, self._next):
             if slot is not None:
                 slot.segment.close()
@@ -200,16 +200,16 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         # A number for every content: whoever asks for an older one asks in vain.
         slot = Slot(self._num_contents, segment or Segment(nbytes, on_step))
         self._num_contents += 1
-        self._lender.offer(slot.segment_id, slot.segment)
+        self._exporter.export(slot.segment_id, slot.segment)
         self._next = slot
         return slot
 
     def _reclaim(self, slot: Slot, nbytes: int) -> Segment | None:
         """Take back a segment to write to it, unless somebody still reads it."""
         # Withdrawn first: from here on no lease can be added, so "free" stays true.
-        self._lender.withdraw(slot.segment_id)
+        self._exporter.revoke(slot.segment_id)
         large_enough = slot.segment.nbytes >= nbytes
-        if large_enough and self._lender.wait_free(slot.segment_id, RELEASE_GRACE_S):
+        if large_enough and self._exporter.wait_free(slot.segment_id, RELEASE_GRACE_S):
             return slot.segment
         # Readers that still hold it keep the memory alive; it goes with the last of them.
         slot.segment.close()
