@@ -138,7 +138,7 @@ class ListeningSocket:
     """A bound, listening, non-blocking socket with its real address.
 
     Args:
-        text: Address to listen at.
+        at: Address to listen at.
         allow_remote: Whether TCP beyond loopback is wanted.
 
     Raises:
@@ -147,8 +147,9 @@ class ListeningSocket:
         DescriptorLimitError: No descriptor is left.
     """
 
-    def __init__(self, text: str, *, allow_remote: bool = False) -> None:
-        address = parse_address(text)
+    def __init__(self, at: str | Address, *, allow_remote: bool = False) -> None:
+        address = parse_address(at) if isinstance(at, str) else at
+        text = address.text
         if not address.is_local and not allow_remote:
             raise AddressError(
                 f"{text!r} can be reached from other hosts; listen on loopback or a Unix socket, "

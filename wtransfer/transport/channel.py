@@ -584,12 +584,11 @@ class Listener(_End):
         self._unproven: dict[Connection, float] = {}
 
         def make() -> socket.socket:
-            self._listening = ListeningSocket(
-                address or random_address(), allow_remote=allow_remote
-            )
+            self._listening = ListeningSocket(parsed, allow_remote=allow_remote)
             return self._listening.socket
 
         try:
+            parsed = parse_address(address or random_address())
             self._socket = self._loop.adopt(make)
         except BaseException:
             self._loop.call_soon(self._end)
