@@ -1,7 +1,7 @@
 """Parse addresses, listen at them and connect to them.
 
 ==================  ============================================================================
-``unix:@name``      abstract Unix socket: leaves nothing behind, whoever is killed
+``unix:@name``      abstract Unix socket: leaves nothing behind after a kill
 ``unix:/path``      Unix socket in a folder, for its owner only; removed on close
 ``tcp:host:port``   TCP; port 0 = chosen by the kernel; IPv6 hosts in brackets
 ==================  ============================================================================
@@ -185,7 +185,7 @@ class ListeningSocket:
             if address.path is None:
                 self._bind(address)
                 return
-            # The folder's lock makes "nobody listens, remove, bind, listen" one step among all
+            # The folder's lock makes "no listener, remove, bind, listen" one step among all
             # listeners: without it two could each remove the file that the other just bound.
             with _locked_folder(address.path):
                 if _is_stale(address.path):
@@ -258,7 +258,7 @@ def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
     Afterwards the socket's time-out is what is left of the deadline.
 
     Raises:
-        PeerLostError: Nobody listens there. Its cause is a `BlockingIOError` where a Unix
+        PeerLostError: No process listens there. Its cause is a `BlockingIOError` where a Unix
             listener's queue was full for 0.2 s; then the same socket may try again.
         StallError: No answer before the deadline.
         AuthenticationError: The listener belongs to another user.

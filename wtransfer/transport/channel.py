@@ -495,7 +495,7 @@ class Connection:
         return lost
 
 
-class _End:
+class _Endpoint:
     """What listeners and dialers share: a place on the process's loop, and the way off it."""
 
     def __init__(self, codec: Codec) -> None:
@@ -522,12 +522,12 @@ class _End:
     def _begin_close(self) -> None:
         raise NotImplementedError
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         self._loop.leave(self)
         self._ended.set()
 
 
-class Listener(_End):
+class Listener(_Endpoint):
     """The trainer's end: listens at one address and serves its connections.
 
     Admission: a peer has 1 s to prove that it knows the token. At most `MAX_UNPROVEN` are in that
@@ -591,7 +591,7 @@ class Listener(_End):
             parsed = parse_address(address or random_address())
             self._socket = self._loop.adopt(make)
         except BaseException:
-            self._loop.call_soon(self._end)
+            self._loop.call_soon(self._leave)
             self._loop.wait(self._ended)
             raise
         self.address = self._listening.address
@@ -608,11 +608,11 @@ class Listener(_End):
             connection.drop(None)
         for connection in list(self._open):
             connection.close()
-        self._end_if_done()
+        self._leave_if_done()
 
-    def _end_if_done(self) -> None:
+    def _leave_if_done(self) -> None:
         if self._closing and not self._open:
-            self._end()
+            self._leave()
 
     def _accept_some(self, _mask: int = READ) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
@@ -709,7 +709,7 @@ class Listener(_End):
             if error is not None:
                 error.add_facts(worker=connection.peer)
                 self._refused(error)
-        self._end_if_done()
+        self._leave_if_done()
 
     def _refused(self, error: WTransferError) -> None:
         level, now = logging.DEBUG, time.monotonic()
@@ -722,7 +722,7 @@ class Listener(_End):
             log.exception("on_refused failed")
 
 
-class Dialer(_End):
+class Dialer(_Endpoint):
     """The worker's end: keeps one connection to a listener.
 
     It dials at once and goes on with pauses of 0.05 s, doubling up to 1 s, with jitter. A refusal
@@ -816,7 +816,7 @@ class Dialer(_End):
         if self._connection is not None:
             self._connection.close()
         elif not self._dialing:
-            self._end()
+            self._leave()
         elif connecting is not None:
             with contextlib.suppress(OSError):
                 connecting.shutdown(socket.SHUT_RDWR)  # the attempt fails, and says so
@@ -873,7 +873,7 @@ class Dialer(_End):
         self._dialing = False
         if self._closing:
             self._loop.release(sock)
-            self._end()
+            self._leave()
             return
         self.last_error = None
         # Not at once: a trainer that admits and then drops us is not to be dialed in a tight loop.
@@ -898,7 +898,7 @@ class Dialer(_End):
         self._dialing = False
         self.last_error = error
         if self._closing:
-            self._end()
+            self._leave()
             return
         if not isinstance(error, (AuthenticationError, ProtocolError, LimitError)):
             self._dial_later()
@@ -926,6 +926,6 @@ class Dialer(_End):
         except Exception:
             log.exception("on_close failed for %s", connection.peer)
         if self._closing:
-            self._end()
+            self._leave()
         elif self._redial:
             self._dial_later()

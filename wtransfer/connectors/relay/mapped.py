@@ -34,7 +34,7 @@ _SEGMENT = 0
 _ATTACH_S = 5.0
 
 
-class LendingDesk(Desk):
+class ExportingDesk(Desk):
     """Exports its shelf to processes of the same user.
 
     Args:
