@@ -404,6 +404,17 @@ def test_a_slow_name_lookup_holds_up_no_other_connection(channel, messages, monk
     assert "no such host" in str(dialer.last_error)
 
 
+def test_a_flood_of_strangers_is_no_flood_of_warnings(channel, raw_peer, caplog):
+    listener, trainer = channel.listen()
+    begin = time.monotonic()
+    for _ in range(20):
+        raw_peer(listener.address).send(b"GET / HTTP/1.1")
+    for _ in range(20):
+        trainer.refusal()
+    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert 1 <= len(warnings) <= 1 + (time.monotonic() - begin)
+
+
 HOSTILE = {
     "pickle": pickle.dumps({"a": [1, 2, 3]}, protocol=5),
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",

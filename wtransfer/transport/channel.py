@@ -228,11 +228,10 @@ class Connection:
             if self._closed:
                 raise PeerLostError(f"the connection to {self.peer} is closed") from self._error
             nbytes = self._outbox_nbytes + len(frame)
-            if nbytes <= MAX_OUTBOX_NBYTES:
-                idle = not self._queue(frame)
-            else:
-                self._closed = True
-        if nbytes > MAX_OUTBOX_NBYTES:
+            fits = nbytes <= MAX_OUTBOX_NBYTES
+            idle = fits and not self._queue(frame)
+            self._closed = not fits
+        if not fits:
             error = LimitError(
                 f"{self.peer} does not take its messages: {nbytes} bytes would wait, "
                 f"{MAX_OUTBOX_NBYTES} are allowed; the connection is closed"
