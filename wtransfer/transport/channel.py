@@ -71,7 +71,7 @@ from wtransfer.transport.handshake import (
     resolve_token,
     shake_hands,
 )
-from wtransfer.transport.loop import READ, WRITE, Loop, Timer
+from wtransfer.transport.loop import READ, SLICE_NBYTES, WRITE, Loop, Timer
 
 if TYPE_CHECKING:
     from wtransfer.transport.handshake import Handshake
@@ -100,7 +100,6 @@ HANDSHAKE_S = 0.9
 """Time that a listener allows for a whole handshake, however it is cut into bytes; a stranger is
 gone within 1 s."""
 
-_SLICE_NBYTES = MIB // 4
 _TURN_NBYTES = MIB  # per turn of the loop, so that one large message does not hold up the others
 _UNPROVEN_READ_NBYTES = 1024
 _FLUSH_S = 0.5
@@ -334,18 +333,18 @@ class Connection:
         self.drop(error)
 
     def _read(self) -> None:
-        proven = self._state is _State.OPEN
+        most = SLICE_NBYTES if self._state is _State.OPEN else _UNPROVEN_READ_NBYTES
         try:
-            data = self._socket.recv(_SLICE_NBYTES if proven else _UNPROVEN_READ_NBYTES)
+            nbytes = self._socket.recv_into(self._loop.buffer, most)
         except BlockingIOError:
             return
         except OSError as error:
             self.drop(self._lost(error))
             return
-        if data:
+        if nbytes:
             self._heard_at = time.monotonic()
             if self._receiving:
-                self._take(data)
+                self._take(self._loop.buffer[:nbytes])
             return
         try:
             self._reader.finish()
@@ -356,7 +355,7 @@ class Connection:
                 PeerLostError(f"{self.peer} is gone: it closed the connection or its process ended")
             )
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes | memoryview) -> None:
         messages = self._reader.feed(data)
         while self._receiving and self._state in {_State.HANDSHAKE, _State.OPEN}:
             try:
@@ -444,11 +443,11 @@ class Connection:
         if self._state is _State.GONE:
             return
         try:
-            for _ in range(_TURN_NBYTES // _SLICE_NBYTES):
+            for _ in range(_TURN_NBYTES // SLICE_NBYTES):
                 if not self._outbox:
                     break
                 first, start = self._outbox[0], self._sent_of_first
-                sent = self._socket.send(memoryview(first)[start : start + _SLICE_NBYTES])
+                sent = self._socket.send(memoryview(first)[start : start + SLICE_NBYTES])
                 self._sent_at = time.monotonic()
                 with self._lock:
                     self._sent_of_first += sent

@@ -204,7 +204,7 @@ class FrameReader:
         self._buffer = bytearray()
         self._announced: tuple[MessageType, int, int] | None = None
 
-    def feed(self, data: bytes) -> Iterator[msgspec.Struct]:
+    def feed(self, data: bytes | memoryview) -> Iterator[msgspec.Struct]:
         """Take bytes, cut anywhere, and yield every message that they complete.
 
         The codec is looked up anew for each frame, so that a handler that changes it governs the

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SLICE_NBYTES = 1 << 18
+"""Bytes that are read from one socket at a time."""
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
@@ -86,6 +88,8 @@ class Loop:
     def __init__(self) -> None:
         self.forked = False
         """Whether this is a fork()ed child, in which nothing of this loop is open."""
+        self.buffer = memoryview(bytearray(SLICE_NBYTES))
+        """Where handlers read to: one for all sockets, valid until the handler returns."""
         self._users: set[object] = set()
         self._sockets: set[socket.socket] = set()
         self._calls: deque[Callable[[], None]] = deque()
