@@ -711,7 +711,8 @@ class Listener(_Endpoint):
 
     def _refused(self, error: WTransferError) -> None:
         level, now = logging.DEBUG, time.monotonic()
-        if now - self._warned_at >= _WARN_EVERY_S:
+        left = isinstance(error, (PeerLostError, TruncatedError, StallError))
+        if not left and now - self._warned_at >= _WARN_EVERY_S:
             level, self._warned_at = logging.WARNING, now
         log.log(level, "%s refused a peer: %s", self.address, error)
         try:

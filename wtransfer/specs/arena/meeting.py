@@ -47,6 +47,7 @@ its memory takes a while."""
 
 _POLL_S = 0.02
 _ASK_S = 1.0
+_LEAST_ASK_S = 0.1
 _SEGMENT_ID = 0
 
 
@@ -139,7 +140,8 @@ class Meeting:
     def _offers(self, deadline: Deadline) -> Iterator[Shared]:
         """Yield what other ranks have, first of all nothing if none of them has it."""
         for rank in range(self._layout.num_ranks):
-            timeout_s = min(_ASK_S, deadline.remaining())
+            # Never zero: a rank that is not asked in the last turn would seem to have no arena.
+            timeout_s = min(_ASK_S, max(deadline.remaining(), _LEAST_ASK_S))
             # Not there yet, there but without an arena, or stopped: another rank may have it.
             with contextlib.suppress(PeerLostError, SegmentGoneError, StallError):
                 if rank != self._rank:
