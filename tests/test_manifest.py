@@ -21,7 +21,7 @@ from wtransfer.manifest import (
     fingerprint,
     local_fingerprint,
 )
-from wtransfer.transport.frames import FrameReader, pack_frame
+from wtransfer.transport.framing import FrameReader, pack_frame
 from wtransfer.weight_sync.messages import CODEC, Plan
 
 PIECES = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from wtransfer.errors import EngineError, LimitError, ProtocolError, SchemaError
 from wtransfer.manifest import MAX_PIECES
-from wtransfer.transport.frames import FrameReader, pack_frame
+from wtransfer.transport.framing import FrameReader, pack_frame
 from wtransfer.weight_sync.messages import (
     CODEC,
     MAX_TEXT_NBYTES,

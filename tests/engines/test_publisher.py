@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 
@@ -28,6 +30,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.worker.session import WorkerSession
 
 
 class Gated(StateDictSource):
@@ -64,6 +67,71 @@ def until(condition, timeout_s=5.0):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+# -- joining
+
+
+def test_a_publisher_that_made_its_token_says_where_to_read_it(weights, monkeypatch):
+    monkeypatch.delenv("WTRANSFER_TOKEN", raising=False)
+    monkeypatch.delenv("WTRANSFER_TOKEN_FILE", raising=False)
+    with Publisher(weights) as publisher, pytest.raises(NoWorkersError, match=r"Publisher\.token"):
+        publisher.wait_for_workers(1, timeout_s=0.01)
+    with Publisher(weights, token="given") as publisher:
+        with pytest.raises(NoWorkersError) as caught:
+            publisher.wait_for_workers(1, timeout_s=0.01)
+        assert "Publisher.token" not in str(caught.value)
+
+
+def test_a_wrong_token_is_logged_once_on_each_side(weights, caplog):
+    with Publisher(weights) as publisher:
+        session = WorkerSession(like(weights), join=publisher.address, token="wrong")
+        until(lambda: session.refusal is not None and publisher.refusal is not None)
+        session.close()
+    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert sorted("refused a peer" in each.getMessage() for each in warnings) == [False, True]
+    assert all("token" in each.getMessage() for each in warnings)
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, sys
+import torch
+from wtransfer import Publisher
+from wtransfer.errors import DescriptorLimitError
+
+weights = {"a": torch.zeros(4)}
+Publisher(weights).close()  # whatever is imported once is imported now
+limit = max(map(int, os.listdir("/proc/self/fd"))) + 8
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+taken, before = [], None
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+failures = 0
+while True:
+    try:
+        publisher = Publisher(weights)
+        break
+    except DescriptorLimitError as error:
+        assert "ulimit -n" in str(error), error
+        failures += 1
+        os.close(taken.pop())
+print(failures > 0)
+publisher.close()
+"""
+
+
+def test_too_few_descriptors_are_named():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 # -- before a round

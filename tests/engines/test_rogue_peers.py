@@ -21,7 +21,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
 from wtransfer.transport.channel import Dialer, Listener
 from wtransfer.transport.digests import digest
-from wtransfer.transport.frames import pack_frame
+from wtransfer.transport.framing import pack_frame
 from wtransfer.weight_sync.messages import (
     CODEC,
     Abort,

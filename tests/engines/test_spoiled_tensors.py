@@ -24,8 +24,8 @@ from wtransfer.errors import (
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.testing.faults import Fault
-from wtransfer.transport.handover import Lender
 from wtransfer.transport.layout import TensorLayout
+from wtransfer.transport.lease import SegmentExporter
 from wtransfer.transport.memory import Segment
 
 CAUGHT = {
@@ -129,21 +129,21 @@ def test_a_segment_that_is_too_short_is_refused_at_every_length():
     layout = TensorLayout(Manifest((Piece("a", "float32", (2,)), Piece("b", "float32", (3,)))))
     worker = ShmWeightTransferEngine(WeightTransferConfig("shm"), ParallelConfig())
     worker.set_layout(layout)
-    lender = Lender()
-    worker.init_transfer_engine(ShmInitInfo(lender.address, lender.secret))
+    exporter = SegmentExporter()
+    worker.init_transfer_engine(ShmInitInfo(exporter.address, exporter.secret))
     try:
         for length in range(layout.nbytes):
             segment = Segment(length)
-            lender.offer(length, segment)
+            exporter.export(length, segment)
             info, arrived = ShmUpdateInfo(segment=length, first=0, last=2), []
             with pytest.raises(TruncatedError, match="do not lie within"):
                 worker.receive_weights(info, arrived.extend)
             assert arrived == []
-            lender.withdraw(length)
+            exporter.revoke(length)
             segment.close()
     finally:
         worker.shutdown()
-        lender.close()
+        exporter.close()
 
 
 class TruncatingTrainer(ShmTrainerEngine):

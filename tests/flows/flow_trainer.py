@@ -7,8 +7,8 @@ import resource
 
 import flow_stage
 
-from wtransfer.transport.frames import FrameReader
-from wtransfer.transport.listener import Listener
+from wtransfer.transport.channel import Listener
+from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.publisher import Publisher

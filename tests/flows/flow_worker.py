@@ -9,7 +9,7 @@ import time
 import flow_stage
 
 from wtransfer.errors import CommitError
-from wtransfer.transport.dialer import Dialer
+from wtransfer.transport.channel import Dialer
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import ModuleTarget
 

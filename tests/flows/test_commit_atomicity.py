@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.transport.addresses import random_address
+from wtransfer.transport.address import random_address
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from wtransfer.transport.addresses import random_address
+from wtransfer.transport.address import random_address
 
 
 def test_a_session_is_refused_in_a_forked_child_and_the_parent_is_unharmed(flow):

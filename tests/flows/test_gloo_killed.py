@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from wtransfer.transport.addresses import random_address
+from wtransfer.transport.address import random_address
 
 BEFORE_COMMIT = [
     pytest.param("plan", 2, marks=pytest.mark.slow),

@@ -51,7 +51,7 @@ def test_a_port_in_use_ends_the_command_with_its_name(worker, nursery, tmp_path,
     address = worker.url.replace("http://", "tcp:")
     second = WorkerProcess(nursery, tmp_path, listen=address)
     assert second.child.wait(20.0) == 1
-    assert f"somebody listens at '{address}' already" in second.output
+    assert f"another process listens at '{address}' already" in second.output
     assert client.weight_info()["state"] == "fresh"
 
 

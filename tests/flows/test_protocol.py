@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.transport.auth import PROTOCOL
+from wtransfer.transport.handshake import PROTOCOL
 
 
 @pytest.mark.parametrize(("of_trainer", "of_worker"), [(0, 1), (1, 0)])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.transport.addresses import random_address
+from wtransfer.transport.address import random_address
 
 ROLES = ("trainer", "worker")
 PHASES = ("idle", "init", "plan", "transfer", "seal", "commit")

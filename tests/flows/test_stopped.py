@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from wtransfer.transport.addresses import random_address
+from wtransfer.transport.address import random_address
 
 DEADLINE_S = 1.0
 ON_TIME_S = DEADLINE_S * 1.1 + 0.5  # 10 %, and what a busy machine may add

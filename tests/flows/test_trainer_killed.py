@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from wtransfer.transport.addresses import random_address
+from wtransfer.transport.address import random_address
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wtransfer.errors import AddressInUseError
-from wtransfer.transport.addresses import random_address
+from wtransfer.transport.address import random_address
 
 
 def test_the_second_trainer_is_refused_with_holder_and_age(flow, failing):

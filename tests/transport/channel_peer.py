@@ -26,7 +26,7 @@ class Note(msgspec.Struct):
     parts: list[bytes] = []
 
     def num_entries(self):
-        """See `wtransfer.transport.frames.MessageType`."""
+        """See `wtransfer.transport.framing.MessageType`."""
         return len(self.parts)
 
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from wtransfer.transport.auth import HANDSHAKE, WorkerHandshake
 from wtransfer.transport.channel import Dialer, Listener
-from wtransfer.transport.frames import FrameReader
+from wtransfer.transport.framing import FrameReader
+from wtransfer.transport.handshake import HANDSHAKE, WorkerHandshake
 
 PATIENCE_S = 10.0
 PEER_SCRIPT = Path(__file__).with_name("channel_peer.py")

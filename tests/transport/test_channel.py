@@ -22,11 +22,10 @@ from wtransfer.errors import (
     StallError,
     TruncatedError,
 )
-from wtransfer.transport import connection as connection_module
-from wtransfer.transport.auth import HANDSHAKE, Auth, Challenge, Reject, Welcome
-from wtransfer.transport.channel import Dialer, random_address
-from wtransfer.transport.frames import MIB, FrameReader, pack_frame
-from wtransfer.transport.listener import MAX_UNPROVEN
+from wtransfer.transport import channel as channel_module
+from wtransfer.transport.channel import MAX_UNPROVEN, Dialer, random_address
+from wtransfer.transport.framing import MIB, FrameReader, pack_frame
+from wtransfer.transport.handshake import HANDSHAKE, PROTOCOL, Auth, Challenge, Reject, Welcome
 
 
 def wait_for(condition, seconds=10):
@@ -342,7 +341,7 @@ def test_a_false_trainer_is_refused_by_the_worker(channel, leaves_nothing):
         impostor.listen()
         _, worker = channel.dial(address=address, token="t")
         with impostor.accept()[0] as accepted:
-            accepted.sendall(HANDSHAKE.encode(Challenge(1, b"n" * 32)))
+            accepted.sendall(HANDSHAKE.encode(Challenge(PROTOCOL, b"n" * 32)))
             reader = FrameReader(HANDSHAKE)
             (auth,) = reader.feed(accepted.recv(1024))
             accepted.sendall(HANDSHAKE.encode(Welcome(auth.proof, 5, 30)))
@@ -350,6 +349,70 @@ def test_a_false_trainer_is_refused_by_the_worker(channel, leaves_nothing):
             (reject,) = reader.feed(accepted.recv(1024))
             assert isinstance(reject, Reject)
     assert worker.opened.empty()
+
+
+def test_a_dialer_waits_for_a_busy_listener_until_its_deadline(channel, leaves_nothing):
+    """A listener whose interpreter is busy greets late: that is no reason to turn away."""
+    address = random_address()
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.bind("\0" + address.removeprefix("unix:@"))
+        busy.listen()
+        channel.dial(address=address, token="t")
+        with busy.accept()[0] as accepted:
+            accepted.settimeout(5.5)
+            with pytest.raises(TimeoutError):
+                accepted.recv(1)
+        dialer, _ = channel.dial(address=address, token="t", deadline_s=0.2)
+        with busy.accept()[0]:
+            wait_for(lambda: isinstance(dialer.last_error, StallError))
+        assert dialer.last_error.seconds == 0.2
+
+
+def test_closing_interrupts_a_handshake(channel, leaves_nothing):
+    address = random_address()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind("\0" + address.removeprefix("unix:@"))
+        silent.listen()
+        dialer, _ = channel.dial(address=address, token="t")
+        with silent.accept()[0]:
+            begin = time.monotonic()
+            dialer.close()
+            assert time.monotonic() - begin < 1
+
+
+def test_a_slow_name_lookup_holds_up_no_other_connection(channel, messages, monkeypatch):
+    both = channel.pair()
+    asked, answered = threading.Event(), threading.Event()
+    look_up = socket.getaddrinfo
+
+    def slow(host, *args, **options):
+        if host != "slow.invalid":
+            return look_up(host, *args, **options)
+        if threading.current_thread() is threading.main_thread():
+            return look_up("127.0.0.1", *args, **options)  # the constructor checks the address
+        asked.set()
+        answered.wait(10)
+        raise socket.gaierror("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    dialer, _ = channel.dial(address="tcp:slow.invalid:1", token="t")
+    assert asked.wait(10)
+    both.to_worker.send(messages.Word("quick"))
+    assert both.worker.message() == messages.Word("quick")
+    answered.set()
+    wait_for(lambda: dialer.last_error is not None)
+    assert "no such host" in str(dialer.last_error)
+
+
+def test_a_flood_of_strangers_is_no_flood_of_warnings(channel, raw_peer, caplog):
+    listener, trainer = channel.listen()
+    begin = time.monotonic()
+    for _ in range(20):
+        raw_peer(listener.address).send(b"GET / HTTP/1.1")
+    for _ in range(20):
+        trainer.refusal()
+    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert 1 <= len(warnings) <= 1 + (time.monotonic() - begin)
 
 
 HOSTILE = {
@@ -514,7 +577,7 @@ def test_a_large_message_to_one_does_not_hold_up_another(channel, messages, raw_
 
 
 def test_a_peer_that_does_not_read_costs_bounded_memory(channel, messages, raw_peer, monkeypatch):
-    monkeypatch.setattr(connection_module, "MAX_OUTBOX_NBYTES", 4 * MIB)
+    monkeypatch.setattr(channel_module, "MAX_OUTBOX_NBYTES", 4 * MIB)
     listener, trainer = channel.listen()
     raw_peer(listener.address).shake_hands(listener.token)
     connection = trainer.connection()

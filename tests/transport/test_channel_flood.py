@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.transport.addresses import parse_address
-from wtransfer.transport.listener import MAX_UNPROVEN
+from wtransfer.transport.address import parse_address
+from wtransfer.transport.channel import MAX_UNPROVEN
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from wtransfer.errors import AuthenticationError, PeerError, PeerLostError, StallError
-from wtransfer.transport.addresses import parse_address
+from wtransfer.transport.address import parse_address
 from wtransfer.transport.channel import random_address
 
 

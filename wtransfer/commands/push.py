@@ -32,7 +32,7 @@ from wtransfer.errors import (
     WTransferError,
     to_wire,
 )
-from wtransfer.transport.auth import resolve_token
+from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.url import parse_host_url
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import click
 
 from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, token_file_option
 from wtransfer.errors import CommitError, WTransferError
-from wtransfer.transport.auth import new_token, resolve_token
+from wtransfer.transport.handshake import new_token, resolve_token
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ from wtransfer.connectors.relay.options import RelayOptions
 from wtransfer.connectors.relay.scheduler import RelayScheduler
 from wtransfer.connectors.relay.worker import RelayWorker
 from wtransfer.errors import ConnectorOptionError
-from wtransfer.transport.addresses import parse_address, tcp_text
+from wtransfer.transport.address import parse_address, tcp_text
 from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:

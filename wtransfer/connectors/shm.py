@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wtransfer.connectors.interface import KVConnectorBase_V1
-from wtransfer.connectors.relay.mapped import LendingDesk, MappedLink
+from wtransfer.connectors.relay.mapped import ExportingDesk, MappedLink
 from wtransfer.connectors.relay.scheduler import RelayScheduler
 from wtransfer.connectors.relay.worker import RelayWorker
-from wtransfer.transport.addresses import RANDOM_PREFIX
+from wtransfer.transport.address import RANDOM_PREFIX
 from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SharedMemoryWorker(RelayWorker):
 
     def make_desk(self, shelf: Shelf) -> Desk:
         """Listen at a Unix socket, and lend the shelf."""
-        return LendingDesk(
+        return ExportingDesk(
             shelf,
             engine_id=self.instance.engine_id,
             rank=self.instance.rank,

@@ -27,7 +27,7 @@ from wtransfer.engines.interface import (
     WeightTransferUpdateInfo,
 )
 from wtransfer.errors import NotInitializedError
-from wtransfer.transport.handover import Borrower, Lender
+from wtransfer.transport.lease import SegmentExporter, attach
 from wtransfer.transport.memory import Segment, populate
 
 if TYPE_CHECKING:
@@ -83,17 +83,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
         super().__init__(config, parallel_config)
-        self._borrower: Borrower | None = None
+        self._exporter: ShmInitInfo | None = None
         self._layout: TensorLayout | None = None
         self._mapped: tuple[int, ByteArray] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
-        """Connect to the trainer.
-
-        Raises:
-            PeerLostError: The trainer is gone, or on another host.
-        """
-        self._borrower = Borrower(init_info.address, init_info.secret, CONNECT_TIMEOUT_S)
+        """Note where the trainer exports segments; each round connects there."""
+        self._exporter = init_info
 
     def set_layout(self, layout: TensorLayout) -> None:
         """Take the layout of the round's tensors."""
@@ -111,16 +107,19 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Pass views of one bucket on.
 
         Raises:
+            PeerLostError: The trainer is gone, or on another host.
             ProtocolError: The update has no such tensors.
             TruncatedError: The segment is smaller than the update.
         """
-        borrower, layout = self._borrower, self._layout
-        if borrower is None or layout is None:
+        exporter, layout = self._exporter, self._layout
+        if exporter is None or layout is None:
             raise NotInitializedError("not initialized: no trainer to map memory of, or no layout")
         bucket = layout.bucket(update_info.first, update_info.last)
         if self._mapped is None or self._mapped[0] != update_info.segment:
-            mapping = borrower.borrow(update_info.segment).mapping
-            self._mapped = (update_info.segment, mapping)
+            lease = attach(
+                exporter.address, exporter.secret, update_info.segment, CONNECT_TIMEOUT_S
+            )
+            self._mapped = (update_info.segment, lease.mapping)
         mapping = self._mapped[1]
         # In bulk, and only what has been written: a page fault per 4 KiB would cost more.
         populate(mapping, bucket.start, bucket.nbytes)
@@ -133,9 +132,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def shutdown(self) -> None:
         """Disconnect; memory that a model points to stays leased."""
         self._mapped = None
-        if self._borrower is not None:
-            self._borrower.close()
-            self._borrower = None
+        self._exporter = None
 
 
 @dataclass
@@ -186,14 +183,14 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         source: RoundSource | None = None,
     ) -> None:
         super().__init__(init_info, client=client, source=source)
-        self._lender = Lender()
+        self._exporter = SegmentExporter()
         self._committed: Slot | None = None
         self._next: Slot | None = None
         self._num_contents = 0
 
     def worker_init_info(self) -> dict[str, Any]:
         """Return where segments are attached."""
-        return {"address": self._lender.address, "secret": self._lender.secret}
+        return {"address": self._exporter.address, "secret": self._exporter.secret}
 
     def send_weights(self) -> None:
         """Copy bucket by bucket, and announce each while the next is copied."""
@@ -223,8 +220,8 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
             self._committed, self._next = self._next, self._committed
 
     def shutdown(self) -> None:
-        """Withdraw all segments; readers keep what they have mapped."""
-        self._lender.close()
+        """Revoke all segments; readers keep what they have mapped."""
+        self._exporter.close()
         for slot in (self._committed, self._next):
             if slot is not None:
                 slot.segment.close()
@@ -236,16 +233,16 @@ class ShmTrainerEngine(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         # A number for every content: a late request for an older one fails.
         slot = Slot(self._num_contents, segment or Segment(nbytes, on_step))
         self._num_contents += 1
-        self._lender.offer(slot.segment_id, slot.segment)
+        self._exporter.export(slot.segment_id, slot.segment)
         self._next = slot
         return slot
 
     def _reclaim(self, slot: Slot, nbytes: int) -> Segment | None:
         """Take back a segment to write to it, unless a reader still has a lease."""
-        # Withdrawn first: from here on no lease can be added, so "free" stays true.
-        self._lender.withdraw(slot.segment_id)
+        # Revoked first: from here on no lease can be added, so "free" stays true.
+        self._exporter.revoke(slot.segment_id)
         large_enough = slot.segment.nbytes >= nbytes
-        if large_enough and self._lender.wait_free(slot.segment_id, RELEASE_GRACE_S):
+        if large_enough and self._exporter.wait_free(slot.segment_id, RELEASE_GRACE_S):
             return slot.segment
         # Remaining readers keep the memory alive; it goes with the last of them.
         slot.segment.close()

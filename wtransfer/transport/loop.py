@@ -1,4 +1,8 @@
-"""One thread that waits for many sockets, and what becomes of its descriptors after a fork."""
+"""The process's channel thread: it waits for sockets and timers, and survives a fork.
+
+All listeners, dialers and connections of a process share one loop. It starts with its first user
+and ends with its last.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import ClosedError, ForkedError
+from wtransfer.transport.address import descriptor_errors
 
 if TYPE_CHECKING:
     import socket
@@ -21,16 +26,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SLICE_NBYTES = 1 << 18
+"""Bytes that are read from one socket at a time."""
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 
-_JOIN_S = 5.0
+_WAIT_S = 5.0
 
-# Held while a descriptor is made and noted down, and by whoever forks: no child is born between
-# the two, so none inherits a connection that it does not know and would keep open for ever.
-# Reentrant, for a signal handler that forks.
+# Held while a descriptor is made and recorded, and during every fork: no child is born between the
+# two, so none inherits a socket that it does not know and would keep open for ever. Reentrant, for
+# a signal handler that forks.
 _fork_lock = threading.RLock()
-_loops: set[Loop] = set()
+_shared: Loop | None = None
+_alive: set[Loop] = set()
 
 
 class Timer:
@@ -49,34 +57,73 @@ class Timer:
 class Loop:
     """Run callbacks for sockets, timers and other threads, all on one thread.
 
+    `enter` returns the process's loop. `call_soon`, `adopt`, `release` and `wait` may be called
+    from any thread, everything else only on the loop's own.
+
     Within one turn, sockets come before timers: bytes that arrived while this process was stopped
     or starved count before a deadline is judged.
-
-    Args:
-        name: Name of the thread.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    @staticmethod
+    def enter(user: object) -> Loop:
+        """Return the process's loop, running; it runs until every user has called `leave`.
+
+        Raises:
+            DescriptorLimitError: No descriptor is left.
+        """
+        global _shared  # noqa: PLW0603 (one loop per process is the point)
+        with _fork_lock:
+            if _shared is None:
+                loop = Loop()
+                try:
+                    loop._thread.start()
+                except BaseException:
+                    loop._dispose()
+                    raise
+                _shared = loop
+                _alive.add(loop)
+            _shared._users.add(user)  # noqa: SLF001 (same class)
+            return _shared
+
+    def __init__(self) -> None:
+        self.forked = False
+        """Whether this is a fork()ed child, in which nothing of this loop is open."""
+        self.buffer = memoryview(bytearray(SLICE_NBYTES))
+        """Where handlers read to: one for all sockets, valid until the handler returns."""
+        self._users: set[object] = set()
         self._sockets: set[socket.socket] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._timer_numbers = itertools.count()
         self._stopping = False
         self._disposed = False
-        self._forked = False
         # Reentrant: a signal handler may send while its thread is in here.
         self._lock = threading.RLock()
+        with descriptor_errors("starting the channel's thread"), contextlib.ExitStack() as undo:
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.pop_all()
         self._selector.register(self._wake_fd, READ, self._woken)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        with _fork_lock:
-            _loops.add(self)
+        self._thread = threading.Thread(target=self._run, name="wtransfer-channel", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    def leave(self, user: object) -> None:
+        """Take note that a user has ended; the thread ends after this turn if none is left."""
+        global _shared  # noqa: PLW0603
+        with _fork_lock:
+            self._users.discard(user)
+            if not self._users:
+                self._stopping = True
+                if _shared is self:
+                    _shared = None
+
+    def wait(self, ended: threading.Event) -> None:
+        """Wait until a user's end has been reached; on the loop's own thread return at once."""
+        if threading.current_thread() is self._thread:
+            return
+        if not ended.wait(_WAIT_S):
+            log.error("the channel's thread did not answer within %g s: a callback blocks", _WAIT_S)
+        elif self._stopping:
+            self._thread.join(_WAIT_S)
 
     def check_process(self) -> None:
         """Refuse to work in a child of the process that made this loop.
@@ -84,16 +131,11 @@ class Loop:
         Raises:
             ForkedError: This is such a child.
         """
-        if self._forked:
+        if self.forked:
             raise ForkedError(
-                f"{self._name} belongs to the process that made it; this is a fork()ed child, "
+                "this channel belongs to the process that made it; this is a fork()ed child, "
                 "where its connections are closed: make a new one here"
             )
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is a fork()ed child, in which nothing of this loop is open."""
-        return self._forked
 
     def call_soon(self, call: Callable[[], None]) -> bool:
         """Have a call made on the loop's thread.
@@ -110,39 +152,37 @@ class Loop:
             os.eventfd_write(self._wake_fd, 1)
             return True
 
-    def is_current(self) -> bool:
-        """Return whether the caller runs on the loop's thread."""
-        return threading.current_thread() is self._thread
-
-    def join(self) -> None:
-        """Wait for the thread to end, unless called on it."""
-        if self.is_current() or self._thread.ident is None:
-            return
-        self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
-            log.error("%s did not end within %g s: a callback blocks", self._name, _JOIN_S)
-
-    def dispose(self) -> None:
-        """Close everything; for a loop that was never started, and for its thread at the end."""
-        with self._lock, _fork_lock:
-            if self._disposed:
-                return
-            self._disposed = True
-            _loops.discard(self)
-            self._close_descriptors()
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Timer:
+        """Have a call made on the loop's thread in `seconds`."""
+        timer = Timer(call)
+        due = time.monotonic() + seconds
+        heapq.heappush(self._timers, (due, next(self._timer_numbers), timer))
+        return timer
 
     def adopt(self, make: Callable[[], socket.socket]) -> socket.socket:
         """Make a socket that is closed in fork()ed children and at the end of the loop.
 
         Args:
             make: Makes the socket; must not block.
+
+        Raises:
+            ClosedError: The loop has ended.
         """
         with _fork_lock:
+            self.check_process()
             if self._disposed:
-                raise ClosedError(f"{self._name} is closed")
+                raise ClosedError("the channel's thread has ended")
             sock = make()
             self._sockets.add(sock)
         return sock
+
+    def release(self, sock: socket.socket) -> None:
+        """Close a socket; one that is watched only on the loop's thread."""
+        if not self._disposed and sock.fileno() >= 0 and sock in self._selector.get_map():
+            self._selector.unregister(sock)
+        with _fork_lock:
+            sock.close()
+            self._sockets.discard(sock)
 
     def watch(self, sock: socket.socket, events: int, handler: Callable[[int], None]) -> None:
         """Call `handler(mask)` whenever one of `events` is possible; 0 to stop.
@@ -158,34 +198,22 @@ class Loop:
         else:
             self._selector.register(sock, events, handler)
 
-    def release(self, sock: socket.socket) -> None:
-        """Stop watching a socket and close it."""
-        if sock.fileno() >= 0 and sock in self._selector.get_map():
-            self._selector.unregister(sock)
-        with _fork_lock:
-            sock.close()
-            self._sockets.discard(sock)
-
-    def call_later(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Have a call made on the loop's thread in `seconds`."""
-        timer = Timer(call)
-        due = time.monotonic() + seconds
-        heapq.heappush(self._timers, (due, next(self._timer_numbers), timer))
-        return timer
-
-    def stop(self) -> None:
-        """End the thread after this turn."""
-        self._stopping = True
-
     def _run(self) -> None:
         try:
             while not self._stopping:
                 for key, mask in self._selector.select(self._patience()):
                     self._guard(key.data, mask)
-                self._make_calls()
-                self._make_due_calls()
+                # Only those that wait now: calls that make calls must not keep sockets waiting.
+                for _ in range(len(self._calls)):
+                    self._guard(self._calls.popleft())
+                now = time.monotonic()
+                while self._timers and self._timers[0][0] <= now:
+                    _, _, timer = heapq.heappop(self._timers)
+                    call, timer.call = timer.call, None
+                    if call is not None:
+                        self._guard(call)
         finally:
-            self.dispose()
+            self._dispose()
 
     def _patience(self) -> float | None:
         if self._calls:
@@ -196,24 +224,18 @@ class Loop:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
-    def _make_calls(self) -> None:
-        # Only those that wait now: calls that make calls must not keep sockets waiting.
-        for _ in range(len(self._calls)):
-            self._guard(self._calls.popleft())
-
-    def _make_due_calls(self) -> None:
-        now = time.monotonic()
-        while self._timers and self._timers[0][0] <= now:
-            _, _, timer = heapq.heappop(self._timers)
-            call, timer.call = timer.call, None
-            if call is not None:
-                self._guard(call)
-
     def _guard(self, call: Callable[..., None], *args: int) -> None:
         try:
             call(*args)
         except BaseException:  # a callback may well raise CancelledError; all peers hang on us
-            log.exception("%s: a handler failed; the loop goes on", self._name)
+            log.exception("a handler of the channel failed; the channel goes on")
+
+    def _dispose(self) -> None:
+        with self._lock, _fork_lock:
+            if not self._disposed:
+                self._disposed = True
+                _alive.discard(self)
+                self._close_descriptors()
 
     def _close_descriptors(self) -> None:
         for sock in tuple(self._sockets):
@@ -222,13 +244,14 @@ class Loop:
         self._selector.close()
         os.close(self._wake_fd)
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Close this child's copies of all descriptors; the parent's stay as they are.
 
         Only `close`: a `shutdown` would end the parent's connections, and `unregister` would take
-        them out of the epoll object, which parent and child share.
+        them out of the epoll object, which parent and child share. No lock is taken: its holder
+        does not exist in the child.
         """
-        self._forked = True
+        self.forked = True
         self._stopping = True  # a callback that forks goes on in the child, on this loop's thread
         if not self._disposed:
             self._disposed = True
@@ -236,11 +259,12 @@ class Loop:
 
 
 def _after_fork_in_child() -> None:
+    global _shared  # noqa: PLW0603
     try:
-        # No lock of a loop is taken: its holder does not exist in the child.
-        for loop in _loops:
-            loop.abandon()
-        _loops.clear()
+        for loop in _alive:
+            loop._abandon()  # noqa: SLF001 (same module)
+        _alive.clear()
+        _shared = None
     finally:
         _fork_lock.release()
 

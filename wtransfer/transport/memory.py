@@ -1,7 +1,7 @@
 """Anonymous shared memory: made and pre-faulted by one process, mapped privately by others.
 
 A segment has no name in any file system, so nothing is left behind however its processes end. A
-process gets at it only by being handed the descriptor (`wtransfer.transport.handover`).
+process gets at it only by being handed the descriptor (`wtransfer.transport.lease`).
 
 Fresh pages cost ten times a copy. They are therefore touched once, ahead of use: by the writer with
 MADV_POPULATE_WRITE when the segment is made, by a reader with MADV_POPULATE_READ as it goes along.

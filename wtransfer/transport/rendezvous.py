@@ -24,7 +24,7 @@ import torch.distributed
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import AddressError, GroupError, PeerLostError
-from wtransfer.transport.addresses import ListeningSocket, tcp_text
+from wtransfer.transport.address import ListeningSocket, tcp_text
 from wtransfer.transport.connections import hang_up
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import msgspec
 
 from wtransfer.errors import Fact, WTransferError, from_wire, to_wire
 from wtransfer.manifest import MAX_PIECES, Digests, Manifest
-from wtransfer.transport.frames import Codec, MessageType
+from wtransfer.transport.framing import Codec, MessageType
 
 MIB = 1 << 20
 MAX_TEXT_NBYTES = 16 << 10

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from wtransfer.deadline import Deadline
 from wtransfer.demo.serving.line import PATIENCE_S, Line
 from wtransfer.errors import StallError
-from wtransfer.transport.addresses import parse_address
-from wtransfer.transport.auth import check_same_user
+from wtransfer.transport.address import check_same_user, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from wtransfer.connectors.relay.desk import Desk
 from wtransfer.connectors.relay.link import Link
 from wtransfer.errors import ProtocolError
-from wtransfer.transport.handover import Borrower, Lender
+from wtransfer.transport.lease import SegmentExporter, attach
 from wtransfer.transport.memory import populate
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     """Shape ``(num_slots, stride)``."""
 
 _SEGMENT = 0
-_BORROW_S = 5.0
+_ATTACH_S = 5.0
 
 
-class LendingDesk(Desk):
-    """Lends its shelf to processes of the same user.
+class ExportingDesk(Desk):
+    """Exports its shelf to processes of the same user.
 
     Args:
         shelf: The shelf.
@@ -43,22 +43,22 @@ class LendingDesk(Desk):
     """
 
     def __init__(self, shelf: Shelf, **settings: Any) -> None:
-        self._lender = Lender()
+        self._exporter = SegmentExporter()
         try:
-            self._lender.offer(_SEGMENT, shelf.segment)
+            self._exporter.export(_SEGMENT, shelf.segment)
             super().__init__(shelf, **settings)
         except BaseException:
-            self._lender.close()
+            self._exporter.close()
             raise
 
     def facts(self, connection: Connection) -> dict[str, int | str]:  # noqa: ARG002
-        """Return where the shelf is lent."""
-        return {"lender": self._lender.address, "secret": self._lender.secret}
+        """Return where the shelf is exported."""
+        return {"exporter": self._exporter.address, "secret": self._exporter.secret}
 
     def close(self) -> None:
-        """Lend it no more; who has it keeps it."""
+        """Export it no more; readers keep what they have mapped."""
         super().close()
-        self._lender.close()
+        self._exporter.close()
 
 
 class MappedLink(Link):
@@ -70,14 +70,16 @@ class MappedLink(Link):
     def open(self, card: Card) -> None:
         """Map the shelf."""
         try:
-            lender, secret = str(card.facts["lender"]), str(card.facts["secret"])
+            exporter, secret = str(card.facts["exporter"]), str(card.facts["secret"])
         except KeyError as error:
-            raise ProtocolError(f"{self.address} does not say where its shelf is lent") from error
-        timeout_s = min(_BORROW_S, self.here.deadline_s)
-        borrowed = Borrower(lender, secret, timeout_s).borrow(_SEGMENT)
+            raise ProtocolError(
+                f"{self.address} does not say where its shelf is exported"
+            ) from error
+        timeout_s = min(_ATTACH_S, self.here.deadline_s)
+        lease = attach(exporter, secret, _SEGMENT, timeout_s)
         stride = self.here.taker.layout.stride
-        num_slots = borrowed.nbytes // stride
-        self._shelf = borrowed.mapping[: num_slots * stride].reshape(num_slots, stride)
+        num_slots = lease.nbytes // stride
+        self._shelf = lease.mapping[: num_slots * stride].reshape(num_slots, stride)
         self._entered = bytearray(num_slots)
 
     def fetch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from wtransfer.blocks import BlockGeometry
-from wtransfer.transport.frames import Codec, MessageType
+from wtransfer.transport.framing import Codec, MessageType
 
 MAX_ASKED = 4096
 """Blocks that are asked for at once."""

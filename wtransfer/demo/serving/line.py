@@ -13,7 +13,7 @@ import msgspec
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import PeerLostError, StallError, from_wire, to_wire
-from wtransfer.transport.auth import check_same_user
+from wtransfer.transport.address import check_same_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

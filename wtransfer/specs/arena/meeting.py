@@ -7,7 +7,7 @@
 4. From then on it hands the arena over itself. So a rank that is started anew finds it as long as
    any other rank lives, rank 0 or not.
 
-Both ends check by the kernel's word that they belong to one user (`wtransfer.transport.handover`).
+Both ends check by the kernel's word that they belong to one user (`wtransfer.transport.lease`).
 Nothing is left when all have ended, in whichever way.
 """
 
@@ -31,14 +31,14 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.specs.arena.arena import make_segment
-from wtransfer.transport.handover import Borrower, Lender
-from wtransfer.transport.lender import peer_pid
+from wtransfer.transport.address import parse_address, peer_credentials
+from wtransfer.transport.lease import SegmentExporter, share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from wtransfer.specs.arena.layout import ArenaLayout
-    from wtransfer.transport.handover import Shared
+    from wtransfer.transport.lease import Shared
     from wtransfer.transport.memory import Segment
 
 CLAIM_S = 5.0
@@ -47,6 +47,7 @@ its memory takes a while."""
 
 _POLL_S = 0.02
 _ASK_S = 1.0
+_LEAST_ASK_S = 0.1
 _SEGMENT_ID = 0
 
 
@@ -76,7 +77,7 @@ class Meeting:
         self._rank = rank
         self._layout = layout
         self._deadline_s = deadline_s
-        self._lender = self._claim(Deadline(min(CLAIM_S, deadline_s)))
+        self._exporter = self._claim(Deadline(min(CLAIM_S, deadline_s)))
 
     def arena(self) -> Segment:
         """Return the memory of the arena, found or made, and hand it to those who ask from now on.
@@ -89,18 +90,18 @@ class Meeting:
             StagingMemoryError: There is not enough memory.
         """
         segment = self._find_or_make()
-        self._lender.offer(_SEGMENT_ID, segment, self._layout.facts())
+        self._exporter.export(_SEGMENT_ID, segment, self._layout.facts())
         return segment
 
     def close(self) -> None:
         """Leave; a second call does nothing. The arena stays with those who have it."""
-        self._lender.close()
+        self._exporter.close()
 
-    def _claim(self, deadline: Deadline) -> Lender:
+    def _claim(self, deadline: Deadline) -> SegmentExporter:
         address = self._address_of(self._rank)
         while True:
             try:
-                return Lender(address, secret=self._engine_id)
+                return SegmentExporter(address, secret=self._engine_id)
             except AddressInUseError as error:
                 if deadline.expired:
                     raise AddressInUseError(
@@ -139,12 +140,12 @@ class Meeting:
     def _offers(self, deadline: Deadline) -> Iterator[Shared]:
         """Yield what other ranks have, first of all nothing if none of them has it."""
         for rank in range(self._layout.num_ranks):
-            timeout_s = min(_ASK_S, deadline.remaining())
+            # Never zero: a rank that is not asked in the last turn would seem to have no arena.
+            timeout_s = min(_ASK_S, max(deadline.remaining(), _LEAST_ASK_S))
             # Not there yet, there but without an arena, or stopped: another rank may have it.
             with contextlib.suppress(PeerLostError, SegmentGoneError, StallError):
                 if rank != self._rank:
-                    asked = Borrower(self._address_of(rank), self._engine_id, timeout_s)
-                    yield asked.share(_SEGMENT_ID)
+                    yield share(self._address_of(rank), self._engine_id, _SEGMENT_ID, timeout_s)
 
     def _difference(self, shared: Shared) -> ProtocolError | None:
         for name, wanted in self._layout.facts().items():
@@ -167,17 +168,17 @@ class Meeting:
             )
 
     def _address_of(self, rank: int) -> str:
-        # Whatever an engine id consists of; that it really is this one, the lender checks.
+        # Whatever an engine id consists of; that it really is this one, the exporter checks.
         name = xxhash.xxh3_64_hexdigest(self._engine_id.encode())
-        return f"@wtransfer-arena-{os.geteuid()}-{name}-{rank}"
+        return f"unix:@wtransfer-arena-{os.geteuid()}-{name}-{rank}"
 
 
 def _holder_of(address: str) -> str:
     """Return the process that listens somewhere, as far as it can be known."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ASK_S)
         try:
-            connection.connect(f"\0{address.removeprefix('@')}")
-            return str(peer_pid(connection))
+            connection.connect(parse_address(address).target)
+            return str(peer_credentials(connection)[0])
         except OSError:
             return "(unknown)"

@@ -18,7 +18,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
-from wtransfer.transport.auth import resolve_token
+from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.http.call import HostCall
 from wtransfer.weight_sync.http.url import parse_host_url
 

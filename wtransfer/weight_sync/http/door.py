@@ -9,14 +9,13 @@ import time
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import AuthenticationError
-from wtransfer.transport.addresses import no_delay
-from wtransfer.transport.auth import check_same_user
+from wtransfer.transport.address import check_same_user, no_delay
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Collection
 
-    from wtransfer.transport.addresses import ListeningSocket
+    from wtransfer.transport.address import ListeningSocket
     from wtransfer.weight_sync.http.protocol import BoundedProtocol
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from wtransfer.weight_sync.http.protocol import BoundedProtocol
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from wtransfer.transport.addresses import ListeningSocket
+    from wtransfer.transport.address import ListeningSocket
 
 logger = logging.getLogger(__name__)
 

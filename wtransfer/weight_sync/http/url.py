@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
 
 from wtransfer.errors import AddressError
-from wtransfer.transport.addresses import parse_address
+from wtransfer.transport.address import parse_address
 
 _PORTS = {"http": 80, "https": 443}
 _SECRET = re.compile(r"(?<=://).*@|(?<=^tcp:).*@")
@@ -32,7 +32,7 @@ class HostUrl:
     socket: str | None = None
     """Unix socket to connect to; abstract names start with a NUL."""
     place: str = ""
-    """The same as an address of `wtransfer.transport.addresses`."""
+    """The same as an address of `wtransfer.transport.address`."""
     token: str | None = field(default=None, repr=False)
     """Token that stood in the URL."""
 

@@ -23,8 +23,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import AuthenticationError, PluginNotInstalledError
-from wtransfer.transport.addresses import ListeningSocket
-from wtransfer.transport.auth import new_token, resolve_token
+from wtransfer.transport.address import ListeningSocket
+from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.endings import close_at_exit
 from wtransfer.weight_sync.http.unsealed.updates import UnsealedUpdates
 

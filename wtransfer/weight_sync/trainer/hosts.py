@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import AddressError, HostsError, WTransferError
-from wtransfer.transport.addresses import parse_address
+from wtransfer.transport.address import parse_address
 from wtransfer.weight_sync.http.clients import HttpClient, all_at_once
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from wtransfer.errors import (
     VersionNotKeptError,
     WTransferError,
 )
-from wtransfer.transport.auth import new_token, resolve_token
 from wtransfer.transport.channel import Listener
+from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.endings import close_at_exit
 from wtransfer.weight_sync.messages import CODEC
 from wtransfer.weight_sync.trainer.catchup import CatchUp
@@ -110,6 +110,7 @@ class Publisher:
         _check_choice("on_lost_worker", on_lost_worker, ("abort", "drop"))
         _check_choice("nonfinite", nonfinite, ("allow", "warn", "reject"))
         known_token = resolve_token(token, os.environ)
+        self._made_token = known_token is None
         self.token = known_token or new_token()
         # A token that was made up here is no host's: it must not be tried on them.
         self._hosts = Hosts(host_token or known_token, deadline_s)
@@ -204,7 +205,13 @@ class Publisher:
         self._check_usable()
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._roster.instances()) >= n, timeout_s):
-                raise too_few(len(self._roster.instances()), n) from self._refusal
+                error = too_few(len(self._roster.instances()), n)
+                if self._made_token:
+                    error.message += (
+                        "; no token was given, so this publisher made its own: workers need "
+                        "Publisher.token as token=, or set WTRANSFER_TOKEN on both sides"
+                    )
+                raise error from self._refusal
 
     @property
     def hosts(self) -> dict[str, str | None]:

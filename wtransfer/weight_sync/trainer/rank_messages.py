@@ -19,7 +19,7 @@ from __future__ import annotations
 import msgspec
 
 from wtransfer.manifest import MAX_PIECES
-from wtransfer.transport.frames import MIB, Codec, MessageType
+from wtransfer.transport.framing import MIB, Codec, MessageType
 from wtransfer.weight_sync.messages import ErrorInfo  # noqa: TC001  # fields of messages
 
 

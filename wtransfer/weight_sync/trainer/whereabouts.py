@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from wtransfer.errors import NotInitializedError, PeerLostError, ProtocolError
-from wtransfer.transport.auth import new_token, resolve_token
+from wtransfer.transport.handshake import new_token, resolve_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

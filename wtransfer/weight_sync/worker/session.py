@@ -38,9 +38,9 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.registry import hooks
-from wtransfer.transport.addresses import parse_address
-from wtransfer.transport.auth import resolve_token
+from wtransfer.transport.address import parse_address
 from wtransfer.transport.digests import digest
+from wtransfer.transport.handshake import resolve_token
 from wtransfer.transport.tensors import torch_dtype
 from wtransfer.weight_sync.endings import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo, Hello, Lost, Receipt
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import WeightTarget
     from wtransfer.manifest import Manifest
-    from wtransfer.transport.addresses import Address
+    from wtransfer.transport.address import Address
 
 logger = logging.getLogger(__name__)
 

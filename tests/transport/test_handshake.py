@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from wtransfer.deadline import Deadline
 from wtransfer.errors import AuthenticationError, LimitError, PeerError, ProtocolError, StallError
-from wtransfer.transport.auth import (
+from wtransfer.transport.framing import FrameReader, pack_frame
+from wtransfer.transport.handshake import (
     HANDSHAKE,
     MAX_HANDSHAKE_NBYTES,
+    PROTOCOL,
     Auth,
     Challenge,
     Reject,
@@ -19,8 +26,8 @@ from wtransfer.transport.auth import (
     WorkerHandshake,
     new_token,
     resolve_token,
+    shake_hands,
 )
-from wtransfer.transport.frames import FrameReader, pack_frame
 
 TOKEN = "a token that is not random"
 
@@ -31,7 +38,6 @@ def trainer(token=TOKEN, **options):
 
 def test_both_sides_prove_the_token():
     here, there = trainer(), WorkerHandshake(TOKEN)
-    assert there.start() is None
     there.receive(here.receive(there.receive(here.start())))
     assert here.complete
     assert there.complete
@@ -66,7 +72,7 @@ def test_a_trainer_with_another_token_is_refused():
 
 def test_a_worker_cannot_be_used_as_its_own_trainer():
     there = WorkerHandshake(TOKEN)
-    auth = there.receive(Challenge(1, b"n" * 32))
+    auth = there.receive(Challenge(PROTOCOL, b"n" * 32))
     with pytest.raises(AuthenticationError):
         there.receive(Welcome(auth.proof, 5, 30))
 
@@ -107,10 +113,12 @@ def test_a_worker_of_another_version_that_answers_all_the_same_is_refused_by_ver
 
 def test_a_trainer_of_another_version_that_rejects_is_named_by_version():
     with pytest.raises(ProtocolError, match=r"trainer speaks protocol 2, this worker .* 1;"):
-        WorkerHandshake(TOKEN).receive(Reject(2, "AuthenticationError", "whatever"))
+        WorkerHandshake(TOKEN, protocol=1).receive(Reject(2, "AuthenticationError", "whatever"))
 
 
-@pytest.mark.parametrize("message", [Welcome(b"", 5, 30), Auth(1, b"n" * 32), Challenge(1)])
+@pytest.mark.parametrize(
+    "message", [Welcome(b"", 5, 30), Auth(PROTOCOL, b"n" * 32), Challenge(PROTOCOL)]
+)
 def test_messages_out_of_order_are_refused_by_the_worker(message):
     with pytest.raises(ProtocolError):
         WorkerHandshake(TOKEN).receive(message)
@@ -118,12 +126,12 @@ def test_messages_out_of_order_are_refused_by_the_worker(message):
 
 def test_a_second_challenge_is_refused():
     there = WorkerHandshake(TOKEN)
-    there.receive(Challenge(1, b"n" * 32))
+    there.receive(Challenge(PROTOCOL, b"n" * 32))
     with pytest.raises(ProtocolError, match="wrong point"):
-        there.receive(Challenge(1, b"m" * 32))
+        there.receive(Challenge(PROTOCOL, b"m" * 32))
 
 
-@pytest.mark.parametrize("message", [Welcome(b"", 5, 30), Challenge(1, b"n" * 32)])
+@pytest.mark.parametrize("message", [Welcome(b"", 5, 30), Challenge(PROTOCOL, b"n" * 32)])
 def test_messages_out_of_order_are_refused_by_the_trainer(message):
     with pytest.raises(ProtocolError, match="wrong point"):
         trainer().receive(message)
@@ -132,9 +140,9 @@ def test_messages_out_of_order_are_refused_by_the_trainer(message):
 @pytest.mark.parametrize("nbytes", [0, 31, 33])
 def test_short_or_long_nonces_are_refused(nbytes):
     with pytest.raises(ProtocolError, match="32 bytes"):
-        trainer().receive(Auth(1, b"n" * nbytes, b""))
+        trainer().receive(Auth(PROTOCOL, b"n" * nbytes, b""))
     with pytest.raises(ProtocolError, match="32 bytes"):
-        WorkerHandshake(TOKEN).receive(Challenge(1, b"n" * nbytes))
+        WorkerHandshake(TOKEN).receive(Challenge(PROTOCOL, b"n" * nbytes))
 
 
 def test_a_full_trainer_says_so_only_to_who_proved_the_token():
@@ -154,19 +162,41 @@ def test_a_full_trainer_says_so_only_to_who_proved_the_token():
 def test_a_reject_is_not_answered():
     there = WorkerHandshake(TOKEN)
     with pytest.raises(AuthenticationError) as seen:
-        there.receive(Reject(1, "AuthenticationError", "no"))
+        there.receive(Reject(PROTOCOL, "AuthenticationError", "no"))
     assert there.refusal(seen.value) is None
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "StallError", "__class__", "x" * 500])
 def test_a_reject_cannot_choose_an_error_that_is_no_peer_error(name):
     with pytest.raises(AuthenticationError, match="no"):
-        WorkerHandshake(TOKEN).receive(Reject(1, name, "no"))
+        WorkerHandshake(TOKEN).receive(Reject(PROTOCOL, name, "no"))
 
 
 def test_a_long_reason_still_fits_the_limit():
     told = trainer().refusal(ProtocolError("\N{SNOWMAN}" * 5000))
     assert len(HANDSHAKE.encode(told)) <= MAX_HANDSHAKE_NBYTES
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0xFF00, 0xFF03), st.binary(max_size=60)), max_size=4))
+def test_arbitrary_messages_raise_peer_errors_only(frames):
+    data = b"".join(pack_frame(code, 0, body) for code, body in frames)
+    for side in (trainer(), WorkerHandshake(TOKEN)):
+        with contextlib.suppress(PeerError):
+            for message in FrameReader(HANDSHAKE).feed(data):
+                side.receive(message)
+        assert not side.complete
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.binary(max_size=100))
+def test_arbitrary_bytes_of_a_listener_are_peer_errors(data):
+    listener, dialer = socket.socketpair()
+    with listener, dialer:
+        listener.sendall(data)
+        listener.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerError):
+            shake_hands(dialer, WorkerHandshake(TOKEN), Deadline(5.0), "the listener")
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e9])

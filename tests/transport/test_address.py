@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from wtransfer.errors import AddressError, AddressInUseError
-from wtransfer.transport.addresses import (
+from wtransfer.deadline import Deadline
+from wtransfer.errors import AddressError, AddressInUseError, PeerLostError
+from wtransfer.transport.address import (
     ListeningSocket,
-    is_self_connected,
+    connect,
     parse_address,
     random_address,
+    tcp_text,
 )
 
 
@@ -193,15 +195,9 @@ def test_of_many_that_replace_a_dead_listener_one_wins(tmp_path):
         winners[0].socket.close()
 
 
-def test_a_socket_that_reached_itself_is_recognised():
+def test_a_socket_that_reached_itself_is_no_connection():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        sock.connect(sock.getsockname())
-        assert is_self_connected(sock)
-
-
-def test_other_sockets_have_not_reached_themselves():
-    listening = ListeningSocket("tcp:127.0.0.1:0")
-    with socket.create_connection(listening.socket.getsockname()) as client:
-        assert not is_self_connected(client)
-    listening.socket.close()
+        own = parse_address(tcp_text(sock.getsockname()))
+        with pytest.raises(PeerLostError, match="Connection refused"):
+            connect(sock, own, Deadline(1.0))

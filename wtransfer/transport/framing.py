@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
@@ -61,33 +61,14 @@ class MessageType:
         return self.cls.__name__
 
 
-class _Announcement(NamedTuple):
-    """What a header says about the frame that follows."""
-
-    type: MessageType
-    entries: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        """Offset behind the frame, from its first byte."""
-        return HEADER_NBYTES + self.nbytes
-
-
 def pack_frame(code: int, entries: int, body: bytes) -> bytes:
-    """Put a header with both checks in front of a body.
-
-    Args:
-        code: Message code.
-        entries: Number of entries to announce.
-        body: msgpack bytes.
-    """
+    """Put a header with both checks in front of a msgpack body."""
     announced = _ANNOUNCED.pack(MAGIC, code, entries, len(body))
     head = announced + _head_check(announced)
     return b"".join((head, _frame_check(head, body), body))
 
 
-def _head_check(announced: bytes | memoryview) -> bytes:
+def _head_check(announced: bytes) -> bytes:
     return _HEAD_CHECK.pack(xxhash.xxh3_64_intdigest(announced) & 0xFFFFFFFF)
 
 
@@ -123,10 +104,6 @@ class Codec:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoders = {row.code: msgspec.msgpack.Decoder(row.cls) for row in self.types}
 
-    def including(self, types: Iterable[MessageType]) -> Codec:
-        """Return a codec that also understands `types`."""
-        return Codec((*self.types, *types))
-
     def encode(self, message: msgspec.Struct) -> bytes:
         """Return the frame of a message; it may be sent to any number of peers.
 
@@ -144,30 +121,54 @@ class Codec:
         _check_limits(row, entries, len(body), "this process")
         return pack_frame(row.code, entries, body)
 
-    def row(self, code: int, peer: str) -> MessageType:
-        """Return the row of a code that a peer announced.
+    def announced(self, head: bytes, peer: str) -> tuple[MessageType, int, int]:
+        """Check a header.
+
+        Args:
+            head: `HEADER_NBYTES` bytes.
+            peer: Sender, as named in errors.
+
+        Returns:
+            Type, number of entries and length of the body.
 
         Raises:
-            ProtocolError: No such row.
+            ChecksumError: Bits of the header were flipped on the way.
+            ProtocolError: The code is not in the table.
+            LimitError: More than the type allows.
         """
+        announced = head[: _ANNOUNCED.size]
+        if _head_check(announced) != head[_ANNOUNCED.size : _CHECKED_NBYTES]:
+            raise ChecksumError(f"{peer} sent a frame header with flipped bits")
+        _, code, entries, nbytes = _ANNOUNCED.unpack(announced)
         row = self._by_code.get(code)
         if row is None:
             raise ProtocolError(
                 f"{peer} sent message code {code}, which is not expected here; "
                 f"expected one of {self._names()}"
             )
-        return row
+        _check_limits(row, entries, nbytes, peer)
+        return row, entries, nbytes
 
-    def decode(self, row: MessageType, body: memoryview, peer: str) -> msgspec.Struct:
-        """Decode a body whose checksum is right.
+    def decode(
+        self, row: MessageType, entries: int, frame: memoryview, peer: str
+    ) -> msgspec.Struct:
+        """Decode a complete frame whose header was checked.
 
         Raises:
-            ProtocolError: The body is not msgpack of the type's fields.
+            ChecksumError: Bits were flipped on the way.
+            ProtocolError: The body does not fit the type, or the announced number of entries.
         """
+        body = frame[HEADER_NBYTES:]
+        if _frame_check(frame[:_CHECKED_NBYTES], body) != frame[_CHECKED_NBYTES:HEADER_NBYTES]:
+            raise ChecksumError(f"{peer} sent a {row.name} with flipped bits")
         try:
             message: msgspec.Struct = self._decoders[row.code].decode(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"{peer} sent a {row.name} that is not valid: {error}") from error
+        if (real := _num_entries(message)) != entries:
+            raise ProtocolError(
+                f"{peer} announced a {row.name} with {entries} entries and sent {real}"
+            )
         return message
 
     def _names(self) -> str:
@@ -194,23 +195,20 @@ class FrameReader:
 
     Args:
         codec: Table of the messages that are allowed now; may be replaced between two messages.
-        peer: Who sends, as it shall stand in errors.
+        peer: Sender, as named in errors.
     """
 
     def __init__(self, codec: Codec, peer: str = "the peer") -> None:
         self.codec = codec
         self.peer = peer
         self._buffer = bytearray()
-        self._announced: _Announcement | None = None
+        self._announced: tuple[MessageType, int, int] | None = None
 
-    def feed(self, data: bytes) -> Iterator[msgspec.Struct]:
-        """Take bytes and yield every message that they complete.
+    def feed(self, data: bytes | memoryview) -> Iterator[msgspec.Struct]:
+        """Take bytes, cut anywhere, and yield every message that they complete.
 
         The codec is looked up anew for each frame, so that a handler that changes it governs the
         frames behind its own, also those of the same `data`.
-
-        Args:
-            data: Bytes as they came, cut anywhere.
 
         Raises:
             ProtocolError: Bad magic, a code that is not in the table, or a body that does not fit.
@@ -220,8 +218,26 @@ class FrameReader:
         self._buffer += data
         start = 0
         try:
-            while (end := self._frame_end(start)) is not None:
-                message = self._message(start, end)
+            while True:
+                if self._announced is None:
+                    head = bytes(self._buffer[start : start + HEADER_NBYTES])
+                    # Wrong from its first bytes on: do not wait for a header that will not come.
+                    if head[: len(MAGIC)] != MAGIC[: len(head)]:
+                        raise ProtocolError(
+                            f"{self.peer} does not speak this protocol: a frame starts with "
+                            f"{MAGIC.hex()}, got {head[: len(MAGIC)].hex()}"
+                        )
+                    if len(head) < HEADER_NBYTES:
+                        return
+                    self._announced = self.codec.announced(head, self.peer)
+                row, entries, nbytes = self._announced
+                end = start + HEADER_NBYTES + nbytes
+                if len(self._buffer) < end:
+                    return
+                message = self.codec.decode(
+                    row, entries, memoryview(self._buffer)[start:end], self.peer
+                )
+                self._announced = None
                 start = end
                 yield message
         finally:
@@ -237,52 +253,9 @@ class FrameReader:
         if not self._buffer:
             return
         if self._announced is None:
-            raise TruncatedError(
-                f"{self.peer} ended in a frame's header, "
-                f"{len(self._buffer)} of {HEADER_NBYTES} bytes"
-            )
+            what, nbytes = "frame's header", HEADER_NBYTES
+        else:
+            what, nbytes = self._announced[0].name, HEADER_NBYTES + self._announced[2]
         raise TruncatedError(
-            f"{self.peer} ended in a {self._announced.type.name}, "
-            f"{len(self._buffer)} of {self._announced.end} bytes"
+            f"{self.peer} ended in a {what}, {len(self._buffer)} of {nbytes} bytes"
         )
-
-    def _frame_end(self, start: int) -> int | None:
-        """Return where the frame at `start` ends, or None while it is incomplete."""
-        if self._announced is None:
-            self._announced = self._read_header(start)
-        if self._announced is None or len(self._buffer) - start < self._announced.end:
-            return None
-        return start + self._announced.end
-
-    def _read_header(self, start: int) -> _Announcement | None:
-        head = bytes(self._buffer[start : start + HEADER_NBYTES])
-        # Wrong from its first bytes on: do not wait for a header that will never be one.
-        if head[: len(MAGIC)] != MAGIC[: len(head)]:
-            raise ProtocolError(
-                f"{self.peer} does not speak this protocol: a frame starts with "
-                f"{MAGIC.hex()}, got {head[: len(MAGIC)].hex()}"
-            )
-        if len(head) < HEADER_NBYTES:
-            return None
-        announced = head[: _ANNOUNCED.size]
-        if _head_check(announced) != head[_ANNOUNCED.size : _CHECKED_NBYTES]:
-            raise ChecksumError(f"{self.peer} sent a frame header with flipped bits")
-        _, code, entries, nbytes = _ANNOUNCED.unpack(announced)
-        row = self.codec.row(code, self.peer)
-        _check_limits(row, entries, nbytes, self.peer)
-        return _Announcement(row, entries, nbytes)
-
-    def _message(self, start: int, end: int) -> msgspec.Struct:
-        assert self._announced is not None
-        row, entries, _ = self._announced
-        frame = memoryview(self._buffer)[start:end]
-        body = frame[HEADER_NBYTES:]
-        if _frame_check(frame[:_CHECKED_NBYTES], body) != frame[_CHECKED_NBYTES:HEADER_NBYTES]:
-            raise ChecksumError(f"{self.peer} sent a {row.name} with flipped bits")
-        message = self.codec.decode(row, body, self.peer)
-        if (real := _num_entries(message)) != entries:
-            raise ProtocolError(
-                f"{self.peer} announced a {row.name} with {entries} entries and sent {real}"
-            )
-        self._announced = None
-        return message

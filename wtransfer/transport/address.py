@@ -1,7 +1,7 @@
-"""Read addresses, listen at them and dial them.
+"""Parse addresses, listen at them and connect to them.
 
 ==================  ============================================================================
-``unix:@name``      abstract Unix socket: leaves nothing behind, whoever is killed
+``unix:@name``      abstract Unix socket: leaves nothing behind after a kill
 ``unix:/path``      Unix socket in a folder, for its owner only; removed on close
 ``tcp:host:port``   TCP; port 0 = chosen by the kernel; IPv6 hosts in brackets
 ==================  ============================================================================
@@ -22,21 +22,30 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wtransfer.errors import AddressError, AddressInUseError
+from wtransfer.errors import (
+    AddressError,
+    AddressInUseError,
+    AuthenticationError,
+    DescriptorLimitError,
+    PeerLostError,
+    StallError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from wtransfer.deadline import Deadline
 
 _BACKLOG = 512  # TCP peers that find it full wait for a second and more: a flood must not fill it
 _MAX_UNIX_NBYTES = 107
 _MAX_PORT = 65535
 _LOCK_PATIENCE_S = 0.05
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
+_LEAST_WAIT_S = 0.001  # a time-out of zero would mean: do not block
+_CREDENTIALS = struct.Struct("3i")
 
 RANDOM_PREFIX = "unix:@wtransfer-"
 """How addresses of `random_address` begin."""
-UnixIdentity = tuple[int, int]
-"""Device and inode of a socket file."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Address:
 
 
 def random_address() -> str:
-    """Return an abstract Unix address that nobody else has."""
+    """Return an abstract Unix address with a random name."""
     return f"{RANDOM_PREFIX}{secrets.token_hex(8)}"
 
 
@@ -129,23 +138,26 @@ class ListeningSocket:
     """A bound, listening, non-blocking socket with its real address.
 
     Args:
-        text: Address to listen at.
+        at: Address to listen at.
         allow_remote: Whether TCP beyond loopback is wanted.
 
     Raises:
         AddressError: The address is not valid, not ours, or remote without `allow_remote`.
-        AddressInUseError: Somebody listens there.
+        AddressInUseError: Another process listens there.
+        DescriptorLimitError: No descriptor is left.
     """
 
-    def __init__(self, text: str, *, allow_remote: bool = False) -> None:
-        address = parse_address(text)
+    def __init__(self, at: str | Address, *, allow_remote: bool = False) -> None:
+        address = parse_address(at) if isinstance(at, str) else at
+        text = address.text
         if not address.is_local and not allow_remote:
             raise AddressError(
                 f"{text!r} can be reached from other hosts; listen on loopback or a Unix socket, "
                 "or pass allow_remote=True"
             )
-        self._identity: UnixIdentity | None = None
-        self.socket = socket.socket(address.family, socket.SOCK_STREAM)
+        self._identity: tuple[int, int] | None = None  # device and inode of the socket's file
+        with descriptor_errors(f"listening at {text!r}"):
+            self.socket = socket.socket(address.family, socket.SOCK_STREAM)
         try:
             self._listen(address)
         except BaseException:
@@ -171,68 +183,58 @@ class ListeningSocket:
     def _listen(self, address: Address) -> None:
         try:
             if address.path is None:
-                self._listen_plainly(address)
-            else:
-                self._listen_at_path(address, address.path)
-        except AddressInUseError:
+                self._bind(address)
+                return
+            # The folder's lock makes "no listener, remove, bind, listen" one step among all
+            # listeners: without it two could each remove the file that the other just bound.
+            with _locked_folder(address.path):
+                if _is_stale(address.path):
+                    os.unlink(address.path)  # noqa: PTH108 (see remove_file)
+                # Before bind: the file is created with this mode, it is never open to others.
+                os.fchmod(self.socket.fileno(), 0o600)
+                self._bind(address)
+                self._identity = _identity(address.path)
+        except (AddressInUseError, DescriptorLimitError):
             raise
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUseError(
-                    f"somebody listens at {address.text!r} already; choose another address"
+                    f"another process listens at {address.text!r} already; choose another address"
                 ) from error
             raise AddressError(f"cannot listen at {address.text!r}: {error}") from error
 
-    def _listen_plainly(self, address: Address) -> None:
+    def _bind(self, address: Address) -> None:
         if not address.is_unix:
             # A restarted trainer takes its port back while old connections still time out.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(address.target)
         self.socket.listen(_BACKLOG)
 
-    def _listen_at_path(self, address: Address, path: str) -> None:
-        # The folder's lock makes "nobody listens, remove, bind, listen" one step among all
-        # listeners: without it two of them could each remove the file that the other just bound.
-        with _locked_folder(path):
-            if _is_stale(path):
-                os.unlink(path)  # noqa: PTH108 (see remove_file)
-            # Before bind: the file is created with this mode, it is never open to others.
-            os.fchmod(self.socket.fileno(), 0o600)
-            self._listen_plainly(address)
-            self._identity = _identity(path)
-
 
 @contextlib.contextmanager
 def _locked_folder(path: str) -> Iterator[None]:
     folder = os.path.dirname(path) or "/"  # noqa: PTH120 (see remove_file)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with descriptor_errors(f"listening at 'unix:{path}'"):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _lock(fd, path)
+        end = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise AddressInUseError(
+                        f"the folder of 'unix:{path}' is locked by another listener that starts; "
+                        "try again or choose another address"
+                    ) from None
+                time.sleep(0.001)
         yield
     finally:
         os.close(fd)
 
 
-def _lock(fd: int, path: str) -> None:
-    end = time.monotonic() + _LOCK_PATIENCE_S
-    while not _try_lock(fd):
-        if time.monotonic() >= end:
-            raise AddressInUseError(
-                f"the folder of 'unix:{path}' is locked by another listener that starts; "
-                "try again or choose another address"
-            )
-        time.sleep(0.001)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _identity(path: str) -> UnixIdentity | None:
+def _identity(path: str) -> tuple[int, int] | None:
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -246,37 +248,90 @@ def _is_stale(path: str) -> bool:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
-        # Any other answer (connected, backlog full, no permission) comes from somebody alive.
+        # Any other answer (connected, backlog full, no permission) comes from a living listener.
         return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
-def connect(sock: socket.socket, address: Address) -> int:
-    """Start to connect a new socket and make it non-blocking.
+def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
+    """Connect a new socket, and make sure that a Unix listener belongs to the same user.
 
-    On Unix sockets it waits for a place in the listener's queue, for at most 0.2 s: a waiting
-    peer is served in order, where one that asks again and again can lose every time.
+    Afterwards the socket's time-out is what is left of the deadline.
 
-    Returns:
-        0, or the error's number; ``EINPROGRESS`` on TCP if the answer is still to come.
+    Raises:
+        PeerLostError: No process listens there. Its cause is a `BlockingIOError` where a Unix
+            listener's queue was full for 0.2 s; then the same socket may try again.
+        StallError: No answer before the deadline.
+        AuthenticationError: The listener belongs to another user.
     """
-    if not address.is_unix:
-        sock.setblocking(False)
-        return sock.connect_ex(address.target)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _QUEUE_PATIENCE)
-    number = sock.connect_ex(address.target)
-    sock.setblocking(False)
-    return number
-
-
-def is_self_connected(sock: socket.socket) -> bool:
-    """Return whether a TCP socket reached itself.
-
-    Dialing a free port of the ephemeral range on loopback can pick that very port as its own end
-    and succeed: without this check a dialer would keep the trainer's port taken for ever.
-    """
-    return sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername()
+    try:
+        if address.is_unix:
+            # The kernel keeps the order of those that wait for a place in the queue; a peer that
+            # asks again and again instead of waiting can lose every time.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _QUEUE_PATIENCE)
+            sock.connect(address.target)
+            check_same_user(sock)
+        else:
+            sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+            sock.connect(address.target)
+            # Dialing a free port of the ephemeral range on loopback can pick that very port as its
+            # own end and succeed; such a dialer would keep the listener's port taken for ever.
+            if sock.getsockname() == sock.getpeername():
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            no_delay(sock)
+        sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+    except AuthenticationError:
+        raise
+    except TimeoutError as error:
+        raise StallError(
+            f"no answer from {address.text} within {deadline.seconds:g} s", seconds=deadline.seconds
+        ) from error
+    except OSError as error:
+        raise PeerLostError(
+            f"cannot reach {address.text}: {error.strerror or error}; is the trainer running?"
+        ) from error
 
 
 def no_delay(sock: socket.socket) -> None:
     """Send small messages of a TCP connection at once."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end of a Unix socket, as the kernel states them."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def check_same_user(sock: socket.socket) -> int:
+    """Refuse a Unix-socket peer of another user; the kernel vouches for the answer.
+
+    Returns:
+        The peer's process id.
+
+    Raises:
+        AuthenticationError: The peer runs as another user.
+    """
+    pid, uid = peer_credentials(sock)
+    if uid != os.geteuid():
+        raise AuthenticationError(
+            f"process {pid} belongs to user {uid}; only user {os.geteuid()} may connect here"
+        )
+    return pid
+
+
+@contextlib.contextmanager
+def descriptor_errors(what: str) -> Iterator[None]:
+    """Turn the kernel's "too many open files" into `DescriptorLimitError`.
+
+    Args:
+        what: What was being done, to start the sentence.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise DescriptorLimitError(
+            f"{what} failed: {error.strerror}; raise the limit (ulimit -n) or close files"
+        ) from error

@@ -6,35 +6,45 @@
 
 A proof is HMAC-SHA256 keyed with the token; it names the side that made it, so that neither side's
 proof can be sent back as the other's. Protocol numbers are compared first: peers of different
-versions part before any token work, and each names both. The objects here hold no sockets: they
-take a message and return the answer.
+versions part before any token work, and each names both. `TrainerHandshake` and `WorkerHandshake`
+hold no sockets: they take a message and return the answer; `shake_hands` is the worker's side on a
+blocking socket.
 
-The bytes that follow are neither encrypted nor bound to the proof; who can alter packets between
-two hosts is kept out by a tunnel, not by this module.
+The bytes that follow are neither encrypted nor bound to the proof: against an attacker that alters
+packets between two hosts use a tunnel.
 
 Source: challenge-response as in RFC 2195 and in ``multiprocessing.connection``, made mutual.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
 import secrets
-import socket
 import stat
-import struct
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
-from wtransfer.errors import AuthenticationError, PeerError, ProtocolError, from_wire
-from wtransfer.transport.frames import Codec, MessageType
+from wtransfer.errors import (
+    AuthenticationError,
+    PeerError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+    from_wire,
+)
+from wtransfer.transport.framing import Codec, FrameReader, MessageType
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Mapping
 
-PROTOCOL = 1
+    from wtransfer.deadline import Deadline
+
+PROTOCOL = 2
 """Version of the frames, the handshake and the messages; peers must have the same one."""
 
 NONCE_NBYTES = 32
@@ -45,6 +55,7 @@ _TOKEN_VARIABLE = "WTRANSFER_TOKEN"  # noqa: S105 (a variable's name)
 _TOKEN_FILE_VARIABLE = "WTRANSFER_TOKEN_FILE"  # noqa: S105 (a variable's name)
 _MAX_TOKEN_NBYTES = 4096
 _DAY_S = 86_400
+_LEAST_WAIT_S = 0.001  # a time-out of zero would mean: do not block
 _MAX_REASON = 200  # characters: fits the limit above whatever they encode to
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_DAY_S)]
@@ -75,10 +86,10 @@ class Welcome(msgspec.Struct):
 
     proof: bytes
     """Proof of the trainer."""
-    heartbeat_s: Seconds
-    """Longest silence that either side shall keep, in seconds."""
-    deadline_s: Seconds
-    """Silence after which either side gives the other up, in seconds."""
+    heartbeat_s: Seconds | None
+    """Longest silence that either side shall keep, in seconds; None: without heartbeats."""
+    deadline_s: Seconds | None
+    """Silence after which either side gives the other up, in seconds; None: never."""
 
 
 class Reject(msgspec.Struct):
@@ -102,49 +113,39 @@ HANDSHAKE = Codec(
 )
 
 
-class Handshake(Protocol):
-    """One side of the handshake."""
-
-    complete: bool
-    """Whether both proofs are good and the application's messages may follow."""
-    heartbeat_s: float
-    """Longest silence to keep, in seconds; valid once complete."""
-    deadline_s: float
-    """Silence that ends the connection, in seconds; valid once complete."""
-
-    def start(self) -> msgspec.Struct | None:
-        """Return the message to open with, if this side opens."""
-
-    def receive(self, message: msgspec.Struct) -> msgspec.Struct | None:
-        """Take the peer's message and return the answer.
-
-        Raises:
-            PeerError: The peer is refused, or refuses us.
-        """
-
-    def refusal(self, error: PeerError) -> Reject | None:
-        """Return the message that tells the peer why it is refused; None if it refused us."""
-
-
-class _Side:
+class Handshake:
     """What both sides share: the protocol number, and what a `Reject` means."""
 
-    role = "peer"
-    peer_role = "peer"
+    role: ClassVar[str]
+    peer_role: ClassVar[str]
 
-    def __init__(self, token: str, protocol: int) -> None:
+    def __init__(
+        self, token: str, protocol: int, heartbeat_s: float | None, deadline_s: float | None
+    ) -> None:
         self.complete = False
+        """Whether both proofs are good and the application's messages may follow."""
+        self.heartbeat_s = heartbeat_s
+        """Longest silence to keep, in seconds; valid once complete."""
+        self.deadline_s = deadline_s
+        """Silence that ends the connection, in seconds; valid once complete."""
         self._token = token
         self._protocol = protocol
         self._rejected = False
         self._nonce = secrets.token_bytes(NONCE_NBYTES)
 
+    def receive(self, message: msgspec.Struct) -> msgspec.Struct | None:
+        """Take the peer's message and return the answer.
+
+        Raises:
+            PeerError: The peer is refused, or refuses this side.
+        """
+        raise NotImplementedError
+
     def refusal(self, error: PeerError) -> Reject | None:
-        """See `Handshake.refusal`."""
+        """Return the message that tells the peer why it is refused; None if it refused us."""
         if self._rejected:
             return None
-        reason = str(error)[:_MAX_REASON]
-        return Reject(self._protocol, type(error).__name__, reason)
+        return Reject(self._protocol, type(error).__name__, str(error)[:_MAX_REASON])
 
     def _check_protocol(self, theirs: int) -> None:
         if theirs != self._protocol:
@@ -160,28 +161,25 @@ class _Side:
                 f"{self.role}; give both the same token"
             )
 
-    def _take_reject(self, message: Reject) -> PeerError:
-        self._rejected = True
-        self._check_protocol(message.protocol)
-        error = from_wire(message.error, f"the {self.peer_role} says: {message.reason!r}", {})
-        return error if isinstance(error, PeerError) else AuthenticationError(error.message)
-
-    def _unexpected(self, message: msgspec.Struct) -> ProtocolError:
+    def _unexpected(self, message: msgspec.Struct) -> PeerError:
         if isinstance(message, Reject):
-            raise self._take_reject(message)
+            self._rejected = True
+            self._check_protocol(message.protocol)
+            error = from_wire(message.error, f"the {self.peer_role} says: {message.reason!r}", {})
+            return error if isinstance(error, PeerError) else AuthenticationError(error.message)
         return ProtocolError(
             f"the {self.peer_role} sent {type(message).__name__} at the wrong point of the "
             "handshake; expected the order Challenge, Auth, Welcome"
         )
 
 
-class TrainerHandshake(_Side):
-    """The listening side.
+class TrainerHandshake(Handshake):
+    """The listening side, which opens with `start`.
 
     Args:
         token: Shared secret.
-        heartbeat_s: Longest silence that either side shall keep, in seconds.
-        deadline_s: Silence that ends the connection, in seconds.
+        heartbeat_s: Longest silence that either side shall keep, in seconds; None: any.
+        deadline_s: Silence that ends the connection, in seconds; None: none does.
         protocol: This side's protocol number.
         admit: Called when the worker's proof is good; may raise a `PeerError` to refuse it still.
     """
@@ -193,18 +191,16 @@ class TrainerHandshake(_Side):
         self,
         token: str,
         *,
-        heartbeat_s: float,
-        deadline_s: float,
+        heartbeat_s: float | None,
+        deadline_s: float | None,
         protocol: int = PROTOCOL,
         admit: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(token, protocol)
-        self.heartbeat_s = heartbeat_s
-        self.deadline_s = deadline_s
+        super().__init__(token, protocol, heartbeat_s, deadline_s)
         self._admit = admit
 
     def start(self) -> Challenge:
-        """See `Handshake.start`."""
+        """Return the message that opens the handshake."""
         return Challenge(self._protocol, self._nonce)
 
     def receive(self, message: msgspec.Struct) -> Welcome:
@@ -220,7 +216,7 @@ class TrainerHandshake(_Side):
         return Welcome(_proof(self._token, self.role, *nonces), self.heartbeat_s, self.deadline_s)
 
 
-class WorkerHandshake(_Side):
+class WorkerHandshake(Handshake):
     """The dialing side.
 
     Args:
@@ -232,18 +228,17 @@ class WorkerHandshake(_Side):
     peer_role = "trainer"
 
     def __init__(self, token: str, *, protocol: int = PROTOCOL) -> None:
-        super().__init__(token, protocol)
-        self.heartbeat_s = 0.0
-        self.deadline_s = 0.0
+        super().__init__(token, protocol, None, None)
         self._expected: bytes | None = None
-
-    def start(self) -> None:
-        """See `Handshake.start`; the trainer opens."""
 
     def receive(self, message: msgspec.Struct) -> Auth | None:
         """See `Handshake.receive`."""
         if isinstance(message, Challenge) and self._expected is None:
-            return self._answer(message)
+            self._check_protocol(message.protocol)
+            _check_nonce(message.nonce)
+            nonces = message.nonce, self._nonce
+            self._expected = _proof(self._token, self.peer_role, *nonces)
+            return Auth(self._protocol, self._nonce, _proof(self._token, self.role, *nonces))
         if isinstance(message, Welcome) and self._expected is not None:
             self._check_proof(message.proof, self._expected)
             self.heartbeat_s, self.deadline_s = message.heartbeat_s, message.deadline_s
@@ -251,12 +246,54 @@ class WorkerHandshake(_Side):
             return None
         raise self._unexpected(message)
 
-    def _answer(self, challenge: Challenge) -> Auth:
-        self._check_protocol(challenge.protocol)
-        _check_nonce(challenge.nonce)
-        nonces = challenge.nonce, self._nonce
-        self._expected = _proof(self._token, self.peer_role, *nonces)
-        return Auth(self._protocol, self._nonce, _proof(self._token, self.role, *nonces))
+
+def shake_hands(
+    sock: socket.socket, handshake: WorkerHandshake, deadline: Deadline, listener: str
+) -> FrameReader:
+    """Prove the token to a listener over a blocking socket, and have it prove the same.
+
+    Args:
+        sock: Connected; its time-out changes.
+        handshake: Complete afterwards.
+        deadline: Bounds the whole.
+        listener: Its address, as named in errors.
+
+    Returns:
+        The reader of the connection; it may hold bytes that followed the handshake.
+
+    Raises:
+        PeerError: One side refuses the other, or the listener is gone.
+        StallError: The deadline has passed.
+    """
+    reader = FrameReader(HANDSHAKE, listener)
+    try:
+        while True:
+            deadline.check(f"the handshake with {listener}")
+            sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+            data = sock.recv(MAX_HANDSHAKE_NBYTES)
+            if not data:
+                raise PeerLostError(f"{listener} is gone: it closed the connection or has ended")
+            for message in reader.feed(data):
+                answer = handshake.receive(message)
+                if answer is not None:
+                    sock.sendall(HANDSHAKE.encode(answer))
+                if handshake.complete:
+                    return reader  # what follows is the application's
+    except PeerError as error:
+        reject = handshake.refusal(error)
+        if reject is not None:
+            with contextlib.suppress(OSError):
+                sock.sendall(HANDSHAKE.encode(reject))
+        raise
+    except StallError:
+        raise
+    except TimeoutError as error:
+        raise StallError(
+            f"{listener} did not finish the handshake within {deadline.seconds:g} s",
+            seconds=deadline.seconds,
+        ) from error
+    except OSError as error:
+        raise PeerLostError(f"{listener} is gone: {error.strerror}") from error
 
 
 def _check_nonce(nonce: bytes) -> None:
@@ -322,29 +359,7 @@ def _check_owner_only(path: str, status: os.stat_result) -> None:
         raise AuthenticationError(f"token file {path!r} is not a regular file")
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise AuthenticationError(
-            f"token file {path!r} must belong to this user and be readable by nobody else; "
+            f"token file {path!r} must belong to this user and be readable by its owner only; "
             f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}: "
             f"run chmod 600 {path!r}"
         )
-
-
-def check_same_user(sock: socket.socket) -> int:
-    """Refuse a Unix-socket peer of another user; the kernel vouches for the answer.
-
-    Args:
-        sock: Connected Unix socket.
-
-    Returns:
-        The peer's process id.
-
-    Raises:
-        AuthenticationError: The peer runs as another user.
-    """
-    credentials = struct.Struct("3i")
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    pid, uid, _ = credentials.unpack(raw)
-    if uid != os.geteuid():
-        raise AuthenticationError(
-            f"process {pid} belongs to user {uid}; only user {os.geteuid()} may connect here"
-        )
-    return int(pid)

@@ -1,4 +1,4 @@
-"""What the other processes of the hand-over tests run. They report one word per line on stdout."""
+"""What the other processes of the tests of leases run. They report one word per line on stdout."""
 
 # ruff: noqa: T201 - lines on stdout are how a child reports
 
@@ -19,7 +19,7 @@ from wtransfer.errors import (
     ForkedError,
     SegmentGoneError,
 )
-from wtransfer.transport.handover import Borrower, Lender
+from wtransfer.transport.lease import SegmentExporter, attach
 from wtransfer.transport.memory import Segment
 from wtransfer.transport.tensors import tensor_from
 
@@ -36,15 +36,15 @@ def wait_for(path):
         time.sleep(0.005)
 
 
-def borrow_tensor(address, secret, segment_id):
+def attach_tensor(address, secret, segment_id):
     """Return a tensor over the whole segment; nothing else keeps the mapping."""
-    borrowed = Borrower(address, secret, PATIENCE_S).borrow(segment_id)
-    return tensor_from(borrowed.mapping, 0, "uint8", (borrowed.nbytes,))
+    lease = attach(address, secret, segment_id, PATIENCE_S)
+    return tensor_from(lease.mapping, 0, "uint8", (lease.nbytes,))
 
 
 def hold(address, secret, segment_id):
-    tensor = borrow_tensor(address, secret, segment_id)
-    print("borrowed")
+    tensor = attach_tensor(address, secret, segment_id)
+    print("attached")
     time.sleep(FOREVER_S)
     return int(tensor[0])
 
@@ -56,15 +56,15 @@ def hold_until_exit(address, secret, segment_id, go):
         print("exiting")
         wait_for(go)
 
-    # Finalizers that run at exit do so in reverse order: after any that `borrow` makes.
+    # Finalizers that run at exit do so in reverse order: after any that `attach` makes.
     weakref.finalize(sys, at_exit)
-    sys.modules["a model"] = borrow_tensor(address, secret, segment_id)
-    print("borrowed")
+    sys.modules["a model"] = attach_tensor(address, secret, segment_id)
+    print("attached")
 
 
 def leave_to_a_fork(address, secret, segment_id, go):
     """Fork while holding, let go here; the child holds its copy until `go`."""
-    tensor = borrow_tensor(address, secret, segment_id)
+    tensor = attach_tensor(address, secret, segment_id)
     value = int(tensor[0])
     pid = os.fork()
     if pid == 0:
@@ -78,7 +78,7 @@ def leave_to_a_fork(address, secret, segment_id, go):
 
 def release_in_a_fork(address, secret, segment_id, go):
     """Fork while holding; the child lets go and ends at `go`, this process holds on."""
-    tensor = borrow_tensor(address, secret, segment_id)
+    tensor = attach_tensor(address, secret, segment_id)
     pid = os.fork()
     if pid == 0:
         del tensor
@@ -93,7 +93,7 @@ def release_in_a_fork(address, secret, segment_id, go):
 
 def release_beside_a_subprocess(address, secret, segment_id, go):
     """Start another program while holding, then let go; the program goes on."""
-    tensor = borrow_tensor(address, secret, segment_id)
+    tensor = attach_tensor(address, secret, segment_id)
     with subprocess.Popen(["sleep", str(FOREVER_S)], close_fds=False) as program:
         del tensor
         gc.collect()
@@ -104,50 +104,49 @@ def release_beside_a_subprocess(address, secret, segment_id, go):
 
 def lend(value):
     """Lend segment 1, full of a value; print address and secret."""
-    lender = Lender()
+    exporter = SegmentExporter()
     segment = Segment(1 << 16)
     segment.buffer[:] = value
-    lender.offer(1, segment)
-    print(lender.address, lender.secret)
+    exporter.export(1, segment)
+    print(exporter.address, exporter.secret)
     time.sleep(FOREVER_S)
 
 
 def lend_and_fork(value):
     """As `lend`, with a forked child that lives on; the child finds its copy unusable."""
-    lender = Lender()
+    exporter = SegmentExporter()
     segment = Segment(1 << 16)
     segment.buffer[:] = value
-    lender.offer(1, segment)
+    exporter.export(1, segment)
     child = os.fork()
     if child == 0:
         calls = (
-            lambda: lender.offer(2, segment),
-            lambda: lender.withdraw(1),
-            lambda: lender.num_leases(1),
-            lambda: lender.wait_free(1, 1.0),
+            lambda: exporter.export(2, segment),
+            lambda: exporter.revoke(1),
+            lambda: exporter.num_leases(1),
+            lambda: exporter.wait_free(1, 1.0),
         )
         for call in calls:
             with contextlib.suppress(ForkedError):
                 call()
                 os._exit(1)
-        lender.close()
-        print(lender.address, lender.secret, os.getppid(), os.getpid(), flush=True)
+        exporter.close()
+        print(exporter.address, exporter.secret, os.getppid(), os.getpid(), flush=True)
         time.sleep(FOREVER_S)
     time.sleep(FOREVER_S)
 
 
-def borrow_as_another_user(address, secret, uid):
+def attach_as_another_user(address, secret, uid):
     os.setresuid(uid, uid, uid)
     try:
-        Borrower(address, secret, PATIENCE_S).borrow(1)
+        attach(address, secret, 1, PATIENCE_S)
     except AuthenticationError as error:
-        return 0 if f"this process to user {uid}" in str(error) else 1
+        return 0 if f"only user {uid} may connect" in str(error) else 1
     return 1
 
 
 def without_descriptors(address, secret):
     """Try with 0, 1 ... free descriptors; each must fail cleanly until one works."""
-    borrower = Borrower(address, secret, PATIENCE_S)
     before = descriptors()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
@@ -158,7 +157,7 @@ def without_descriptors(address, secret):
     num_failures = 0
     while True:
         try:
-            borrower.borrow(1)
+            attach(address, secret, 1, PATIENCE_S)
             break
         except DescriptorLimitError:
             num_failures += 1
@@ -172,16 +171,16 @@ def without_descriptors(address, secret):
 
 def lend_without_descriptors(go):
     """Lend while no connection can be accepted, until `go`."""
-    lender = Lender()
+    exporter = SegmentExporter()
     segment = Segment(1 << 16)
-    lender.offer(1, segment)
+    exporter.export(1, segment)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
     taken = []
     with contextlib.suppress(OSError):
         while True:
             taken.append(os.open("/dev/null", os.O_RDONLY))
-    print(lender.address, lender.secret)
+    print(exporter.address, exporter.secret)
     start, used = time.monotonic(), time.process_time()
     while not Path(go).exists():
         time.sleep(0.05)
@@ -194,11 +193,10 @@ def lend_without_descriptors(go):
 
 def read_on(address, secret, seed):
     """Borrow segments 0 and 1 for ever; return 3 if one changes while it is held."""
-    borrower = Borrower(address, secret, PATIENCE_S)
     random = Random(seed)
     while True:
         try:
-            held = borrower.borrow(random.randrange(2))
+            held = attach(address, secret, random.randrange(2), PATIENCE_S)
         except SegmentGoneError:
             continue
         tensor = tensor_from(held.mapping, 0, "uint8", (held.nbytes,))

@@ -21,7 +21,7 @@ from wtransfer.errors import (
     ProtocolError,
     TruncatedError,
 )
-from wtransfer.transport.frames import (
+from wtransfer.transport.framing import (
     HEADER_NBYTES,
     MAGIC,
     MIB,

@@ -1,0 +1,648 @@
+import contextlib
+import functools
+import gc
+import hmac
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+
+from wtransfer.errors import (
+    AddressError,
+    AddressInUseError,
+    AuthenticationError,
+    ClosedError,
+    DescriptorLimitError,
+    LimitError,
+    PeerLostError,
+    ProtocolError,
+    SegmentGoneError,
+    StallError,
+    TruncatedError,
+)
+from wtransfer.transport import channel as channel_module
+from wtransfer.transport import lease as lease_module
+from wtransfer.transport.channel import MAX_UNPROVEN, Listener
+from wtransfer.transport.framing import pack_frame
+from wtransfer.transport.handshake import PROTOCOL, WorkerHandshake
+from wtransfer.transport.lease import CODEC, Attach, Attached, Gone, SegmentExporter, attach, share
+from wtransfer.transport.memory import Segment, map_private
+from wtransfer.transport.tensors import tensor_from
+from wtransfer.transport.zygote import Zygote
+
+NBYTES = 1 << 16
+PATIENCE_S = 20.0
+
+
+def eventually(condition, timeout_s=PATIENCE_S):
+    """Return what the condition returns once it is true."""
+    end = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.002)
+    return result
+
+
+def stop(pid):
+    """Stop a process, and wait until all its threads have stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        eventually(lambda task=task: (task / "stat").read_text().rpartition(")")[2][1] == "T")
+
+
+def what_is_held():
+    """Descriptors, mappings and threads of this process."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        *(f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()),
+        *(line for line in maps if "memfd:wtransfer" in line),
+        *threading.enumerate(),
+    }
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    with Zygote(preload=["torch", "lease_jobs"], paths=[Path(__file__).parent]) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(zygote):
+    before = what_is_held()
+    yield
+    # What tests of other modules still held may go meanwhile; nothing may come.
+    if what_is_held() - before:
+        # An exception that a test caught may hold a frame in a cycle.
+        gc.collect()
+    assert what_is_held() - before == set()
+    assert list(Path("/dev/shm").glob("*wtransfer*")) == []
+
+
+@pytest.fixture
+def exporter():
+    made = SegmentExporter()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def segment():
+    made = Segment(NBYTES)
+    made.buffer[:] = 5
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lease(exporter, segment):
+    """Attach a segment; number 1 is exported."""
+    exporter.export(1, segment)
+    return lambda number: attach(exporter.address, exporter.secret, number, PATIENCE_S)
+
+
+class Job:
+    """A child that runs one of `lease_jobs`, and the words it has said."""
+
+    def __init__(self, zygote, folder, name, *args):
+        self.out = folder / f"{name}.{time.monotonic_ns()}.out"
+        self.child = zygote.spawn(f"lease_jobs:{name}", *args, stdout=self.out)
+        self.pid, self.wait, self.kill = self.child.pid, self.child.wait, self.child.kill
+
+    def line(self, number=0):
+        def complete():
+            text = self.out.read_text() if self.out.exists() else ""
+            assert self.child.poll() in (None, 0), "the child failed"
+            return text.splitlines()[number : number + 1] if text.endswith("\n") else None
+
+        return eventually(complete)[0]
+
+
+@pytest.fixture
+def job(zygote, tmp_path):
+    """Starter of children, which are ended with the test."""
+    started = []
+
+    def start(name, *args):
+        started.append(Job(zygote, tmp_path, name, *args))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.wait(PATIENCE_S)
+
+
+# -- leases
+
+
+def test_a_reader_sees_the_segments_bytes(lease, segment):
+    held = lease(1)
+    assert (held.segment_id, held.nbytes, len(held.mapping)) == (1, NBYTES, NBYTES)
+    assert bytes(held.mapping[:]) == b"\x05" * NBYTES
+
+
+def test_what_a_reader_writes_is_its_own(lease, segment):
+    one, other = lease(1), lease(1)
+    one.mapping[0] = 9
+    assert (segment.buffer[0], other.mapping[0]) == (5, 5)
+
+
+@pytest.mark.parametrize("make", [
+    lambda mapping: tensor_from(mapping, 0, "uint8", (16,))[3:],
+    lambda mapping: tensor_from(mapping, 0, "float32", (2, 2)).T,
+    lambda mapping: np.frombuffer(mapping, np.uint8)[4:8],
+    memoryview,
+], ids=["tensor", "transposed", "array", "memoryview"])  # fmt: skip
+def test_a_lease_lasts_as_long_as_anything_made_from_the_mapping(lease, exporter, make):
+    held = lease(1)
+    kept = make(held.mapping)
+    del held
+    assert not exporter.wait_free(1, 0.05)
+    assert exporter.num_leases(1) == 1
+    del kept
+    assert exporter.wait_free(1, PATIENCE_S)
+    assert exporter.num_leases(1) == 0
+
+
+def test_a_received_descriptor_is_no_other_programs(lease, monkeypatch):
+    inheritable = []
+
+    def spy(fd, nbytes):
+        inheritable.append(os.get_inheritable(fd))
+        return map_private(fd, nbytes)
+
+    monkeypatch.setattr(lease_module, "map_private", spy)
+    lease(1)
+    assert inheritable == [False]
+
+
+def test_each_attachment_is_a_lease(lease, exporter):
+    held = [lease(1) for _ in range(3)]
+    assert exporter.num_leases(1) == 3
+    del held[1]
+    eventually(lambda: exporter.num_leases(1) == 2)
+    held.clear()
+    assert exporter.wait_free(1, PATIENCE_S)
+
+
+def test_a_lease_in_a_cycle_ends_with_the_collector(lease, exporter):
+    gc.disable()
+    try:
+        cycle = [lease(1)]
+        cycle.append(cycle)
+        del cycle
+        assert not exporter.wait_free(1, 0.05)
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        assert exporter.wait_free(1, PATIENCE_S)
+        collector.join()
+    finally:
+        gc.enable()
+
+
+def test_leases_of_segments_are_counted_apart(lease, exporter, segment):
+    exporter.export(2, segment)
+    held = lease(2)
+    assert (exporter.num_leases(1), exporter.num_leases(2)) == (0, 1)
+    assert exporter.wait_free(1, 0.0)
+    del held
+
+
+def test_a_revoked_segment_is_exported_no_more_and_stays_leased(lease, exporter, segment):
+    held = lease(1)
+    exporter.revoke(1)
+    exporter.revoke(1)
+    with pytest.raises(SegmentGoneError, match=r"does not export segment 1 \(any more\)"):
+        lease(1)
+    assert exporter.num_leases(1) == 1
+    exporter.export(1, segment)
+    assert bytes(lease(1).mapping[:1]) == b"\x05"
+    del held
+    assert exporter.wait_free(1, PATIENCE_S)
+
+
+def test_a_closed_segment_is_not_exported(lease, exporter, segment):
+    segment.close()
+    with pytest.raises(SegmentGoneError):
+        lease(1)
+    exporter.revoke(1)
+    another = Segment(NBYTES)
+    exporter.export(1, another)
+    assert lease(1).mapping[0] == 0
+    another.close()
+
+
+def test_a_number_is_exported_once(lease, exporter, segment):
+    with pytest.raises(ValueError, match="segment 1 is exported already"):
+        exporter.export(1, segment)
+
+
+def test_a_closed_exporter_leaves_mappings_valid_and_counts_no_more(exporter, segment, lease):
+    held = lease(1)
+    exporter.close()
+    exporter.close()
+    segment.close()
+    assert bytes(held.mapping[:]) == b"\x05" * NBYTES
+    with pytest.raises(PeerLostError, match="cannot reach"):
+        lease(1)
+    calls = [
+        lambda: exporter.export(2, segment),
+        lambda: exporter.num_leases(1),
+        lambda: exporter.wait_free(1, 1.0),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_closing_ends_a_wait(exporter, lease):
+    held = lease(1)
+    outcome = []
+
+    def wait():
+        try:
+            outcome.append(exporter.wait_free(1, 60.0))
+        except ClosedError:
+            outcome.append("closed")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    exporter.close()
+    thread.join(PATIENCE_S)
+    assert outcome == ["closed"]
+    del held
+
+
+# -- the ends of processes
+
+
+def test_the_lease_of_a_killed_reader_ends_at_once(exporter, lease, job):
+    reader = job("hold", exporter.address, exporter.secret, 1)
+    reader.line()
+    assert not exporter.wait_free(1, 0.05)
+    reader.kill()
+    assert exporter.wait_free(1, 1.0)
+
+
+def test_a_stopped_reader_keeps_its_lease(exporter, lease, job):
+    reader = job("hold", exporter.address, exporter.secret, 1)
+    reader.line()
+    stop(reader.pid)
+    assert not exporter.wait_free(1, 0.3)
+    assert lease(1).mapping[0] == 5
+    reader.kill()
+    assert exporter.wait_free(1, 1.0)
+
+
+def test_a_lease_outlives_the_interpreters_exit_handlers(exporter, lease, job, tmp_path):
+    reader = job("hold_until_exit", exporter.address, exporter.secret, 1, str(tmp_path / "go"))
+    assert reader.line(1) == "exiting"
+    assert not exporter.wait_free(1, 0.1)
+    (tmp_path / "go").touch()
+    assert reader.wait(PATIENCE_S) == 0
+    assert exporter.wait_free(1, PATIENCE_S)
+
+
+def test_a_forked_copy_of_the_mapping_keeps_the_lease(exporter, lease, segment, job, tmp_path):
+    reader = job("leave_to_a_fork", exporter.address, exporter.secret, 1, str(tmp_path / "go"))
+    assert reader.line() == "released"
+    exporter.revoke(1)
+    if exporter.wait_free(1, 0.1):
+        # What an owner does with a free slot; the copy must not be there to see it.
+        segment.buffer[:] = 6
+    (tmp_path / "go").touch()
+    assert reader.wait(PATIENCE_S) == 0
+    assert exporter.wait_free(1, PATIENCE_S)
+
+
+def test_a_forked_child_that_lets_go_ends_nothing(exporter, lease, job, tmp_path):
+    reader = job("release_in_a_fork", exporter.address, exporter.secret, 1, str(tmp_path / "go"))
+    assert reader.line(0) == "released"
+    assert not exporter.wait_free(1, 0.1)
+    (tmp_path / "go").touch()
+    assert reader.line(1) == "child ended"
+    assert not exporter.wait_free(1, 0.1)
+
+
+def test_a_program_started_by_a_reader_holds_no_lease(exporter, lease, job, tmp_path):
+    reader = job(
+        "release_beside_a_subprocess", exporter.address, exporter.secret, 1, str(tmp_path / "go")
+    )
+    assert reader.line() == "released"
+    assert exporter.wait_free(1, 1.0)
+    (tmp_path / "go").touch()
+    assert reader.wait(PATIENCE_S) == 0
+
+
+def test_a_killed_exporter_leaves_readers_their_bytes_and_nothing_else(job):
+    owner = job("lend", 7)
+    address, secret = owner.line().split()
+    held = attach(address, secret, 1, PATIENCE_S)
+    name = address.removeprefix("unix:")
+    assert name in Path("/proc/net/unix").read_text()
+    owner.kill()
+    owner.wait(PATIENCE_S)
+    assert bytes(held.mapping[:]) == b"\x07" * NBYTES
+    with pytest.raises(PeerLostError, match="cannot reach"):
+        attach(address, secret, 1, PATIENCE_S)
+    # The name is listed for as long as a connection accepted under it: this lease.
+    del held
+    eventually(lambda: name not in Path("/proc/net/unix").read_text())
+
+
+def test_a_forked_copy_of_an_exporter_does_not_stand_in_for_it(job):
+    owner = job("lend_and_fork", 7)
+    address, secret, owner_pid, child_pid = owner.line().split()
+    try:
+        assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 7
+        assert int(owner_pid) == owner.pid
+        owner.kill()
+        owner.wait(PATIENCE_S)
+        os.kill(int(child_pid), 0)
+        with pytest.raises(PeerLostError, match="cannot reach"):
+            attach(address, secret, 1, PATIENCE_S)
+    finally:
+        os.kill(int(child_pid), signal.SIGKILL)
+
+
+def test_a_stopped_exporter_is_a_stall(job):
+    owner = job("lend", 7)
+    address, secret = owner.line().split()
+    stop(owner.pid)
+    start = time.monotonic()
+    with pytest.raises(StallError, match=r"within 0.3 s") as caught:
+        attach(address, secret, 1, 0.3)
+    assert caught.value.seconds == 0.3
+    assert time.monotonic() - start < 2.0
+    os.kill(owner.pid, signal.SIGCONT)
+    assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 7
+
+
+def test_a_full_queue_is_a_stall(job):
+    owner = job("lend", 7)
+    address, secret = owner.line().split()
+    stop(owner.pid)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                raw.setblocking(False)
+                raw.connect(address.replace("unix:@", "\0"))
+        with pytest.raises(StallError, match="the connection to unix:@wtransfer"):
+            attach(address, secret, 1, 0.2)
+        os.kill(owner.pid, signal.SIGCONT)
+        assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 7
+
+
+# -- admission
+
+
+def test_a_wrong_secret_is_refused(exporter, lease):
+    for secret in ("", exporter.secret[:-1], "é" * 64, exporter.secret + "0"):
+        with pytest.raises(AuthenticationError, match="could not prove that it knows the token"):
+            attach(exporter.address, secret, 1, PATIENCE_S)
+    assert exporter.num_leases(1) == 0
+    assert lease(1).mapping[0] == 5
+
+
+def test_secrets_are_compared_in_constant_time_and_never_repeat(exporter, lease, monkeypatch):
+    compared = []
+    compare_digest = hmac.compare_digest
+
+    def spy(one, other):
+        compared.append(True)
+        return compare_digest(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", spy)
+    lease(1)
+    assert compared == [True, True], "each side compares the other's proof"
+    other = SegmentExporter()
+    assert other.secret != exporter.secret
+    assert other.address != exporter.address
+    other.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_on_its_side(exporter, lease, job):
+    assert job("attach_as_another_user", exporter.address, exporter.secret, 65534).wait(60) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_by_the_exporter(exporter, lease, monkeypatch):
+    """The exporter trusts the kernel, not what the reader checks about itself."""
+
+    def refuse(sock):
+        raise AuthenticationError("another user")
+
+    monkeypatch.setattr(channel_module, "check_same_user", refuse)
+    with pytest.raises(PeerLostError):
+        lease(1)
+    assert exporter.num_leases(1) == 0
+
+
+def test_another_protocol_is_refused_and_both_are_named(exporter, lease, monkeypatch):
+    other = functools.partial(WorkerHandshake, protocol=PROTOCOL + 1)
+    monkeypatch.setattr(lease_module, "WorkerHandshake", other)
+    with pytest.raises(ProtocolError) as caught:
+        lease(1)
+    assert f"protocol {PROTOCOL}," in str(caught.value)
+    assert f"protocol {PROTOCOL + 1};" in str(caught.value)
+
+
+def test_a_descriptor_is_asked_for_over_unix_sockets_only(exporter):
+    with pytest.raises(AddressError, match="no Unix socket"):
+        attach("tcp:127.0.0.1:9", exporter.secret, 1, PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00",
+        b"\x80\x04\x95cos\nsystem\n.",
+        CODEC.encode(Gone()),
+        pack_frame(1, 0, msgspec.msgpack.encode({"segment_id": "1"})),
+        pack_frame(1, 0, msgspec.msgpack.encode({})),
+        pack_frame(2, 1 << 31, b""),
+    ],
+)
+@pytest.mark.parametrize("proven", [False, True])
+def test_nonsense_ends_only_its_own_connection(exporter, lease, raw_peer, data, proven):
+    peer = raw_peer(exporter.address)
+    if proven:
+        peer.shake_hands(exporter.secret)
+    peer.send(data)
+    peer.until_closed()
+    assert lease(1).mapping[0] == 5
+
+
+def test_what_a_leaseholder_says_further_changes_nothing(exporter, lease, raw_peer):
+    raw = raw_peer(exporter.address).shake_hands(exporter.secret).socket
+    raw.sendall(CODEC.encode(Attach(1)))
+    _, fds, _, _ = socket.recv_fds(raw, 4096, 1)
+    for _ in range(20):
+        raw.sendall(b"release me")
+    raw.sendall(CODEC.encode(Attach(2)))
+    assert not exporter.wait_free(1, 0.1)
+    os.close(fds[0])
+    raw.close()
+    assert exporter.wait_free(1, PATIENCE_S)
+
+
+def test_many_silent_connections_keep_nobody_out(exporter, lease):
+    held, target = lease(1), exporter.address.replace("unix:@", "\0")
+    with contextlib.ExitStack() as stack:
+        for _ in range(1000):
+            # The queue may be full for a moment.
+            raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            raw.settimeout(PATIENCE_S)
+            eventually(lambda raw=raw: raw.connect_ex(target) == 0)
+        assert lease(1).mapping[0] == 5
+        assert len(exporter._listener._unproven) <= MAX_UNPROVEN
+        assert exporter.num_leases(1) >= 1
+    del held
+
+
+def rogue_answer(connection, name, fd):
+    if name == "no descriptor":
+        connection.send(Attached(NBYTES))
+    elif name == "too small":
+        connection.send_descriptor(Attached(2 * NBYTES), fd)
+    elif name == "not an answer":
+        connection.send(Attach(1))
+    elif name == "too long":
+        connection.send_frame(pack_frame(2, 0, bytes(5000)))
+    else:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("no descriptor", DescriptorLimitError),
+        ("too small", TruncatedError),
+        ("not an answer", ProtocolError),
+        ("too long", LimitError),
+        ("the end", PeerLostError),
+    ],
+)
+def test_a_reader_believes_no_answer(segment, name, error):
+    rogue = Listener(
+        CODEC,
+        on_open=lambda connection: None,
+        on_message=lambda connection, message: rogue_answer(connection, name, segment.fd),
+        on_close=lambda connection, error: None,
+    )
+    with pytest.raises(error):
+        attach(rogue.address, rogue.token, 1, PATIENCE_S)
+    rogue.close()
+
+
+# -- shortages
+
+
+def test_a_reader_without_descriptors_says_so(exporter, lease, job):
+    # One for the connection, one to receive; the mapping keeps none.
+    assert job("without_descriptors", exporter.address, exporter.secret).wait(60) == 2
+    assert exporter.wait_free(1, PATIENCE_S)
+
+
+def test_an_exporter_without_descriptors_stays_calm_and_recovers(job, tmp_path):
+    owner = job("lend_without_descriptors", str(tmp_path / "go"))
+    address, secret = owner.line().split()
+    with pytest.raises(StallError):
+        attach(address, secret, 1, 0.3)
+    (tmp_path / "go").touch()
+    assert owner.line(1) == "calm"
+    assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 0
+
+
+# -- all at once
+
+
+def rounds_over_killed_readers(seconds, seed, exporter, job):
+    """Rewrite two slots whenever they are free, under readers of which some are killed."""
+    random = Random(seed)
+    slots = [Segment(NBYTES), Segment(NBYTES)]
+    readers = [job("read_on", exporter.address, exporter.secret, n) for n in range(3)]
+    num_rewrites = num_kills = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        slot = random.randrange(2)
+        exporter.revoke(slot)
+        if exporter.wait_free(slot, 0.02):
+            slots[slot].buffer[:] = num_rewrites % 251
+            num_rewrites += 1
+        exporter.export(slot, slots[slot])
+        time.sleep(0.003)
+        if random.random() < 0.02:
+            victim = readers.pop(random.randrange(3))
+            victim.kill()
+            assert victim.wait(PATIENCE_S) == -signal.SIGKILL
+            readers.append(job("read_on", exporter.address, exporter.secret, num_kills))
+            num_kills += 1
+    assert [reader.child.poll() for reader in readers] == [None] * 3
+    for reader in readers:
+        reader.kill()
+    for slot in (0, 1):
+        exporter.revoke(slot)
+        assert exporter.wait_free(slot, PATIENCE_S)
+        slots[slot].close()
+    assert num_rewrites > 20 * seconds
+    assert num_kills > 0
+
+
+@pytest.mark.slow
+def test_no_reader_ever_sees_a_mix(exporter, job):
+    rounds_over_killed_readers(3, 1, exporter, job)
+
+
+@pytest.mark.nightly
+def test_no_reader_ever_sees_a_mix_for_long(exporter, job):
+    rounds_over_killed_readers(40, 2, exporter, job)
+
+
+# -- segments that both sides write to
+
+
+def test_an_exporter_may_choose_its_address_and_has_it_alone(segment):
+    address = f"unix:@wtransfer-test-{os.getpid()}-{time.monotonic_ns()}"
+    first = SegmentExporter(address, secret="a word")
+    try:
+        first.export(1, segment)
+        assert first.address == address
+        assert attach(address, "a word", 1, PATIENCE_S).mapping[0] == 5
+        with pytest.raises(AddressInUseError, match=f"listens at '{address}' already"):
+            SegmentExporter(address)
+    finally:
+        first.close()
+    SegmentExporter(address).close()
+
+
+def test_both_sides_write_to_a_segment_that_is_shared(exporter, segment):
+    facts = {"num_slots": 7, "model": "a"}
+    exporter.export(1, segment, facts)
+    shared = share(exporter.address, exporter.secret, 1, PATIENCE_S)
+    assert shared.facts == facts
+    shared.segment.buffer[3] = 9
+    assert segment.buffer[3] == 9
+    segment.buffer[4] = 8
+    assert shared.segment.buffer[4] == 8
+    # It is not leased, and outlives its exporter.
+    eventually(lambda: exporter.num_leases(1) == 0)
+    exporter.close()
+    segment.close()
+    assert shared.segment.buffer[4] == 8
+    shared.segment.close()
+
+
+def test_a_segment_that_is_not_exported_cannot_be_shared(exporter):
+    with pytest.raises(SegmentGoneError):
+        share(exporter.address, exporter.secret, 1, PATIENCE_S)

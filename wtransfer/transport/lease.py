@@ -1,0 +1,373 @@
+"""Export shared segments to other processes of the same user on the same host, by descriptor.
+
+How a segment travels:
+
+1. Exporter: listens at an abstract Unix socket; address and secret reach the reader another way.
+2. Exporter: `SegmentExporter.export` registers a segment under a number.
+3. Reader: `attach` connects and shakes hands as any dialer of the channel does, and sends the
+   number.
+4. Exporter: counts a lease, answers with size and descriptor.
+5. Reader: maps it privately and keeps the connection for as long as the mapping lives.
+6. Exporter: sees the connection end, and counts the lease no longer.
+
+**The connection is the lease.** There is no message that ends one: the kernel closes the reader's
+end when the mapping is released (a finalizer), when the process ends, whichever way, and in a
+forked child not before the child, which holds a copy of the mapping, releases its copy as well. So
+a lease never ends while a process could still read the segment through it, nothing needs to be sent
+from a finalizer (which may run in any thread, inside the garbage collector), and a killed reader
+leaves no lease behind.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from wtransfer.deadline import Deadline
+from wtransfer.errors import (
+    AddressError,
+    ClosedError,
+    DescriptorLimitError,
+    PeerLostError,
+    ProtocolError,
+    SegmentGoneError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.transport.address import connect, parse_address
+from wtransfer.transport.channel import Codec, Connection, Listener, MessageType
+from wtransfer.transport.handshake import WorkerHandshake, shake_hands
+from wtransfer.transport.memory import Segment, map_private, os_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from wtransfer.transport.tensors import ByteArray
+
+MAX_LEASES = 1 << 16
+"""Leases of one exporter at a time; the limit on descriptors is reached before."""
+
+_MAX_NBYTES = 4096
+_LEAST_WAIT_S = 0.001
+_ONE_FD_NBYTES = socket.CMSG_LEN(array.array("i").itemsize)
+
+Fact = int | str
+"""What an exporter may tell of a segment."""
+
+
+class Attach(msgspec.Struct):
+    """Ask for a segment, once, on a fresh connection."""
+
+    segment_id: int
+    """Its number."""
+
+
+class Attached(msgspec.Struct):
+    """Answer with a segment; its descriptor comes with this message."""
+
+    nbytes: int
+    """Size of the segment."""
+    facts: dict[str, Fact] = {}
+    """What the exporter tells of it."""
+
+
+class Gone(msgspec.Struct):
+    """Answer that no such segment is exported."""
+
+
+CODEC = Codec(
+    [
+        MessageType(1, Attach, _MAX_NBYTES),
+        MessageType(2, Attached, _MAX_NBYTES),
+        MessageType(3, Gone, _MAX_NBYTES),
+    ]
+)
+
+
+class _Exported(NamedTuple):
+    segment: Segment
+    facts: dict[str, Fact]
+
+
+class SegmentExporter:
+    """The side that owns segments and must not rewrite one while another process reads it.
+
+    Every method may be called from any thread. In a forked child every method raises.
+
+    Args:
+        address: Where to listen; by default a random abstract Unix address.
+        secret: What a reader has to prove to know; by default a random one.
+
+    Raises:
+        AddressInUseError: Another process listens there.
+        DescriptorLimitError: No descriptor is left.
+    """
+
+    def __init__(self, address: str | None = None, secret: str | None = None) -> None:
+        # Guards segments and leases. A condition, so that `wait_free` hears of every lease's end.
+        self._changed = threading.Condition()
+        self._segments: dict[int, _Exported] = {}
+        self._leases: dict[Connection, int] = {}
+        self._closed = False
+        self._pid = os.getpid()
+        self._listener = Listener(
+            CODEC,
+            address=address,
+            token=secret,
+            on_open=lambda _connection: None,
+            on_message=self._on_message,
+            on_close=self._on_close,
+            deadline_s=None,  # a stopped reader keeps its lease
+            max_connections=MAX_LEASES,
+        )
+        self.address = self._listener.address
+        """Where readers connect."""
+        self.secret = self._listener.token
+        """What a reader has to prove to know; tell it out of band."""
+
+    def export(
+        self, segment_id: int, segment: Segment, facts: Mapping[str, Fact] | None = None
+    ) -> None:
+        """Let readers attach a segment.
+
+        Args:
+            segment_id: A number of its own for every content: leases are counted by it.
+            segment: Stays open until it is revoked.
+            facts: What readers shall know of it; some dozens at most.
+
+        Raises:
+            ValueError: The number is in use.
+            ClosedError: The exporter was closed.
+            ForkedError: This is a forked child.
+        """
+        self._check_usable()
+        with self._changed:
+            if segment_id in self._segments:
+                raise ValueError(f"segment {segment_id} is exported already; revoke it first")
+            self._segments[segment_id] = _Exported(segment, dict(facts or {}))
+
+    def revoke(self, segment_id: int) -> None:
+        """Export a segment no more; leases that exist go on.
+
+        When this returns, every lease that was ever granted on it is counted: granting happens
+        under the same lock, and counts before it sends. So "revoke, then wait until free" cannot
+        miss a reader. Revoking what is not exported does nothing.
+
+        Raises:
+            ForkedError: This is a forked child.
+        """
+        self._listener.check_process()
+        with self._changed:
+            self._segments.pop(segment_id, None)
+
+    def num_leases(self, segment_id: int) -> int:
+        """Return how many leases on a segment exist now, also after it was revoked.
+
+        Raises:
+            ClosedError: The exporter was closed, so that leases are no longer counted.
+            ForkedError: This is a forked child.
+        """
+        self._check_usable()
+        with self._changed:
+            return list(self._leases.values()).count(segment_id)
+
+    def wait_free(self, segment_id: int, timeout_s: float) -> bool:
+        """Wait until there is no lease on a segment.
+
+        Args:
+            segment_id: Best revoked before, else a new lease may follow at once.
+            timeout_s: Longest wait, in seconds.
+
+        Returns:
+            Whether it is free. False: take another segment, this one must not be rewritten.
+
+        Raises:
+            ClosedError: The exporter was closed, so that leases are no longer counted.
+            ForkedError: This is a forked child.
+        """
+        self._check_usable()
+        with self._changed:
+            free = self._changed.wait_for(
+                lambda: self._closed or segment_id not in self._leases.values(), timeout_s
+            )
+        self._check_usable()
+        return free
+
+    def close(self) -> None:
+        """Stop exporting; a second call does nothing.
+
+        Mappings that exist stay valid, but are no longer known: memory that was exported must not
+        be rewritten after this.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._closed = True
+            self._segments.clear()
+            self._changed.notify_all()
+        self._listener.close()
+
+    def _check_usable(self) -> None:
+        self._listener.check_process()
+        if self._closed:
+            raise ClosedError("this exporter was closed; make another one")
+
+    # -- on the channel's thread
+
+    def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:
+        if not isinstance(message, Attach):
+            raise ProtocolError(f"a reader does not send {type(message).__name__}")
+        with self._changed, contextlib.suppress(ClosedError):  # closed without being revoked
+            exported = self._segments.get(message.segment_id)
+            if exported is not None:
+                # Under the lock, since a revoked segment's descriptor may be closed and its number
+                # reused. Counted before it is sent: from then on the reader may map and read.
+                fd = exported.segment.fd
+                self._leases[connection] = message.segment_id
+                connection.send_descriptor(Attached(exported.segment.nbytes, exported.facts), fd)
+                return
+        connection.send(Gone())
+
+    def _on_close(self, connection: Connection, error: WTransferError | None) -> None:  # noqa: ARG002
+        with self._changed:
+            self._leases.pop(connection, None)
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A segment that this process reads.
+
+    The lease ends when this object, and every tensor and array made from the mapping, are gone.
+    """
+
+    segment_id: int
+    """Number under which it is exported."""
+    nbytes: int
+    """Size in bytes."""
+    mapping: ByteArray
+    """Private, writable memory; mapped afresh by each `attach`, not populated."""
+
+
+class Shared(NamedTuple):
+    """A segment that two processes write to."""
+
+    segment: Segment
+    """It; stays when the exporter is gone."""
+    facts: dict[str, Fact]
+    """What the exporter tells of it."""
+
+
+def attach(address: str, secret: str, segment_id: int, timeout_s: float) -> Lease:
+    """Map a segment and hold a lease on it until the mapping is gone.
+
+    Args:
+        address: `SegmentExporter.address`.
+        secret: `SegmentExporter.secret`.
+        segment_id: Number of the segment.
+        timeout_s: Longest time for the whole, in seconds.
+
+    Raises:
+        SegmentGoneError: The exporter does not export this segment (any more).
+        PeerLostError: The exporter is gone.
+        AuthenticationError: Wrong secret, or the exporter belongs to another user.
+        ProtocolError: The exporter speaks another protocol.
+        StallError: No answer within the time allowed.
+        TruncatedError: The segment is smaller than announced.
+        DescriptorLimitError: No descriptor is left; each mapping takes one.
+        StagingMemoryError: No address space is left.
+        AddressError: The address is no Unix socket's.
+
+    Cost: about 0.5 ms.
+    """
+    with _attached(address, secret, segment_id, timeout_s) as (sock, answer, fd):
+        mapping = map_private(fd, answer.nbytes)
+        # From here on the connection ends with the mapping. Not at interpreter exit, where a
+        # daemon thread may still run the model: the kernel closes it after the last thread.
+        weakref.finalize(mapping, os.close, sock.detach()).atexit = False
+        return Lease(segment_id, answer.nbytes, mapping)
+
+
+def share(address: str, secret: str, segment_id: int, timeout_s: float) -> Shared:
+    """Map a segment so that both sides write to the same memory. There is no lease on it.
+
+    Raises:
+        WTransferError: As `attach`.
+    """
+    with _attached(address, secret, segment_id, timeout_s) as (_, answer, fd):
+        return Shared(Segment.of(os.dup(fd), answer.nbytes), answer.facts)
+
+
+@contextlib.contextmanager
+def _attached(
+    address: str, secret: str, segment_id: int, timeout_s: float
+) -> Iterator[tuple[socket.socket, Attached, int]]:
+    """Get a segment's descriptor, open as long as the context, over a connection of its own."""
+    deadline = Deadline(timeout_s)
+    parsed = parse_address(address)
+    if not parsed.is_unix:
+        raise AddressError(f"{address!r} is no Unix socket: only those carry descriptors")
+    fds: list[int] = []
+    try:
+        with (
+            os_errors(f"attaching segment {segment_id} of {address}"),
+            socket.socket(parsed.family) as sock,
+        ):
+            while True:
+                try:
+                    connect(sock, parsed, deadline)
+                    break
+                except PeerLostError as error:
+                    if not isinstance(error.__cause__, BlockingIOError):
+                        raise
+                    deadline.check(f"the connection to {address}: its queue is full")
+            reader = shake_hands(sock, WorkerHandshake(secret), deadline, address)
+            reader.codec = CODEC
+            sock.sendall(CODEC.encode(Attach(segment_id)))
+            answer = next(reader.feed(b""), None)
+            while answer is None:
+                sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+                # Not socket.recv_fds, which forgets the flag: a program started by another thread
+                # just now would inherit the descriptor.
+                data, ancillary, _, _ = sock.recvmsg(
+                    _MAX_NBYTES, _ONE_FD_NBYTES, socket.MSG_CMSG_CLOEXEC
+                )
+                for _, _, raw in ancillary:
+                    fds += array.array("i", raw)
+                if not data:
+                    raise PeerLostError(f"{address} closed the connection")
+                answer = next(reader.feed(data), None)
+            if isinstance(answer, Gone):
+                raise SegmentGoneError(
+                    f"{address} does not export segment {segment_id} (any more); its round is over"
+                )
+            if not isinstance(answer, Attached):
+                raise ProtocolError(f"{address} answered with {type(answer).__name__}")
+            if not fds:
+                raise DescriptorLimitError(
+                    f"segment {segment_id} was exported, but no descriptor is left here to receive "
+                    "it; raise the limit (ulimit -n) or close files"
+                )
+            yield sock, answer, fds[0]
+    except WTransferError:
+        raise
+    except TimeoutError as error:
+        raise StallError(
+            f"attaching segment {segment_id}: no answer from {address} within {timeout_s:g} s",
+            seconds=timeout_s,
+        ) from error
+    except OSError as error:
+        raise PeerLostError(
+            f"attaching segment {segment_id}: {address} is gone ({error.strerror})"
+        ) from error
+    finally:
+        for fd in fds:
+            os.close(fd)
