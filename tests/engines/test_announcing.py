@@ -87,11 +87,13 @@ def test_what_an_announcement_fails_with_is_raised_at_the_end():
         go_on.wait(5.0)
         raise OSError("nobody there")
 
-    announcer = Announcer(tell)
-    announcer.announce({})
-    go_on.set()
+    def send():
+        with Announcer(tell) as announcer:
+            announcer.announce({})
+            go_on.set()
+
     with pytest.raises(OSError, match="nobody there"):
-        announcer.wait()
+        send()
 
 
 def test_a_client_without_a_round_says_so():

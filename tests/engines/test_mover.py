@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 
 import pytest
 
-from wtransfer.transport.niceness import NICENESS
 from wtransfer.weight_sync.worker import hosted
 from wtransfer.weight_sync.worker.mover import MoverThread
 
@@ -30,18 +28,6 @@ def test_a_task_that_raises_is_done_and_the_next_one_runs(caplog, error):
     mover.join(PATIENCE_S)
     assert ran == [True]
     assert "tests-mover: a task failed" in caplog.text
-
-
-def test_it_leaves_processors_to_others_and_only_itself_does():
-    mover = MoverThread("polite")
-    seen = []
-    mover.submit(lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-    mover.submit(lambda: None).wait(5)
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert seen == [NICENESS]
-    assert before < NICENESS
-    mover.stop()
-    mover.join(5)
 
 
 def test_a_second_abort_of_a_hanging_call_leaves_the_next_thread_alone(monkeypatch):

@@ -30,6 +30,7 @@ def test_a_round_that_ends_while_it_claims_the_session_leaves_it_free(engine):
         worker="w",
         notes=[],
         send=sent.append,
+        on_error=lambda _error: None,
         on_over=lambda: ledger.free("dead"),
     )
 

@@ -149,7 +149,8 @@ class Loop:
 
         Level-triggered: a handler need not exhaust what is there.
         """
-        known = sock in self._selector.get_map()
+        # By number: for a socket that is not there selectors formats its address, also of bytes.
+        known = sock.fileno() in self._selector.get_map()
         if not events:
             if known:
                 self._selector.unregister(sock)
@@ -160,7 +161,7 @@ class Loop:
 
     def release(self, sock: socket.socket) -> None:
         """Stop watching a socket and close it."""
-        if sock.fileno() >= 0 and sock in self._selector.get_map():
+        if sock.fileno() in self._selector.get_map():
             self._selector.unregister(sock)
         with _fork_lock:
             sock.close()

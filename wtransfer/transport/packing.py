@@ -49,10 +49,12 @@ class Run:
 
     Args:
         memory: Where to; writable.
+        screen: Whether to count NaN and infinity.
     """
 
-    def __init__(self, memory: ByteArray) -> None:
+    def __init__(self, memory: ByteArray, *, screen: bool = True) -> None:
         self._memory = memory
+        self._screen = screen
         self._address = memory.ctypes.data
         self._placed: list[Placed] = []
         self._room = RUN_NBYTES
@@ -88,7 +90,7 @@ class Run:
         placed, self._placed, self._room = self._placed, [], RUN_NBYTES
         if not placed:
             return [], []
-        return _found(self._memory, *zip(*placed, strict=True))
+        return _found(self._memory, *zip(*placed, strict=True), screen=self._screen)
 
 
 def pack(
@@ -97,6 +99,8 @@ def pack(
     stops: Sequence[int],
     addresses: Sequence[int],
     dtypes: Sequence[torch.dtype],
+    *,
+    screen: bool = True,
 ) -> tuple[list[str], list[int]]:
     """Copy bytes to their places, then digest and screen them: a run of tensors that stay.
 
@@ -106,6 +110,7 @@ def pack(
         stops: Byte behind each place.
         addresses: Where each tensor's bytes lie: as many as its place has.
         dtypes: How to read them.
+        screen: Whether to count NaN and infinity.
 
     Returns:
         As `Run.finish`.
@@ -118,15 +123,22 @@ def pack(
     targets = map(memory.ctypes.data.__add__, starts)
     # Lets go of the interpreter each time: a page of a mapped file may take for ever to come.
     collections.deque(map(ctypes.memmove, targets, addresses, sizes), maxlen=0)
-    return _found(memory, starts, stops, dtypes)
+    return _found(memory, starts, stops, dtypes, screen=screen)
 
 
 def _found(
-    memory: ByteArray, starts: Sequence[int], stops: Sequence[int], dtypes: Sequence[torch.dtype]
+    memory: ByteArray,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    screen: bool,
 ) -> tuple[list[str], list[int]]:
     contents = map(memory.data.__getitem__, map(slice, starts, stops))
     digests = list(map(xxhash.xxh3_128_hexdigest, contents))
-    return digests, list(_nonfinite(memory, starts, stops, dtypes))
+    return digests, list(_nonfinite(memory, starts, stops, dtypes)) if screen else [0] * len(
+        digests
+    )
 
 
 def _nonfinite(

@@ -309,7 +309,12 @@ def _looks(tensors: list[torch.Tensor]) -> Iterator[Look]:
     first: dict[object, int] = {}
     for number, each in enumerate(tensors):
         # Without a call: this loop is a good part of what a round costs per small tensor.
-        if type(each) in PLAIN_TYPES and each.is_cpu and each.layout is torch.strided:
+        if (
+            type(each) in PLAIN_TYPES
+            and each.is_cpu
+            and each.layout is torch.strided
+            and not each.is_nested
+        ):
             # Nor an object: `untyped_storage` would leave one behind with every storage.
             offset, address = each.storage_offset(), each.data_ptr()
             memory = address - offset * each.itemsize if address and each.numel() else _itself(each)
@@ -321,7 +326,7 @@ def _looks(tensors: list[torch.Tensor]) -> Iterator[Look]:
 
 def _rare_look(tensor: torch.Tensor) -> Look:
     kind = (type(tensor), tensor.device, tensor.layout, tensor.dtype)
-    if is_lazy(tensor):
+    if is_lazy(tensor) or tensor.is_nested:
         return kind
     if _memory(tensor) == _itself(tensor):
         return (*kind, tensor.shape)
@@ -330,7 +335,7 @@ def _rare_look(tensor: torch.Tensor) -> Look:
 
 def _memory(tensor: torch.Tensor) -> object:
     # These have no memory yet, or none in one piece; empty ones no address that identifies them.
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         return _itself(tensor)
     if hasattr(tensor, "full_tensor") or tensor.numel() == 0:
         return _itself(tensor)

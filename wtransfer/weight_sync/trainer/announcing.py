@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-from concurrent.futures import Future, ThreadPoolExecutor
+import queue
+import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,14 +27,25 @@ class Announcer:
 
     def __init__(self, tell: Callable[[dict[str, Any]], None], num_under_way: int = 1) -> None:
         self._tell = tell
-        self._pool = ThreadPoolExecutor(num_under_way, "wtransfer-announce")
+        self._waiting: queue.SimpleQueue[tuple[Future[None], contextvars.Context, Any] | None]
+        self._waiting = queue.SimpleQueue()
         self._under_way: list[Future[None]] = []
+        # Daemons, not a pool: the interpreter joins a pool's threads before anything is closed at
+        # exit, so a trainer that ends would wait for workers that stall.
+        self._threads = [
+            threading.Thread(target=self._run, name="wtransfer-announce", daemon=True)
+            for _ in range(num_under_way)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def announce(self, info: dict[str, Any]) -> None:
         """Announce a bucket, and stop if an announcement has failed already."""
         # With it goes the round: an announcement that is late must not reach the next one.
         context = contextvars.copy_context()
-        self._under_way.append(self._pool.submit(context.run, self._tell, info))
+        future: Future[None] = Future()
+        self._under_way.append(future)
+        self._waiting.put((future, context, info))
         self.check()
 
     def wait(self) -> None:
@@ -51,6 +64,21 @@ class Announcer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._pool.shutdown(wait=kind is None, cancel_futures=kind is not None)
-        if kind is None:
-            self.check()
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            for each in self._under_way:
+                each.cancel()
+            for _thread in self._threads:
+                self._waiting.put(None)
+
+    def _run(self) -> None:
+        while (task := self._waiting.get()) is not None:
+            future, context, info = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(context.run(self._tell, info))
+                except BaseException as error:
+                    future.set_exception(error)
+            del task, future, context, info

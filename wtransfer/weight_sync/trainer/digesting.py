@@ -56,9 +56,12 @@ class DigestingSource:
     Args:
         source: The user's.
         algorithm: How pieces are digested.
+        screen: Whether to count NaN and infinity.
     """
 
-    def __init__(self, source: WeightSource, algorithm: Algorithm = "xxh3-128") -> None:
+    def __init__(
+        self, source: WeightSource, algorithm: Algorithm = "xxh3-128", *, screen: bool = True
+    ) -> None:
         self.version = ""
         """Label of the round."""
         self.nonfinite: dict[str, int] = {}
@@ -70,6 +73,7 @@ class DigestingSource:
         self._own = source
         self._source = source
         self._algorithm = algorithm
+        self._screen = screen
         self._metadata: Sequence[ParamMeta] = ()
         self._known_digests = False
         self._planned = Planned(Manifest(()))
@@ -179,7 +183,8 @@ class DigestingSource:
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
         for meta, tensor in self._checked(self._begin_pass()):
-            self._note(meta, digest(tensor, self._algorithm), count_nonfinite(tensor))
+            nonfinite = count_nonfinite(tensor) if self._screen else 0
+            self._note(meta, digest(tensor, self._algorithm), nonfinite)
             # An object of its own: what an engine does to that is not done to the trainer's.
             yield meta.name, tensor.detach()
 
@@ -229,7 +234,7 @@ class DigestingSource:
             yield stop
 
     def _copy_one(self, meta: ParamMeta, tensor: torch.Tensor, memory: Memory) -> None:
-        found = _copy_digest(memory, tensor, self._algorithm)
+        found = _copy_digest(memory, tensor, self._algorithm, screen=self._screen)
         self._note(meta, found.hexdigest, found.nonfinite)
 
     def _packed_as_seen(self, places: Places, seen: Seen) -> Iterator[int]:
@@ -284,7 +289,9 @@ class DigestingSource:
         starts, stops = places.starts[part.own], places.stops[part.own]
         if stops[-1] - starts[0] > RUN_NBYTES:
             return False
-        self._note_all(part, *pack(places.memory, starts, stops, memory.addresses, part.dtypes))
+        at = memory.addresses
+        found = pack(places.memory, starts, stops, at, part.dtypes, screen=self._screen)
+        self._note_all(part, *found)
         return True
 
     def _copy_each(self, places: Places, run: Pairs, part: Part) -> None:
@@ -294,7 +301,7 @@ class DigestingSource:
 
     def _packed_one_by_one(self, places: Places, pairs: Pairs) -> Iterator[int]:
         """Do it for tensors that come one by one: digested in one go are those that can wait."""
-        run, first = Run(places.memory), 0
+        run, first = Run(places.memory, screen=self._screen), 0
         for number, (meta, tensor) in enumerate(self._checked(pairs)):
             span = places[meta.name]
             added = run.add(tensor, span)
@@ -383,16 +390,18 @@ class DigestingSource:
             )
 
 
-def _copy_digest(memory: Memory, tensor: torch.Tensor, algorithm: Algorithm) -> Digested:
+def _copy_digest(
+    memory: Memory, tensor: torch.Tensor, algorithm: Algorithm, *, screen: bool
+) -> Digested:
     import numpy as np
     import torch
 
     if not isinstance(memory, torch.Tensor):
-        return copy_digest(np.frombuffer(memory, np.uint8), tensor, algorithm, screen=True)
+        return copy_digest(np.frombuffer(memory, np.uint8), tensor, algorithm, screen=screen)
     # What is digested is the copy, as in host memory: those are the bytes that travel.
     copied = memory.view(tensor.dtype).view(tensor.shape)
     copied.copy_(tensor)
-    return Digested(digest(memory, algorithm), count_nonfinite(copied))
+    return Digested(digest(memory, algorithm), count_nonfinite(copied) if screen else 0)
 
 
 def _freed(name: str) -> SourceError:

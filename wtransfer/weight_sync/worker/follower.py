@@ -24,9 +24,12 @@ from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, chec
 from wtransfer.weight_sync.worker.staging import Staging
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import msgspec
 
     from wtransfer.checkpoint.versions import Version
+    from wtransfer.engines.interface import TensorSpec
     from wtransfer.weight_sync.worker.session import WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -174,7 +177,7 @@ class Follower:
         facts = {"round_id": round_id, "version": version.version, "worker": self._session.name}
         hooks.notify("wtransfer_round_started", **facts)
         try:
-            held = self._stage(root, version)
+            held, schema = self._stage(root, version)
         except BaseException as error:
             ours = _as_ours(error)
             ours.add_facts(**facts)
@@ -186,14 +189,18 @@ class Follower:
             undisturbed = not self._ledger.busy and self._session.fingerprint == before
             if undisturbed and not self._closed.is_set():
                 attempts.offered, self.refusal = round_id, None
-                self._ledger.offer(Pending(self, round_id, held, seconds))
+                self._ledger.offer(Pending(self, round_id, held, seconds, schema=schema))
 
-    def _stage(self, root: Folder, version: Version) -> Held:
+    def _stage(
+        self, root: Folder, version: Version
+    ) -> tuple[Held, Mapping[str, TensorSpec] | None]:
         """Read the version and prove that it is what it was when it was committed."""
         folder, file = open_version(root, version)
         with folder:
             manifest = file.manifest
+            # A copy: what a target hands out may be its own, and change.
             schema, casts = self._session.schema(), ""
+            schema = None if schema is None else dict(schema)
             if schema is None:
                 check_whole(manifest)
             else:
@@ -205,7 +212,8 @@ class Follower:
             for bucket in buckets(folder, file):
                 staging.load_weights(bucket)
         staging.verify(file.digests, canonical_names(schema or {}))
-        return Held(version.version, file.fingerprint, manifest, staging.tensors, "digests", casts)
+        held = Held(version.version, file.fingerprint, manifest, staging.tensors, "digests", casts)
+        return held, schema
 
     def _check_undisturbed(self, _nbytes: int) -> None:
         # Whoever has a live publisher needs no folder; and memory for both may not be there.

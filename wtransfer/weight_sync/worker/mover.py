@@ -8,8 +8,6 @@ import queue
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.transport.niceness import step_back
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -74,7 +72,6 @@ class MoverThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        step_back()
         while (task := self._tasks.get()) is not None:
             try:
                 task.call()

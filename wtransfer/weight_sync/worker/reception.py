@@ -57,6 +57,7 @@ class Reception:
         worker: Name of the worker, for observers.
         notes: What the trainer should know of this worker.
         send: Sends a message to the trainer; never raises.
+        on_error: Called with what is wrong with the update, or with this worker.
         on_over: Called once when the round is over here without a verified set.
     """
 
@@ -71,6 +72,7 @@ class Reception:
         worker: str,
         notes: list[str],
         send: Callable[[msgspec.Struct], None],
+        on_error: Callable[[WTransferError], None],
         on_over: Callable[[], None],
     ) -> None:
         self.plan = plan
@@ -78,6 +80,8 @@ class Reception:
         self.fingerprint = ""
         self.casts = ""
         """What `check_fit` says of the tensors that will be cast."""
+        self.judged: Mapping[str, TensorSpec] | None = None
+        """The schema that the plan was judged by."""
         self.seconds: dict[str, float] = {}
         self.verified = False
         self._engine = engine
@@ -88,6 +92,7 @@ class Reception:
         self._worker = worker
         self._notes = list(notes)
         self._send = send
+        self._on_error = on_error
         self._on_over = on_over
         self._next_seq = 0
         self._sealed = False
@@ -170,6 +175,7 @@ class Reception:
             return
         hooks.notify("wtransfer_round_aborted", error=error, **self._identity())
         info = ErrorInfo.of(error)
+        self._on_error(error if isinstance(error, WTransferError) else info.rebuild())
         answer = Refuse if refusal else Fault
         self._send(answer(self.plan.round_id, info))
 
@@ -198,7 +204,7 @@ class Reception:
         schema = self._schema()
         if schema is not None:
             fit = self._fitting.judge(planned, schema)
-            self._tied = fit.tied
+            self._tied, self.judged = fit.tied, fit.schema
             self.casts = fit.casts
             if fit.casts:
                 self._notes.append("casts floating dtypes at commit")
@@ -263,6 +269,8 @@ class Reception:
         begun = time.monotonic()
         self._engine.optional("finish_weight_update")
         staging = self._staged()
+        if self._engine.may_rewrite:
+            staging.digest_again()
         digests = staging.verify(seal.digests, self._tied)
         self.fingerprint = self._accepted().fingerprint(digests)
         self.seconds["verify"] = time.monotonic() - begun

@@ -179,6 +179,12 @@ class Staging:
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return kept, copy_digest(byte_view(kept), tensor, algorithm).hexdigest
 
+    def digest_again(self) -> None:
+        """Digest all that was staged once more: its engine could have written there meanwhile."""
+        for name, tensor in self.tensors.items():
+            self._check_stopped()
+            self._digests[name] = digest(tensor, self.manifest.algorithm)
+
     def verify(self, digests: Sequence[str], canonical: Mapping[str, str]) -> list[str]:
         """Prove that everything arrived as it was sent.
 

@@ -168,6 +168,11 @@ class StateDictTarget:
             _check_memory(group.name, tensor)
             _overwrite(tensor, staged)
 
+    def present(self) -> Mapping[str, torch.Tensor]:
+        """Return the present tensors as they lie, to be read before the next `apply`."""
+        own, known = self._read()
+        return {group.name: own[group.name].detach() for group in known.groups}
+
     def capture(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors: copies, or the memory that no update writes into."""
         own, known = self._read()
@@ -179,7 +184,7 @@ class StateDictTarget:
         if self._points(group, tensor, adopted) and tensor.nbytes > SMALL_NBYTES:
             return tensor.detach()
         _check_memory(group.name, tensor)
-        return tensor.detach().clone()
+        return _cloned(tensor.detach())
 
     def _points(self, group: Group, tensor: torch.Tensor, staged: set[int]) -> bool:
         """Whether an update points a tensor to other memory, and does not write into its own.
@@ -203,7 +208,7 @@ class StateDictTarget:
     def _adopt(self, group: Group, own: Mapping[str, torch.Tensor], staged: torch.Tensor) -> None:
         tensor = own[group.name]
         if tensor.nbytes <= SMALL_NBYTES:
-            new = self._adopted.give_home(group.name, tensor).copy_(staged)
+            new = _copied(self._adopted.give_home(group.name, tensor), staged)
         else:
             new = self._whole(staged, tensor)
             self._adopted.enter(group.name, new.data_ptr())
@@ -216,7 +221,7 @@ class StateDictTarget:
         taken = staged.data_ptr() in self._taken and staged.numel() > 0
         if taken or staged.dtype is not like.dtype or not stands_alone(staged):
             fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            staged = fresh.copy_(staged)
+            staged = _copied(fresh, staged)
         self._taken.add(staged.data_ptr())
         return staged
 
@@ -287,10 +292,28 @@ class _NotedItems(ItemsView[str, "torch.Tensor"]):
         return self._mapping.note_each()
 
 
+def _copied(tensor: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
+    """Copy to a tensor, byte by byte where both are bool, and return it.
+
+    Of a bool whose byte is neither 0 nor 1 torch's copy makes 1: other bytes than were proven.
+    """
+    plain = type(tensor) in PLAIN_TYPES and type(staged) in PLAIN_TYPES
+    if plain and tensor.dtype is staged.dtype is torch.bool:
+        tensor.view(torch.uint8).copy_(staged.view(torch.uint8))
+        return tensor
+    return tensor.copy_(staged)
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is torch.bool and type(tensor) in PLAIN_TYPES:
+        return tensor.view(torch.uint8).clone().view(torch.bool)
+    return tensor.clone()
+
+
 def _overwrite(tensor: torch.Tensor, staged: torch.Tensor) -> None:
     # What was made in inference mode can be written to in that mode only; others in any.
     with torch.inference_mode():
-        tensor.copy_(staged)
+        _copied(tensor, staged)
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
@@ -344,6 +367,8 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
         return "on the meta device, without memory"
     if tensor.is_quantized:
         return f"quantised ({tensor.dtype})"
+    if tensor.is_nested:
+        return "nested"
     if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}"
     if type(tensor) not in PLAIN_TYPES and _only_wraps(tensor):
