@@ -179,7 +179,10 @@ class RoundAbortedError(WTransferError, RuntimeError):
 
 
 class CommitError(WTransferError, RuntimeError):
-    """Applying a verified update failed; the old version is back unless `restored` is false."""
+    """Applying a verified update failed; the old version is back unless `restored` is false.
+
+    A publisher raises it where it failed itself after the commit was sent (`restored` is false).
+    """
 
     restored: bool = True
     """Whether the worker holds the version it had before."""

@@ -31,6 +31,7 @@ def test_a_round_that_ends_while_it_claims_the_session_leaves_it_free(engine):
         session=SimpleNamespace(name="w", schema=dict, cast=False, cast_hint=""),
         notes=[],
         send=sent.append,
+        on_error=lambda _error: None,
         on_over=lambda: ledger.free("dead"),
     )
 

@@ -162,6 +162,25 @@ def test_a_round_that_begins_just_when_its_call_is_given_up_holds_up_no_later_ca
                 call.result(DEADLINE_S)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_round_that_is_never_ended_is_given_up(publishing, store, left):
+    ranks = publishing()
+    with (
+        TrainerRank({}, store=store, deadline_s=QUIET_S) as rank,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        ranks.begin("v1")
+        coming = pool.submit(rank.publish, "v1", wait=not left)
+        assert comes(ranks)
+        if left:
+            ranks.packed()
+            assert coming.result(DEADLINE_S) == ""
+            coming = pool.submit(rank.publish, "v2")
+        with pytest.raises(StallError, match="ended"):
+            coming.result(DEADLINE_S)
+        ranks.end("v1", None, fingerprint="late")
+
+
 @pytest.mark.parametrize("waits_for", ["publishing rank", "begin", "end", "end of the last"])
 def test_closing_ends_a_publish_wherever_it_waits(publishing, publish, rank, waits_for):
     ranks = None if waits_for == "publishing rank" else publishing()

@@ -100,7 +100,7 @@ _LINE_S = 1.0
     type=click.Choice(["allow", "warn", "reject"]),
     default="allow",
     show_default=True,
-    help="What NaN or infinity in the weights does.",
+    help="What NaN or infinity in the weights does; allow does not look for it.",
 )
 def push(**arguments: Any) -> None:
     """Bring the weights of the checkpoint DIR into running workers, all or nothing.

@@ -189,7 +189,8 @@ class Loop:
 
         Level-triggered: a handler need not exhaust what is there.
         """
-        known = sock in self._selector.get_map()
+        # By number: for a socket that is not there selectors formats its address, also of bytes.
+        known = sock.fileno() in self._selector.get_map()
         if not events:
             if known:
                 self._selector.unregister(sock)

@@ -36,7 +36,7 @@ def module_fingerprint(
 
     Cost: one pass over the weights, at the speed of the digest.
     """
-    source = DigestingSource(as_source(module), algorithm)
+    source = DigestingSource(as_source(module), algorithm, screen=False)
     layout = source.plan()
     for _ in source.iter_full():
         pass  # It digests what it yields.

@@ -77,11 +77,12 @@ class Report:
     workers: tuple[WorkerReport, ...]
     """Every worker that is known."""
     seconds: dict[str, float]
-    """Seconds by phase: plan, transfer, seal, commit, total."""
+    """Seconds by phase: init, plan, transfer, seal, commit and finish, which add up to total."""
     packed_s: float
     """Seconds until the trainer could train on."""
     nonfinite: dict[str, int] = field(default_factory=dict)
-    """Tensors with NaN or infinity -> how many of their elements."""
+    """Tensors with NaN or infinity -> how many of their elements; empty where the publisher does
+    not look for them (``nonfinite="allow"``)."""
     dry_run: bool = False
     """Whether it was to end before the commit."""
 
@@ -117,11 +118,15 @@ class Report:
             f"{self.version}  {self.outcome}  {self.nbytes / 1e6:.1f} MB in "
             f"{self.seconds.get('total', 0.0):.3f} s  {self.fingerprint}"
         )
-        return "\n".join([head, *(_line(each) for each in self.workers)])
+        phases = [f"{name} {s:.3f}s" for name, s in self.seconds.items() if name != "total"]
+        lines = [f"  publisher  {'  '.join(phases)}"] if phases else []
+        return "\n".join([head, *lines, *(_line(each) for each in self.workers)])
 
 
 def _line(each: WorkerReport) -> str:
     stages = "  ".join(f"{stage} {seconds:.3f}s" for stage, seconds in each.seconds.items())
     proof = f"{each.nbytes} bytes, digests equal" if each.digests_equal else "nothing proven"
     why = f"  {each.error}" if each.error else ""
+    if each.error and each.outcome == "committed":
+        why = f"  it committed, and was lost afterwards: {each.error}"
     return f"  {each.worker}  {each.outcome}  holds {each.version}  {proof}  {stages}{why}"

@@ -111,14 +111,15 @@ def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
     A tensor without memory in one piece (lazy, sparse, wrapper) or without elements is unlike all
     others.
     """
-    if type(tensor) in PLAIN_TYPES and tensor.is_cpu and tensor.layout is torch.strided:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    if type(tensor) in PLAIN_TYPES and tensor.is_cpu and is_strided:
         offset, address = tensor.storage_offset(), tensor.data_ptr()
         if address and tensor.numel():
             # `untyped_storage` would leave a Python object behind with every storage.
             memory = address - offset * tensor.itemsize
             return (memory, offset, tensor.shape, tensor.stride(), tensor.dtype)
         return (("alone", id(tensor)),)
-    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+    if is_lazy(tensor) or not is_strided or tensor.is_meta:
         return (("alone", id(tensor)),)
     begin = None if hasattr(tensor, "full_tensor") else memory_address(tensor)
     if begin is None or tensor.numel() == 0:

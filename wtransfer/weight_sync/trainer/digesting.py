@@ -34,9 +34,12 @@ class DigestingSource:
     Args:
         source: The user's.
         algorithm: How tensors are digested.
+        screen: Whether to count NaN and infinity.
     """
 
-    def __init__(self, source: WeightSource, algorithm: Algorithm = "xxh3-128") -> None:
+    def __init__(
+        self, source: WeightSource, algorithm: Algorithm = "xxh3-128", *, screen: bool = True
+    ) -> None:
         self.version = ""
         """Label of the round."""
         self.metadata: tuple[ParamMeta, ...] = ()
@@ -51,6 +54,7 @@ class DigestingSource:
         """Called when every tensor has been copied: the trainer may change its weights."""
         self._own = source
         self._source = source
+        self._screen = screen
         self._digests: list[str | None] = []
         self._stopped: str | None = None
 
@@ -142,7 +146,8 @@ class DigestingSource:
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
         for number, tensor in self._read_all():
-            self._note(number, Digested(digest(tensor, self._algorithm), count_nonfinite(tensor)))
+            nonfinite = count_nonfinite(tensor) if self._screen else 0
+            self._note(number, Digested(digest(tensor, self._algorithm), nonfinite))
             # Detached: what an engine does to the object is not done to the trainer's.
             yield self.layout.names[number], tensor.detach()
 
@@ -157,7 +162,7 @@ class DigestingSource:
         for number, tensor in self._read_all():
             meta = self.metadata[number]
             memory = allocate(meta)
-            self._note(number, _copy(tensor, _as_bytes(memory), self._algorithm))
+            self._note(number, self._copy(tensor, _as_bytes(memory)))
             yield meta, memory
         self._mark_packed()
 
@@ -169,7 +174,7 @@ class DigestingSource:
             for number in range(bucket.first, bucket.last):
                 start = layout.starts[number] - bucket.start
                 place = memory[start : start + layout.sizes[number]]
-                self._note(number, _copy(next(tensors)[1], place, self._algorithm))
+                self._note(number, self._copy(next(tensors)[1], place))
             yield bucket
         # Raises if the source yields more than its metadata says.
         next(tensors, None)
@@ -222,6 +227,15 @@ class DigestingSource:
                 piece=name,
             )
 
+    def _copy(self, tensor: torch.Tensor, memory: ByteArray | torch.Tensor) -> Digested:
+        if not isinstance(memory, torch.Tensor):
+            return copy_digest(memory, tensor, self._algorithm, screen=self._screen)
+        # The digest is the copy's: those bytes travel.
+        copied = memory.view(tensor.dtype).view(tensor.shape)
+        copied.copy_(tensor)
+        nonfinite = count_nonfinite(copied) if self._screen else 0
+        return Digested(digest(memory, self._algorithm), nonfinite)
+
     def _note(self, number: int, found: Digested) -> None:
         meta, before = self.metadata[number], self._digests[number]
         if meta.digest not in (None, found.hexdigest) and self._algorithm == "xxh3-128":
@@ -257,15 +271,6 @@ class DigestingSource:
 
 def _as_bytes(memory: Memory) -> ByteArray | torch.Tensor:
     return memory if isinstance(memory, torch.Tensor) else np.frombuffer(memory, np.uint8)
-
-
-def _copy(tensor: torch.Tensor, memory: ByteArray | torch.Tensor, algorithm: Algorithm) -> Digested:
-    if not isinstance(memory, torch.Tensor):
-        return copy_digest(memory, tensor, algorithm, screen=True)
-    # The digest is the copy's: those bytes travel.
-    copied = memory.view(tensor.dtype).view(tensor.shape)
-    copied.copy_(tensor)
-    return Digested(digest(memory, algorithm), count_nonfinite(copied))
 
 
 def _as_param_meta(meta: ParamMeta) -> ParamMeta:

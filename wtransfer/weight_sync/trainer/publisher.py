@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -30,7 +31,6 @@ from wtransfer.weight_sync.trainer.round import (
     Round,
     Sealed,
     send_init,
-    too_few,
 )
 from wtransfer.weight_sync.trainer.rules import LostPolicy, NonfinitePolicy, Rules
 from wtransfer.weight_sync.trainer.sender import Sender
@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_VERSION_LENGTH = 256
+UNTOLD_HINT = (
+    "; no token was given, so this publisher made its own, which workers must be told: read it "
+    "from its `token`, or set WTRANSFER_TOKEN to one secret on both sides"
+)
 JOINER_PATIENCE_S = 1.0
 """Seconds that a new round waits for a worker that is just being brought up to date to commit."""
 
@@ -80,8 +84,9 @@ class Publisher:
             stay on the old version. ``"drop"``: the rest commit, and the report names the lost.
             Engines that form a group of all workers end the round all the same until every byte has
             arrived; the next round goes on without the lost.
-        nonfinite: What NaN or infinity in the weights does: ``"allow"`` counts it in the report,
-            ``"warn"`` logs it too, ``"reject"`` ends the round.
+        nonfinite: What NaN or infinity in the weights does: ``"allow"`` does not look for it,
+            ``"warn"`` logs it and counts it in the report, ``"reject"`` ends the round. Looking
+            costs about a third of the trainer's pass.
         deadline_s: Longest time without progress, in seconds, before a peer or step counts as
             stalled.
 
@@ -110,8 +115,8 @@ class Publisher:
         _check_choice("on_lost_worker", on_lost_worker, ("abort", "drop"))
         _check_choice("nonfinite", nonfinite, ("allow", "warn", "reject"))
         known_token = resolve_token(token, os.environ)
-        self._made_token = known_token is None
         self.token = known_token or new_token()
+        self._token_hint = "" if known_token else UNTOLD_HINT
         # A token that was made up here is no host's: it must not be tried on them.
         self._hosts = Hosts(host_token or known_token, deadline_s)
         self._hosts.add(hosts)
@@ -125,7 +130,8 @@ class Publisher:
             else ShardedSource(model_or_source)
         )
         self._source.take_deadline(deadline_s)
-        self._sender_args = (engine, trainer, dict(options or {}), self._source)
+        screen = nonfinite != "allow"
+        self._sender_args = (engine, trainer, dict(options or {}), self._source, screen)
         self._sender = Sender(*self._sender_args)
         self._current: Sealed | None = None
         self._current_sender: Sender | None = None
@@ -138,7 +144,7 @@ class Publisher:
             on_receipt=self._on_receipt,
             on_weights_lost=lambda: self._catchup.wake(),  # noqa: PLW0108  # made below
         )
-        self._changed = self._roster.changed
+        self._changed, self._lock = self._roster.changed, self._roster.lock
         self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
         try:
             self._listener = self._listen(listen)
@@ -203,15 +209,9 @@ class Publisher:
             NoWorkersError: They have not within `timeout_s` seconds.
         """
         self._check_usable()
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: len(self._roster.instances()) >= n, timeout_s):
-                error = too_few(len(self._roster.instances()), n)
-                if self._made_token:
-                    error.message += (
-                        "; no token was given, so this publisher made its own: workers need "
-                        "Publisher.token as token=, or set WTRANSFER_TOKEN on both sides"
-                    )
-                raise error from self._refusal
+                raise self._too_few(len(self._roster.instances()), n) from self._refusal
 
     @property
     def hosts(self) -> dict[str, str | None]:
@@ -262,18 +262,12 @@ class Publisher:
             NoWorkersError: Fewer than ``min_workers`` have joined.
             RoundBusyError: A round of this publisher is under way.
             WTransferError: The round was aborted; every worker is on its old version.
+            CommitError: The publisher itself failed after the commit was sent.
         """
         self._check_usable()
         _check_version(version)
         _settle_device()
-        try:
-            round_ = self._begin(version, None, dry_run=dry_run)
-        except BaseException as error:
-            # Ranks that hold parts of the weights may be waiting for it.
-            self._source.refuse(version, error)
-            raise
-        self._source.begin(version)
-        return self._run(round_, wait=wait)
+        return self._run(version, None, wait=wait, dry_run=dry_run)
 
     def kept(self) -> Sequence[KeptVersion]:
         """Return the versions that `rollback` can go back to, oldest first.
@@ -313,14 +307,14 @@ class Publisher:
                 f"there is no version {version!r} to go back to; kept are: {there}", version=version
             )
         source = self._sender.kept_source(found[-1])
-        return self._run(self._begin(version, source, dry_run=dry_run), wait=wait)
+        return self._run(version, source, wait=wait, dry_run=dry_run)
 
     def close(self) -> None:
         """End what is under way and let the workers go; they keep what they have."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        with self._changed:
+        with self._lock:
             active = self._active
         if active is not None:
             active.abort("the publisher was closed")
@@ -343,7 +337,7 @@ class Publisher:
             named = set(filter(None, self.hosts.values())) - {w.worker for w in self.workers()}
             return [*sorted(named), *map(str, self._incomplete_hosts())]
 
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
                 raise NoWorkersError(
                     f"{', '.join(absent())} did not join within "
@@ -377,7 +371,7 @@ class Publisher:
 
     def _apply_what_is_left(self) -> None:
         """Have serving engines apply what they still hold, verified: they take no plan before."""
-        with self._changed:
+        with self._lock:
             current = self._current
             if current is None or self._active is not None:
                 return
@@ -390,17 +384,36 @@ class Publisher:
 
     # -- rounds
 
-    def _run(self, round_: Round, *, wait: bool) -> Report | Round:
-        round_.start()
-        return round_.result() if wait else round_
+    def _run(
+        self, version: str, instead: WeightSource | None, *, wait: bool, dry_run: bool
+    ) -> Report | Round:
+        before, round_ = self._active, None
+        try:
+            round_ = self._begin(version, instead, dry_run=dry_run)
+            return round_.result() if wait else round_
+        except BaseException as error:
+            # An interrupt may come when the round is under way and nobody has hold of it yet: it
+            # is this thread's by its starter, and not an earlier one of the same thread.
+            active = self._active
+            if active not in (None, before) and active.starter == threading.get_ident():
+                round_ = active
+            if round_ is not None:
+                round_.abort(f"interrupted by {type(error).__name__}")
+            elif instead is None:
+                # Ranks that hold parts of the weights may be waiting for it.
+                self._source.refuse(version, error)
+            raise
 
     def _begin(self, version: str, instead: WeightSource | None, *, dry_run: bool) -> Round:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         self._apply_what_is_left()
-        with self._changed:
+        with self._lock:
             self._await_whole_hosts(deadline)
             while (active := self._active) is not None:
+                if active.was_left:
+                    self._give_up(active)
+                    continue
                 if not active.is_resend:
                     age = time.monotonic() - self._active_since
                     raise RoundBusyError(
@@ -419,9 +432,16 @@ class Publisher:
                 self._await_whole_hosts(deadline)
             instances = self._taking_part()
             if len(instances) < self._rules.min_workers:
-                raise too_few(len(instances), self._rules.min_workers) from self._refusal
+                raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
             self._renew_sender(frozenset(w for ranks in instances.values() for w in ranks))
             return self._new_round(version, instances, instead=instead, dry_run=dry_run)
+
+    def _too_few(self, found: int, wanted: int) -> NoWorkersError:
+        return NoWorkersError(
+            f"{found} workers have joined, {wanted} are needed (ranks of one instance count as "
+            "one); start them with join= the publisher's address, ask hosts that were restarted "
+            f"again with invite(), or wait with wait_for_workers(){self._token_hint}"
+        )
 
     def _taking_part(self) -> dict[str, list[Worker]]:
         """Return the instances of a new round: without those set aside, if enough remain."""
@@ -468,9 +488,30 @@ class Publisher:
             on_packed=self._source.packed,
             on_done=self._on_done,
         )
-        self._active, self._active_since = round_, time.monotonic()
-        self._unsettled[round_.round_id] = round_
+        try:
+            self._active, self._active_since = round_, time.monotonic()
+            self._unsettled[round_.round_id] = round_
+            if sealed is None and instead is None:
+                self._source.begin(version)
+            round_.start()
+        except BaseException as error:
+            # Still under the lock, which its thread needs first: so it has not begun, and will not.
+            self._give_up(round_)
+            if sealed is None and instead is None:
+                self._source.end(error)
+            if isinstance(error, RuntimeError) and not isinstance(error, WTransferError):
+                raise RoundAbortedError(
+                    f"the round could not begin: {error}", round_id=round_.round_id, version=version
+                ) from error
+            raise
         return round_
+
+    def _give_up(self, round_: Round) -> None:
+        """Forget a round that has not begun; called under the lock."""
+        round_.give_up()
+        self._unsettled.pop(round_.round_id, None)
+        if self._active is round_:
+            self._active = None
 
     def _renew_sender(self, members: frozenset[Worker]) -> None:
         stale = self._origin.needs_generation and self._sender.members != members
@@ -488,7 +529,7 @@ class Publisher:
             self._settle(round_)
 
     def _settle(self, round_: Round) -> None:
-        with self._changed:
+        with self._lock:
             if self._active is round_:
                 self._active = None
             if round_.is_resend and not round_.failed:
@@ -525,12 +566,12 @@ class Publisher:
     def _on_join(self, worker: Worker) -> None:
         info = self._sender.worker_init_info
         if self._sender.started and info is not None and not self._origin.needs_generation:
-            num_instances = len(self._roster.instances())
-            send_init(worker, self._origin, info, max(0, num_instances - 1), num_instances)
+            place, num_places = self._roster.place_of(worker)
+            send_init(worker, self._origin, info, place, num_places)
         self._catchup.wake()
 
     def _on_receipt(self, round_id: str) -> None:
-        with self._changed:
+        with self._lock:
             round_ = self._unsettled.get(round_id)
             if round_ is not None and round_.on_receipt() and round_.phase == "over":
                 self._unsettled.pop(round_id, None)
@@ -542,7 +583,7 @@ class Publisher:
 
     def _next_behind(self) -> tuple[str, list[Worker]] | None:
         """Return an instance that lacks the current version and can be served it now."""
-        with self._changed:
+        with self._lock:
             if self._closed or self._active is not None or self._current is None:
                 return None
             if self._sender is not self._current_sender or not self._sender.can_resend:
@@ -561,12 +602,11 @@ class Publisher:
         )
 
     def _bring_up_to_date(self, name: str, ranks: list[Worker]) -> Report | None:
-        with self._changed:
+        with self._lock:
             if self._active is not None or self._current is None:
                 return None
             current = self._current
             round_ = self._new_round(current.version, {name: ranks}, sealed=current)
-        round_.start()
         try:
             return round_.result()
         except RoundAbortedError:

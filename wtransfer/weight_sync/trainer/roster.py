@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -53,6 +54,8 @@ class Worker:
     """Set when the connection has ended."""
     version: str | None = None
     fingerprint: str = ""
+    place: int = 0
+    """Its instance's place among all, as its engine was last told."""
     state: str = "fresh"
     num_failed: int = 0
     """Times in a row that it could not be brought up to date."""
@@ -135,7 +138,10 @@ class Roster:
         on_receipt: Callable[[str], None],
         on_weights_lost: Callable[[], None],
     ) -> None:
-        self.changed = threading.Condition()
+        # Taken by itself, not by way of the condition, whose methods are Python: an interrupt at
+        # the entry of its `__exit__` would leave it locked for good.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.num_dropped = 0
         self._on_join = on_join
         self._on_receipt = on_receipt
@@ -147,7 +153,7 @@ class Roster:
 
     def workers(self) -> list[Worker]:
         """Return every joined worker."""
-        with self.changed:
+        with self.lock:
             return list(self._workers.values())
 
     def instances(self) -> dict[str, list[Worker]]:
@@ -161,9 +167,19 @@ class Roster:
             if len(ranks) == ranks[0].hello.num_ranks
         }
 
+    def place_of(self, worker: Worker) -> tuple[int, int]:
+        """Return a place for a joiner's instance that no other has, and the number of places."""
+        instance = worker.hello.instance
+        with self.lock:
+            others = [each for each in self._workers.values() if each is not worker]
+            own = [each.place for each in others if each.hello.instance == instance]
+            taken = {each.place for each in others if each.hello.instance != instance}
+            place = own[0] if own else next(n for n in itertools.count() if n not in taken)
+            return place, max(taken | {place}) + 1
+
     def open(self, round_id: str, workers: Iterable[Worker]) -> dict[Worker, Exchange]:
         """Begin to keep what `workers` answer in this round."""
-        with self.changed:
+        with self.lock:
             exchanges = {worker: Exchange(worker) for worker in workers}
             self._exchanges[round_id] = exchanges
             for exchange in exchanges.values():
@@ -173,7 +189,7 @@ class Roster:
 
     def close(self, round_id: str) -> None:
         """Forget a round; what still comes in for it is dropped and counted."""
-        with self.changed:
+        with self.lock:
             self._exchanges.pop(round_id, None)
 
     # -- called on the channel's thread
@@ -195,7 +211,7 @@ class Roster:
 
     def on_close(self, connection: Connection, error: Exception | None) -> None:
         """Note that a worker is gone."""
-        with self.changed:
+        with self.lock:
             worker = self._workers.pop(connection, None)
             if worker is None:
                 return
@@ -211,7 +227,7 @@ class Roster:
 
     def _join(self, connection: Connection, hello: Hello) -> None:
         worker = Worker(connection, hello)
-        with self.changed:
+        with self.lock:
             if connection in self._workers:
                 raise ProtocolError(f"{hello.worker} says hello twice")
             self._check_place(hello)
@@ -233,7 +249,7 @@ class Roster:
                 )
 
     def _engine_answer(self, worker: Worker, message: Ready | Refused) -> None:
-        with self.changed:
+        with self.lock:
             if message.generation != worker.generation:
                 self.num_dropped += 1
             elif isinstance(message, Ready):
@@ -244,7 +260,7 @@ class Roster:
 
     def _note_lost_weights(self, worker: Worker, message: Lost) -> None:
         logger.warning("%s has lost its weights: %s", worker.name, message.reason)
-        with self.changed:
+        with self.lock:
             worker.version, worker.fingerprint = None, message.fingerprint
             worker.state = message.state
             # Whatever had failed before: it asks for weights anew.
@@ -253,7 +269,7 @@ class Roster:
         self._on_weights_lost()
 
     def _round_answer(self, worker: Worker, message: Any) -> None:
-        with self.changed:
+        with self.lock:
             exchange = self._exchanges.get(message.round_id, {}).get(worker)
             if exchange is None:
                 self.num_dropped += 1

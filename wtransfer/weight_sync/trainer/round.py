@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import (
+    CommitError,
     DigestMismatchError,
     ForkedError,
     NonfiniteError,
-    NoWorkersError,
     RoundAbortedError,
     RoundBusyError,
     StallError,
@@ -72,9 +72,9 @@ class Clock:
     begun: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def lap(self, phase: str, since: float) -> None:
-        """Note a phase that began at `since`."""
-        self.seconds[phase] = time.monotonic() - since
+    def lap(self, phase: str) -> None:
+        """Note the end of a phase, which began with the end of the one before."""
+        self.seconds[phase] = self.total() - sum(self.seconds.values())
 
     def total(self) -> float:
         """Return the seconds since the beginning."""
@@ -142,6 +142,10 @@ class Round:
         self._forward = False
         self.called_off = False
         """Whether `abort` ended it."""
+        self.starter = threading.get_ident()
+        """The thread that has called `publish`, or that serves joiners."""
+        self._begun = False
+        self._given_up = False
         self._report: Report | None = None
         self._done = threading.Event()
         opened = roster.open(self.round_id, self.members)
@@ -154,8 +158,18 @@ class Round:
     # -- for the caller
 
     def start(self) -> None:
-        """Begin, on a thread of the round's own."""
+        """Begin, on a thread of the round's own; called under the roster's lock."""
         self._thread.start()
+
+    def give_up(self) -> None:
+        """Let the round not begin, should its thread run yet; called under the roster's lock."""
+        self._given_up = True
+        self._roster.close(self.round_id)
+
+    @property
+    def was_left(self) -> bool:
+        """Whether its starter was interrupted before it had a thread. Asked under the lock."""
+        return not self._begun and not self._thread.is_alive()
 
     def packed(self, timeout_s: float | None = None) -> None:
         """Wait until the trainer may change its weights again.
@@ -166,7 +180,7 @@ class Round:
         """
         self._check_process()
         self._check_thread("packed")
-        with self._roster.changed:
+        with self._roster.lock:
             ended = self._roster.changed.wait_for(
                 lambda: self._packed_s is not None or self._done.is_set(), timeout_s
             )
@@ -180,6 +194,7 @@ class Round:
 
         Raises:
             WTransferError: The round was aborted; every worker is on its old version.
+            CommitError: The publisher itself failed after the commit was sent.
             StallError: `timeout_s` seconds have passed; the round goes on.
         """
         self._check_process()
@@ -200,13 +215,13 @@ class Round:
 
     def progress(self) -> dict[str, int]:
         """Return the bytes that each worker of the round has staged so far, by its name."""
-        with self._roster.changed:
+        with self._roster.lock:
             return {each.worker.name: each.nbytes for each in self._seating.exchanges()}
 
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, this does nothing."""
         self._check_process()
-        with self._roster.changed:
+        with self._roster.lock:
             if self._watch.ended is None and not self._forward:
                 self.called_off = True
                 self._watch.ended = RoundAbortedError(
@@ -242,11 +257,11 @@ class Round:
     @property
     def failed(self) -> bool:
         """Whether the round was ended before its commit."""
-        return self._failure is not None
+        return self._failure is not None and not self._forward
 
     @property
     def failure(self) -> WTransferError | None:
-        """Why it was ended."""
+        """Why it was ended, or what broke after its commit was sent."""
         return self._failure
 
     @property
@@ -284,7 +299,7 @@ class Round:
 
     def check(self) -> None:
         """Raise if the round has failed, or is past the point where an engine may use it."""
-        with self._roster.changed:
+        with self._roster.lock:
             if self._forward:
                 raise RoundAbortedError(
                     "the round is over for its engine: send_weights had returned",
@@ -294,22 +309,46 @@ class Round:
 
     def wake(self) -> None:
         """Let the round look again: something that it waits for may have happened."""
-        with self._roster.changed:
+        with self._roster.lock:
             self._roster.changed.notify_all()
 
     # -- the steps
 
     def _run(self) -> None:
+        with self._roster.lock:
+            if self._given_up:
+                return
+            self._begun = True
         try:
-            self._take_steps()
-            self._finish()
-        except BaseException as error:
-            # A fault of our own; whoever waits shall hear of it rather than wait.
-            logger.exception("round %s broke", self.round_id)
-            self._failure = self._failure or _unexpected(error)
+            try:
+                self._take_steps()
+            except BaseException as error:
+                self._break(error)
+            try:
+                self._finish()
+            except BaseException as error:
+                self._break(error)
         finally:
             self.phase = "over"
             self._tell_done()
+
+    def _break(self, error: BaseException) -> None:
+        """Note a fault of our own: the caller hears of it rather than wait."""
+        logger.error("round %s broke", self.round_id, exc_info=error)
+        if self._forward:
+            # Workers hold the new version, or will: an abort would claim the opposite.
+            failure: WTransferError = CommitError(
+                f"the publisher failed on {type(error).__name__}: {error} after its commit was "
+                "sent; workers hold the new version or apply it yet: see workers()",
+                restored=False,
+                **self._facts(),
+            )
+            failure.__cause__ = error
+            with self._roster.lock:
+                self._seating.note_pending()
+        else:
+            failure = _unexpected(error)
+        self._failure = self._failure or failure
 
     def _tell_done(self) -> None:
         try:
@@ -325,6 +364,7 @@ class Round:
         try:
             hooks.notify("wtransfer_round_started", worker=None, **self._identity())
             self._prepare()
+            self._clock.lap("init")
             self._plan()
             self._transfer()
             self._seal()
@@ -356,18 +396,17 @@ class Round:
         )
 
     def _plan(self) -> None:
-        begun = time.monotonic()
         self.phase = "plan"
         if self.sealed is None:
             reading = self._sender.plan(self, self._instead)
             self._supervise(reading, "the source's metadata")
             self._layout = reading.result
         layout = self._known_layout()
-        with self._roster.changed:
+        with self._roster.lock:
             plan = Plan(self.round_id, self.version, layout.manifest)
             self._seating.plan(plan, layout.identity)
         self._watch.until(lambda exchange: exchange.accept is not None, "the plan's acceptance")
-        self._clock.lap("plan", begun)
+        self._clock.lap("plan")
 
     def _known_layout(self) -> TensorLayout:
         if self._layout is None:
@@ -375,17 +414,16 @@ class Round:
         return self._layout
 
     def _transfer(self) -> None:
-        begun = time.monotonic()
         self.phase = "transfer"
         self._sender.source.on_packed = self._mark_packed
         send = self._sender.resend if self.is_resend else self._sender.send
         self._supervise(send(self), "the transfer")
         self._watch.transferred = True
         self._mark_packed()
-        self._clock.lap("transfer", begun)
+        self._clock.lap("transfer")
 
     def _mark_packed(self) -> None:
-        with self._roster.changed:
+        with self._roster.lock:
             first = self._packed_s is None
             if first:
                 self._packed_s = self._clock.total()
@@ -394,7 +432,6 @@ class Round:
             self._on_packed()
 
     def _seal(self) -> None:
-        begun = time.monotonic()
         self.phase = "seal"
         if self.sealed is None:
             self._judge_nonfinite()
@@ -406,11 +443,11 @@ class Round:
             self.sealed = Sealed(self.version, layout, digests, layout.fingerprint(digests))
         self._watch.until(lambda exchange: exchange.verdict is not None, "a verdict")
         self._check_verdicts(self.sealed.fingerprint)
-        self._clock.lap("seal", begun)
+        self._clock.lap("seal")
 
     def _judge_nonfinite(self) -> None:
         found = self._sender.source.nonfinite
-        if not found or self._rules.nonfinite == "allow":
+        if not found:
             return
         name, count = next(iter(found.items()))
         text = f"{len(found)} tensors hold NaN or infinity, first {name!r} with {count} elements"
@@ -430,24 +467,23 @@ class Round:
                 )
 
     def _begin_commit(self) -> None:
-        with self._roster.changed:
+        with self._roster.lock:
             # Under the lock: whatever ends the round comes before this line or has come too late.
             self._watch.check()
             self.phase = "commit"
             self._forward = True
 
     def _commit(self) -> None:
-        begun = time.monotonic()
         deadline_s = self._rules.deadline_s
-        with self._roster.changed:
+        with self._roster.lock:
             self._seating.commit()
         self._apply_by_hosts()
-        with self._roster.changed:
+        with self._roster.lock:
             if not self._roster.changed.wait_for(self._seating.settle, deadline_s):
                 self._seating.give_up(f"not every rank has committed within {deadline_s:g} s")
                 self._roster.changed.wait_for(self._seating.settle, REVERT_GRACE_S)
             self._seating.note_pending()
-        self._clock.lap("commit", begun)
+        self._clock.lap("commit")
 
     def _apply_by_hosts(self) -> None:
         """Let serving engines apply, on a thread of their own: their answer needs our release."""
@@ -466,7 +502,7 @@ class Round:
 
     def _drop_verified(self) -> None:
         """End a dry run: everything has been proven, nothing is kept."""
-        with self._roster.changed:
+        with self._roster.lock:
             # As after a failure: an engine's client is of no use any more.
             ended = RoundAbortedError("a dry run ends without a commit", **self._facts())
             self._watch.ended = ended
@@ -483,7 +519,7 @@ class Round:
         """
         if not self.committing:
             return False
-        with self._roster.changed:
+        with self._roster.lock:
             settled = self._seating.settle()
             self._roster.changed.notify_all()
             return settled
@@ -493,7 +529,7 @@ class Round:
         self._watch.supervise(running, what)
 
     def _broadcast(self, message: msgspec.Struct) -> None:
-        with self._roster.changed:
+        with self._roster.lock:
             self._seating.send(message)
 
     # -- ending
@@ -502,7 +538,7 @@ class Round:
         failure = error if isinstance(error, WTransferError) else _unexpected(error)
         failure.add_facts(**self._facts())
         self._failure = failure
-        with self._roster.changed:
+        with self._roster.lock:
             # From here on the client and the source raise, which lets the engine's call end.
             self._watch.ended = self._watch.ended or failure
         self._broadcast(Abort(self.round_id, str(failure)))
@@ -513,8 +549,8 @@ class Round:
 
     def _finish(self) -> None:
         if not self.is_resend:
-            self._sender.finished(committed=not self.failed and not self.dry_run)
-        if not self.failed:
+            self._sender.finished(committed=self._forward)
+        if self._failure is None:
             self._report = self._make_report()
             self._tell_committed(self._report)
 
@@ -531,7 +567,8 @@ class Round:
 
     def _make_report(self) -> Report:
         assert self.sealed is not None
-        self._clock.seconds["total"] = self._clock.total()
+        self._clock.lap("finish")
+        self._clock.seconds["total"] = sum(self._clock.seconds.values())
         others = [w for w in self._roster.workers() if w not in self.members]
         reports = self._seating.reports(self.sealed.fingerprint, dry_run=self.dry_run)
         return Report(
@@ -563,6 +600,7 @@ def send_init(
     if worker.generation == origin.generation and worker.refusal is None:
         return
     worker.generation, worker.refusal = origin.generation, None
+    worker.place = index
     worker.send(
         Init(
             generation=origin.generation,
@@ -573,15 +611,6 @@ def send_init(
             data_parallel_size=num_instances,
             init_info=init_info,
         )
-    )
-
-
-def too_few(found: int, wanted: int) -> NoWorkersError:
-    """Return the error for a fleet that is too small."""
-    return NoWorkersError(
-        f"{found} workers have joined, {wanted} are needed (ranks of one instance count as one); "
-        "start them with join= the publisher's address, ask hosts that were restarted again with "
-        "invite(), or wait with wait_for_workers()"
     )
 
 

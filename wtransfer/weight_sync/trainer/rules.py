@@ -25,7 +25,8 @@ class Rules:
     on_lost_worker: LostPolicy = "abort"
     """``"drop"`` lets the others commit, as long as `min_workers` remain."""
     nonfinite: NonfinitePolicy = "allow"
-    """``"warn"`` logs it, ``"reject"`` ends the round; it is always counted."""
+    """``"allow"`` does not look for it, ``"warn"`` logs and counts it, ``"reject"`` ends the
+    round."""
     deadline_s: float = 30.0
     """Longest time without progress, in seconds."""
 

@@ -119,6 +119,7 @@ class Sender:
         trainer_cls: The trainer's class; None: the twin of the worker class of that name.
         options: Fields of the engine's init info.
         source: The user's source.
+        screen: Whether to count NaN and infinity.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Sender:
         trainer_cls: type | None,
         options: dict[str, Any],
         source: WeightSource,
+        screen: bool = False,
     ) -> None:
         self.name = name
         self.plugin = f"engines:{name}"
@@ -135,7 +137,8 @@ class Sender:
         self.abandoned = False
         self._client = RoundClient()
         self._cls: Any = trainer_cls or WeightTransferTrainerFactory.trainer_class(name)
-        self.source = DigestingSource(source, getattr(self._cls, "digest_algorithm", "xxh3-128"))
+        algorithm: Any = getattr(self._cls, "digest_algorithm", "xxh3-128")
+        self.source = DigestingSource(source, algorithm, screen=screen)
         self._info = _init_info(self._cls, options)
         self._engine: Any = None
 
@@ -202,12 +205,17 @@ class Sender:
         tell = getattr(self._engine, "round_finished", None)
         if tell is None:
             return
-        running = Running(
-            "round_finished",
-            lambda: guarded("round_finished", lambda: tell(committed=committed)),
-            self.plugin,
-            _nothing,
-        )
+        try:
+            running = Running(
+                "round_finished",
+                lambda: guarded("round_finished", lambda: tell(committed=committed)),
+                self.plugin,
+                _nothing,
+            )
+        except BaseException:
+            # An engine that has not heard what is committed must not serve joiners.
+            self._leave_behind("round_finished")
+            raise
         if not running.join(UNBLOCK_GRACE_S):
             self._leave_behind("round_finished")
 

@@ -65,6 +65,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SILENT_DEADLINES = 4
+"""Deadlines that the publishing rank may say nothing in its round: it waits for its workers, one
+deadline at most for each of the seal, the commit, and ranks that go back."""
 LOOK_S = 0.1
 """Time between two looks for the publishing rank."""
 
@@ -97,7 +100,8 @@ class TrainerRank:
         store: A torch store that all ranks share. Default: the one of torch's default group, which
             is neither made nor destroyed here.
         deadline_s: Longest wait for the publishing rank to begin, counted from the end of its round
-            before, and for a collective to end.
+            before, and for a collective to end. The same as the publisher's: a publishing rank that
+            says nothing in its round for four times as long is given up.
     """
 
     def __init__(
@@ -163,7 +167,7 @@ class TrainerRank:
     def _publish(self, version: str, *, wait: bool) -> str:
         # Who failed and came again at once would be taken into the round that fails; and who left
         # early would lose from its deadline what the others take for the end.
-        self._link.await_end()
+        self._link.await_end(Deadline(SILENT_DEADLINES * self._deadline_s))
         deadline = Deadline(self._deadline_s)
         metadata = tuple(self._source.metadata)
         note = self._link.connect(deadline)
@@ -196,15 +200,17 @@ class TrainerRank:
         wait: bool,
     ) -> End:
         """Do as the publishing rank says, up to the end; of one not waited for nothing is known."""
-        begun: Deadline | None = deadline
         while True:
-            order = self._link.next_order(call, begun)
+            order = self._link.next_order(call, deadline)
+            if not isinstance(order, End):
+                # From here on it is the publishing rank's round that has deadlines; this one is for
+                # a round that is never ended.
+                deadline = Deadline(SILENT_DEADLINES * self._deadline_s)
             if isinstance(order, End):
                 return order
             if isinstance(order, Begin):
-                # From here on it is the publishing rank's round that has deadlines.
-                begun = None
-            elif isinstance(order, Describe):
+                continue
+            if isinstance(order, Describe):
                 self._link.send(Description(call, layout))
             elif isinstance(order, Packed):
                 if not wait:
@@ -342,17 +348,21 @@ class _RankLink:
                 if self._connection is None and deadline.expired:
                     raise self._absent(deadline.seconds)
 
-    def await_end(self) -> None:
+    def await_end(self, deadline: Deadline) -> None:
         """Wait until the round of the last call is over, whoever has left that call.
 
-        It has deadlines of its own; a publishing rank that is lost ends it as well.
-
         Raises:
+            StallError: It is not over in time.
             ClosedError: `close` was called.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._in_round)
+            over = self._changed.wait_for(lambda: not self._in_round, deadline.remaining())
             self._check_open()
+        if not over:
+            raise StallError(
+                f"the publishing rank has not ended its last round within {deadline.seconds:g} s",
+                seconds=deadline.seconds,
+            )
 
     def begin_call(self, call: int) -> None:
         """Take orders for this call only."""
@@ -363,7 +373,7 @@ class _RankLink:
             self._call, self._in_round = call, False
             self._orders = queue.SimpleQueue()
 
-    def next_order(self, call: int, deadline: Deadline | None) -> msgspec.Struct:
+    def next_order(self, call: int, deadline: Deadline) -> msgspec.Struct:
         """Return the next order of a call.
 
         Raises:
@@ -372,9 +382,14 @@ class _RankLink:
             ClosedError: `close` was called.
         """
         try:
-            order = self._orders.get(timeout=None if deadline is None else deadline.remaining())
+            order = self._orders.get(timeout=deadline.remaining())
         except queue.Empty:
-            assert deadline is not None
+            if self._in_round:
+                raise StallError(
+                    "the publishing rank is connected and has begun its round, but has neither "
+                    f"gone on nor ended it within {deadline.seconds:g} s",
+                    seconds=deadline.seconds,
+                ) from None
             raise StallError(
                 f"the publishing rank is connected, but did not call publish() for this version "
                 f"within {deadline.seconds:g} s (call {call} of this rank); every rank must",

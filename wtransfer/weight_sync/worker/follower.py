@@ -25,9 +25,12 @@ from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, chec
 from wtransfer.weight_sync.worker.staging import Staging
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import msgspec
 
     from wtransfer.checkpoint.versions import Version
+    from wtransfer.engines.interface import TensorSpec
     from wtransfer.weight_sync.worker.session import WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -191,8 +194,10 @@ class Follower:
             worker=self._session.name,
         )
         try:
-            held = self._stage(version)
-            pending = Pending(self, round_id, held, {"transfer": time.monotonic() - begun})
+            held, schema = self._stage(version)
+            pending = Pending(
+                self, round_id, held, {"transfer": time.monotonic() - begun}, schema=schema
+            )
             with self._ledger.changed:
                 # In one step: no publisher's round can begin in between; and none did before.
                 self._check_undisturbed()
@@ -205,12 +210,14 @@ class Follower:
             self._notify_aborted(round_id, ours)
             raise ours from error
 
-    def _stage(self, version: Version) -> Held:
+    def _stage(self, version: Version) -> tuple[Held, Mapping[str, TensorSpec] | None]:
         """Read a version, and prove that it is what was committed."""
         source = self._store.source(version)
         assert source.manifest is not None
         manifest = source.manifest.manifest
-        schema, casts = self._session.schema(), ""
+        found, casts = self._session.schema(), ""
+        # A copy: what a target returns may be its own, and change.
+        schema = None if found is None else dict(found)
         if schema is None:
             check_whole(manifest)
         else:
@@ -223,9 +230,10 @@ class Follower:
         for pair in source.iter_full():
             staging.load_weights([pair])
         staging.verify(source.manifest.digests, canonical_names(schema or {}))
-        return Held(
+        held = Held(
             version.version, version.fingerprint, manifest, staging.tensors, "digests", casts
         )
+        return held, schema
 
     def _check_undisturbed(self, _nbytes: int = 0) -> None:
         # A live publisher makes the folder needless; and there may be no memory for both.

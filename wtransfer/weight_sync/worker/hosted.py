@@ -175,6 +175,17 @@ class HostedEngine:
         return getattr(self._own(), "tensors_valid_until", "return") != "round"
 
     @property
+    def may_rewrite(self) -> bool:
+        """Whether views of the engine's memory are kept, which it could write to until the seal.
+
+        Not so for engines of our own that map, read or receive into memory which they do not touch
+        again before the last view of it is gone; one that derives from them may do as it likes.
+        """
+        return not self.copies and not type(self._own()).__module__.startswith(
+            ("wtransfer.engines.", "wtransfer_nccl.")
+        )
+
+    @property
     def allocates(self) -> bool:
         """Whether the engine takes memory of its own for what it hands out."""
         return bool(getattr(self._own(), "allocates", False))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
+    from wtransfer.engines.interface import TensorSpec
+
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
 
@@ -110,6 +112,8 @@ class Pending:
     revert_reason: str | None = None
     """Why to go back; None: it is a commit."""
     since: float = field(default_factory=time.monotonic)
+    schema: Mapping[str, TensorSpec] | None = None
+    """What the model was when the update was judged; None: any complete update was taken."""
 
 
 class Ledger:

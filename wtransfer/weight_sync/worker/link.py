@@ -170,6 +170,7 @@ class Link:
             session=session,
             notes=session.notes(),
             send=self.send,
+            on_error=session.note_error,
             on_over=lambda: self._ledger.free(plan.round_id),
         )
         self._reception = reception
@@ -213,7 +214,9 @@ class Link:
             "digests",
             reception.casts,
         )
-        self._ledger.offer(Pending(self, plan.round_id, held, reception.seconds))
+        self._ledger.offer(
+            Pending(self, plan.round_id, held, reception.seconds, schema=reception.judged)
+        )
 
     def _on_abort(self, abort: Abort) -> None:
         if self._current(abort.round_id) is not None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
+    from wtransfer.engines.interface import TensorSpec
     from wtransfer.transport.layout import TensorLayout
     from wtransfer.weight_sync.messages import Data, Plan, Seal
     from wtransfer.weight_sync.worker.hosted import HostedEngine
@@ -55,6 +56,7 @@ class Reception:
         session: Says what updates must look like.
         notes: What the trainer should know of this worker.
         send: Sends a message to the trainer; never raises.
+        on_error: Called with what is wrong with the update, or with this worker.
         on_over: Called once when the round is over here without a verified set.
     """
 
@@ -68,6 +70,7 @@ class Reception:
         session: WorkerSession,
         notes: list[str],
         send: Callable[[msgspec.Struct], None],
+        on_error: Callable[[WTransferError], None],
         on_over: Callable[[], None],
     ) -> None:
         self.plan = plan
@@ -75,6 +78,8 @@ class Reception:
         self.fingerprint = ""
         self.casts = ""
         """What `check_fit` says of the tensors that will be cast."""
+        self.judged: Mapping[str, TensorSpec] | None = None
+        """The schema that the plan was judged by."""
         self.seconds: dict[str, float] = {}
         self.verified = False
         self._engine = engine
@@ -83,6 +88,7 @@ class Reception:
         self._tied: Mapping[str, str] = {}
         self._notes = list(notes)
         self._send = send
+        self._on_error = on_error
         self._on_over = on_over
         self._next_seq = 0
         self._sealed = False
@@ -165,6 +171,7 @@ class Reception:
             return
         hooks.notify("wtransfer_round_aborted", error=error, **self._identity())
         info = ErrorInfo.of(error)
+        self._on_error(error if isinstance(error, WTransferError) else info.rebuild())
         answer = Refuse if refusal else Fault
         self._send(answer(self.plan.round_id, info))
 
@@ -191,6 +198,8 @@ class Reception:
         self._engine.ensure()
         schema = self._session.schema()
         if schema is not None:
+            # A copy: what a target returns may be its own, and change.
+            self.judged = dict(schema)
             self.casts = check_fit(
                 layout.manifest,
                 schema,
@@ -250,6 +259,8 @@ class Reception:
         begun = time.monotonic()
         self._engine.optional("finish_weight_update")
         staging = self._staged()
+        if self._engine.may_rewrite:
+            staging.digest_again()
         digests = staging.verify(seal.digests, self._tied)
         self.fingerprint = self._layout_of(self.manifest).fingerprint(digests)
         self.seconds["verify"] = time.monotonic() - begun

@@ -28,6 +28,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from wtransfer.calls import forget_frames
+from wtransfer.deadline import Deadline
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import (
     AuthenticationError,
@@ -35,13 +36,15 @@ from wtransfer.errors import (
     CommitError,
     ForkedError,
     RoundBusyError,
+    SchemaError,
+    StallError,
     WTransferError,
 )
 from wtransfer.registry import hooks
 from wtransfer.transport.address import parse_address
 from wtransfer.transport.digests import digest
 from wtransfer.transport.handshake import resolve_token
-from wtransfer.transport.tensors import torch_dtype
+from wtransfer.transport.tensors import dtype_name, torch_dtype
 from wtransfer.weight_sync.endings import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo, Hello, Lost, Receipt
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
@@ -135,6 +138,7 @@ class WorkerSession:
         self.num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._pid = os.getpid()
+        self._last_error: WTransferError | None = None
         self._links: list[Link | Follower] = []
         # Held by whoever changes the model or decides not to: one thing at a time.
         self._model = threading.Lock()
@@ -240,6 +244,31 @@ class WorkerSession:
         finally:
             # Else the error, by its traceback and this frame, would keep itself.
             del failure
+
+    def wait_for(self, version: str, timeout_s: float) -> None:
+        """Apply updates as they come until the model has `version`; for who has nothing to serve.
+
+        Call it on the thread that owns the model, as `commit_pending`.
+
+        Args:
+            version: Label.
+            timeout_s: How long to wait, in seconds.
+
+        Raises:
+            StallError: It has not come in time; the text says what is known of why.
+            CommitError: Applying an update failed; as `commit_pending`.
+        """
+        deadline = Deadline(timeout_s)
+        while self.version != version:
+            if deadline.expired:
+                why = self.last_error or self.refusal
+                reached = "a publisher is connected" if self.connected else "none is reached"
+                raise StallError(
+                    f"{version!r} has not come within {timeout_s:g} s: {reached}, the model has "
+                    f"{self.version!r}" + (f"; last error: {why}" if why else ""),
+                    seconds=timeout_s,
+                ) from why
+            self.commit_pending(deadline.remaining())
 
     def discard_pending(self) -> bool:
         """Drop a verified update that waits for `commit_pending`; return whether there was one."""
@@ -349,6 +378,17 @@ class WorkerSession:
         """Why a publisher last refused this worker (token, protocol); None if none has."""
         return next((link.refusal for link in self._links if link.refusal), None)
 
+    @property
+    def last_error(self) -> Exception | None:
+        """Why the last update that came was refused or not applied; None once one is applied."""
+        return self._last_error
+
+    def note_error(self, error: WTransferError) -> None:
+        """Note, and log, why an update was refused here."""
+        logger.warning("%s refuses an update: %s", self.name, error)
+        # Another of its kind: the frames that it passed through hold staged tensors.
+        self._last_error = ErrorInfo.of(error).rebuild()
+
     def digests(self) -> dict[str, str]:
         """Return the xxh3-128 of every tensor that the model has now, computed afresh.
 
@@ -360,8 +400,9 @@ class WorkerSession:
         self._check_usable()
         self._check_not_within()
         with self._changing_model():
-            tensors = self._target.capture()
-            return {name: digest(tensor) for name, tensor in (tensors or {}).items()}
+            # As they lie where the target can show them: `capture` may be a copy of all.
+            present = getattr(self._target, "present", self._target.capture)()
+            return {name: digest(tensor) for name, tensor in (present or {}).items()}
 
     @property
     def num_dropped(self) -> int:
@@ -460,6 +501,7 @@ class WorkerSession:
         handed = NotedTensors(tensors)
         previous = None
         try:
+            self._check_unchanged(pending)
             previous = self._restorable()
             self._target.apply(handed)
             pending.seconds["commit"] = time.monotonic() - begun
@@ -467,6 +509,7 @@ class WorkerSession:
             self.ledger.committed(pending, previous, keep=self._keep_previous)
         except BaseException as error:
             return self._restore(previous, pending, error, handed.last_read)
+        self._last_error = None
         # Told first: the publisher waits, with a deadline, and observers may be slow.
         self.receipt(pending, "committed")
         hooks.notify(
@@ -477,6 +520,21 @@ class WorkerSession:
             worker=self.name,
         )
         return None
+
+    def _check_unchanged(self, pending: Pending) -> None:
+        """Raise if the model is not what the update was judged by: coverage would be no proof."""
+        judged = pending.schema
+        now = None if judged is None else self.schema()
+        if judged is None or now is None or judged == now:
+            return
+        names = [*judged, *(name for name in now if name not in judged)]
+        wrong = [name for name in names if judged.get(name) != now.get(name)]
+        name = wrong[0]
+        raise SchemaError(
+            f"the model has changed in {len(wrong)} of its names since the update was judged, "
+            f"first {name!r}: {_shown(judged.get(name))} then, {_shown(now.get(name))} now",
+            piece=name,
+        )
 
     def _restorable(self) -> Held:
         """Return what the model has, with tensors if there is a way back to it."""
@@ -517,6 +575,7 @@ class WorkerSession:
             piece=piece,
         )
         failure.restored = restored
+        self._last_error = ErrorInfo.of(failure).rebuild()
         self.receipt(pending, "restored" if restored else "empty", failure)
         return Failure(failure, cause) if isinstance(cause, Exception) else Failure(cause)
 
@@ -543,6 +602,7 @@ class WorkerSession:
             round_id=pending.round_id,
         )
         failure.restored = restored
+        self._last_error = ErrorInfo.of(failure).rebuild()
         self.receipt(pending, "reverted" if restored else "empty", failure)
         return Failure(failure)
 
@@ -580,6 +640,13 @@ class WorkerSession:
             raise ForkedError(
                 "this WorkerSession belongs to the parent process; after fork() make a new one"
             )
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "not there"
+    tied = f", tied to {', '.join(map(repr, spec.aliases))}" if spec.aliases else ""
+    return f"{dtype_name(spec.dtype)} {list(spec.shape)}{tied}"
 
 
 def _place(address: str) -> Address | Path:

@@ -114,6 +114,12 @@ class Staging:
         self._digests[name] = digested
         self.nbytes += kept.nbytes
 
+    def digest_again(self) -> None:
+        """Digest all that was staged once more: its engine could have written there meanwhile."""
+        for name, tensor in self.tensors.items():
+            self._check_stopped()
+            self._digests[name] = digest(tensor, self._algorithm)
+
     def verify(self, digests: Sequence[str], canonical: Mapping[str, str]) -> list[str]:
         """Prove that everything arrived as it was sent.
 

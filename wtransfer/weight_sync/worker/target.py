@@ -118,6 +118,10 @@ class StateDictTarget:
                     _check_memory(name, tensor)
                     _overwrite(tensor, staged)
 
+    def present(self) -> Mapping[str, torch.Tensor]:
+        """Return the present tensors as they lie, to be read before the next `apply`."""
+        return {storage.name: storage.tensors[0].detach() for storage in self._storages()}
+
     def capture(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors: copies, or the memory that no update writes into."""
         storages = self._storages()
@@ -127,7 +131,7 @@ class StateDictTarget:
             tensor = storage.tensors[0].detach()
             if not self._points(storage):
                 _check_memory(storage.name, tensor)
-                tensor = tensor.clone()
+                tensor = _copied(torch.empty_like(tensor), tensor)
             found[storage.name] = tensor
         return found
 
@@ -222,18 +226,27 @@ def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.T
     is_taken = staged.data_ptr() in taken and staged.numel() > 0
     if is_taken or staged.dtype is not like.dtype or not stands_alone(staged):
         fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        staged = fresh.copy_(staged)
+        staged = _copied(fresh, staged)
     taken.add(staged.data_ptr())
     return staged
 
 
 def _overwrite(tensor: torch.Tensor, staged: torch.Tensor) -> None:
-    if tensor.dtype is staged.dtype is torch.bool:
-        # As bytes: a copy of bool turns every byte but 0 into 1.
-        tensor, staged = tensor.view(torch.uint8), staged.view(torch.uint8)
     # A tensor that was made in inference mode can be written to in that mode only.
     with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
-        tensor.copy_(staged)
+        _copied(tensor, staged)
+
+
+def _copied(tensor: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
+    """Copy to a tensor, byte by byte where both are bool, and return it.
+
+    Torch copies a bool whose byte is neither 0 nor 1 as 1: other bytes than were verified.
+    """
+    plain = type(tensor) in PLAIN_TYPES and type(staged) in PLAIN_TYPES
+    if plain and tensor.dtype is staged.dtype is torch.bool:
+        tensor.view(torch.uint8).copy_(staged.view(torch.uint8))
+        return tensor
+    return tensor.copy_(staged)
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
@@ -280,6 +293,8 @@ def _unwritable(tensor: torch.Tensor) -> str | None:
         return "on the meta device, without memory"
     if tensor.is_quantized:
         return f"quantised ({tensor.dtype})"
+    if tensor.is_nested:
+        return "nested"
     if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}"
     if type(tensor) not in PLAIN_TYPES and _only_wraps(tensor):

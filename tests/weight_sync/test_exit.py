@@ -1,0 +1,66 @@
+"""A trainer process that ends while a transfer stalls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+DEADLINE_S = 20
+
+WORKER = """
+import os, signal, sys, torch
+from wtransfer import WorkerSession
+from wtransfer.engines.shm import ShmWeightTransferEngine
+
+ShmWeightTransferEngine.receive_weights = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+with WorkerSession({"w": torch.zeros(3)}, join=sys.argv[1], token="secret") as session:
+    while True:
+        session.commit_pending(1.0)
+"""
+
+TRAINER = """
+import sys, time, torch
+from wtransfer import Publisher
+
+publisher = Publisher({"w": torch.ones(3)}, listen=sys.argv[1], token="secret", deadline_s=20)
+publisher.wait_for_workers(1, 60)
+round_ = publisher.publish("v1", wait=False)
+while round_.phase != "transfer":
+    time.sleep(0.01)
+time.sleep(1)
+assert round_.phase == "transfer"
+print("ends", flush=True)
+"""
+
+
+@pytest.fixture
+def run():
+    """Starts programs; they are killed at the end."""
+    started = []
+
+    def start(program, *arguments):
+        command = [sys.executable, "-c", program, *arguments]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.wait()
+        each.stdout.close()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs job control")
+def test_trainer_that_ends_in_a_stalled_transfer_does_not_wait_out_the_deadline(run):
+    address = f"unix:@wt-exit-{os.getpid()}"
+    trainer = run(TRAINER, address)
+    run(WORKER, address)
+    assert trainer.stdout.readline() == "ends\n"
+    begun = time.monotonic()
+    trainer.wait(2 * DEADLINE_S)
+    assert time.monotonic() - begun < DEADLINE_S / 2

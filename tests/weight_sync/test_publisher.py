@@ -1,0 +1,238 @@
+"""A publisher after errors of its own: interrupts, no more threads, and what it then says."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+import torch
+
+from wtransfer import WeightTransferEngineFactory
+from wtransfer.errors import (
+    CommitError,
+    NoWorkersError,
+    PeerLostError,
+    RoundAbortedError,
+    RoundBusyError,
+)
+from wtransfer.testing.memory import MemoryEngine
+from wtransfer.weight_sync.report import Report, WorkerReport
+from wtransfer.weight_sync.trainer.publisher import Publisher
+
+OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/round.py")
+
+
+def zeros(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+# -- own errors after the commit was sent
+
+
+@pytest.fixture
+def no_thread(monkeypatch):
+    """Lets no thread of a given name start, as often as it says."""
+    start = threading.Thread.start
+    left = {}
+
+    def refuse(thread):
+        if left.get(thread.name, 0) > 0:
+            left[thread.name] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return left
+
+
+def test_own_error_after_the_commit_does_not_claim_that_workers_keep_their_version(
+    fleet, weights, no_thread
+):
+    made = fleet(weights)
+    member = made.join()
+    no_thread["wtransfer-round_finished"] = 1
+    with pytest.raises(CommitError, match="after its commit was sent") as caught:
+        made.publish("v1")
+    assert not isinstance(caught.value, RoundAbortedError)
+    assert (caught.value.version, caught.value.phase) == ("v1", "commit")
+    assert member.session.version == "v1"
+    # The publisher goes on from what its workers hold.
+    assert made.publisher.version == "v1"
+    joiner = made.join()
+    assert made.publish("v2").ok
+    assert joiner.session.version == "v2"
+
+
+# -- FAULTS 49: nothing between the entry of `publish` and its round leaves the publisher busy
+
+
+def test_publish_that_gets_no_thread_leaves_the_publisher_free(fleet, weights, no_thread):
+    made = fleet(weights)
+    made.join()
+    no_thread["wtransfer-round"] = 1
+    with pytest.raises(RoundAbortedError, match="can't start new thread"):
+        made.publish("v1")
+    assert made.publish("v2").ok
+
+
+def test_catch_up_that_gets_no_thread_is_tried_again(fleet, weights, no_thread):
+    made = fleet(weights)
+    made.join()
+    assert made.publish("v1").ok
+    no_thread["wtransfer-round"] = 1
+    joiner = made.join()
+    deadline = time.monotonic() + 5
+    while joiner.session.version != "v1" and time.monotonic() < deadline:
+        made.step()
+    assert joiner.session.version == "v1"
+    assert made.publish("v2").ok
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th place where a signal may strike our code on this thread.
+
+    The interpreter looks for signals around calls, but not around the one that leaves a lock.
+    """
+
+    LEAVES = (["LOAD_CONST"] * 3, ["LOAD_CONST", "DUP_TOP", "DUP_TOP"])
+
+    def __init__(self, number):
+        self.left = number
+        self.fired = False
+        self.last = {}
+
+    def __call__(self, frame, event, _arg):
+        if not frame.f_code.co_filename.endswith(OURS) or self.fired:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            opcode = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            before = self.last.setdefault(frame, [])
+            if opcode.startswith("CALL") and before[-3:] not in self.LEAVES:
+                self.left -= 1
+            if opcode != "PRECALL":
+                before.append(opcode)
+            if self.left < 0:
+                self.fired = True
+                self.last.clear()
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+        self.last.clear()
+
+
+@pytest.mark.timeout(60)
+def test_publish_interrupted_at_any_instruction_leaves_the_publisher_free(fleet, weights):
+    made = fleet(weights)
+    made.join()
+    number, fired = 0, 0
+    stepping = threading.Event()
+
+    def serve():
+        while not stepping.is_set():
+            made.step()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        while True:
+            interrupt = InterruptAt(number)
+            try:
+                with interrupt:
+                    made.publisher.publish("interrupted")
+            except KeyboardInterrupt:
+                pass
+            fired += interrupt.fired
+            deadline = time.monotonic() + 5
+            while True:
+                try:
+                    assert made.publisher.publish("next").ok
+                    break
+                except RoundBusyError:
+                    # The round that was interrupted may still wind down, for a second at most.
+                    assert time.monotonic() < deadline, f"busy for good after {number} places"
+            if not interrupt.fired:
+                break
+            number += 1
+    finally:
+        stepping.set()
+        server.join()
+    assert fired > 20
+
+
+# -- what engines and people are told
+
+
+class Placed(MemoryEngine):
+    """Notes where its worker stands among the others."""
+
+    places: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, config, parallel_config):
+        super().__init__(config, parallel_config)
+        self.places.append(
+            (parallel_config.data_parallel_index, parallel_config.data_parallel_size)
+        )
+
+
+def test_joiner_takes_a_place_among_the_instances_that_no_other_has(fleet, weights):
+    WeightTransferEngineFactory.register_engine("tests-placed", Placed)
+    made = fleet(weights, engine="tests-placed")
+    members = [made.join() for _ in range(3)]
+    assert made.publish("v1").ok
+    assert sorted(Placed.places) == [(0, 3), (1, 3), (2, 3)]
+    Placed.places.clear()
+    made.leave(members[0])
+    made.join()
+    ranks = [made.join(instance="both", rank=rank, num_ranks=2) for rank in range(2)]
+    assert made.publish("v2").ok
+    # The first is free again; both ranks of an instance have one, though it came by halves.
+    assert Placed.places == [(0, 3), (3, 4), (3, 4)]
+    assert [rank.session.version for rank in ranks] == ["v2", "v2"]
+
+
+@pytest.mark.parametrize("token", [None, "known"])
+def test_too_few_workers_are_explained_by_a_token_that_nobody_was_told(weights, monkeypatch, token):
+    monkeypatch.delenv("WTRANSFER_TOKEN", raising=False)
+    monkeypatch.delenv("WTRANSFER_TOKEN_FILE", raising=False)
+    with Publisher(weights, token=token) as publisher:
+        for call in (lambda: publisher.wait_for_workers(1, 0.01), lambda: publisher.publish("v")):
+            with pytest.raises(NoWorkersError) as caught:
+                call()
+            assert ("made its own" in str(caught.value)) == (token is None)
+
+
+def test_phases_of_a_report_add_up_to_its_total(fleet, weights):
+    made = fleet(weights)
+    made.join()
+    report = made.publish("v1")
+    seconds = dict(report.seconds)
+    assert list(seconds) == ["init", "plan", "transfer", "seal", "commit", "finish", "total"]
+    total = seconds.pop("total")
+    assert sum(seconds.values()) == pytest.approx(total)
+    assert f"in {total:.3f} s" in str(report)
+    assert all(f"{name} {each:.3f}s" in str(report) for name, each in seconds.items())
+
+
+def test_worker_that_was_lost_after_its_commit_is_said_to_have_committed():
+    lost = PeerLostError("process 7 is gone", worker="w")
+    line = WorkerReport("w", "i", 0, "committed", "v1", "f", digests_equal=True, error=lost)
+    report = Report("v1", "f", "r", 4, (line,), {}, 0.0)
+    assert "it committed, and was lost afterwards: process 7 is gone" in str(report)
+
+
+def test_nonfinite_weights_are_not_looked_for_unless_asked(fleet, weights):
+    weights["layer.2"][0, 0] = float("nan")
+    for policy, found in (("allow", {}), ("warn", {"layer.2": 1})):
+        made = fleet(weights, nonfinite=policy)
+        made.join()
+        assert made.publish("v1").nonfinite == found

@@ -1,0 +1,229 @@
+"""A worker's session: what it proves, what it refuses, and what it says of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from wtransfer import WeightTransferEngineFactory
+from wtransfer.errors import CommitError, DigestMismatchError, SchemaError, StallError
+from wtransfer.testing.contents import contents
+from wtransfer.testing.memory import MemoryEngine
+from wtransfer.weight_sync.worker.session import WorkerSession
+
+MIB = 1 << 20
+
+
+def fresh(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+# -- FAULTS 48: the model changes between the vote and the commit
+
+
+class Tied(torch.nn.Module):
+    """Two layers that share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(3, 3, bias=False)
+        self.b = torch.nn.Linear(3, 3, bias=False)
+        self.b.weight = self.a.weight
+
+
+def module():
+    return Tied()
+
+
+def mapping():
+    tensors = {"a": torch.zeros(3, 3), "c": torch.zeros(3)}
+    return tensors | {"b": tensors["a"]}
+
+
+def add_parameter(model):
+    if isinstance(model, dict):
+        model["new"] = torch.full((2,), 5.0)
+    else:
+        model.register_parameter("new", torch.nn.Parameter(torch.full((2,), 5.0)))
+
+
+def add_buffer(model):
+    if isinstance(model, dict):
+        model["buffer"] = torch.full((2,), 5.0)
+    else:
+        model.register_buffer("buffer", torch.full((2,), 5.0))
+
+
+def lose_tie(model):
+    if isinstance(model, dict):
+        model["b"] = model["b"].clone()
+    else:
+        model.b.weight = torch.nn.Parameter(model.b.weight.detach().clone())
+
+
+@pytest.mark.parametrize("change", [add_parameter, add_buffer, lose_tie])
+@pytest.mark.parametrize("make", [module, mapping])
+@pytest.mark.parametrize("commit", ["adopt", "copy"])
+def test_model_that_changed_after_the_vote_keeps_the_old_version_whole(fleet, make, commit, change):
+    source = make()
+    made = fleet(source)
+    member = made.join(make(), commit=commit)
+    assert made.publish("v1").ok
+    with torch.no_grad():
+        for each in source.values() if isinstance(source, dict) else source.parameters():
+            each.add_(1)
+    round_ = made.publisher.publish("v2", wait=False)
+    while not member.session.pending:
+        assert not round_.done
+    change(member.model)
+    before = member.contents
+    with pytest.raises(CommitError, match="has changed in") as caught:
+        member.session.commit_pending()
+    assert caught.value.restored
+    assert (member.session.version, member.session.state) == ("v1", "behind")
+    assert member.contents == before
+    report = round_.result(5)
+    assert not report.ok
+    assert [each.outcome for each in report.workers] == ["restored"]
+
+
+# -- proof
+
+
+class Rewriting(MemoryEngine):
+    """Declares that its memory stays for the round, and writes to it once more."""
+
+    tensors_valid_until: ClassVar[str] = "round"
+
+    def receive_weights(self, update_info, load_weights):
+        kept = []
+
+        def load(pairs):
+            kept.extend((name, tensor.clone()) for name, tensor in pairs)
+
+        super().receive_weights(update_info, load)
+        load_weights(kept)
+        kept[1][1].zero_()
+
+
+def test_memory_that_an_engine_rewrites_before_the_seal_is_not_committed(fleet, weights):
+    WeightTransferEngineFactory.register_engine("tests-rewriting", Rewriting)
+    made = fleet(weights, engine="tests-rewriting")
+    member = made.join()
+    before = member.contents
+    with pytest.raises(DigestMismatchError, match=r"layer\.1") as caught:
+        made.publish("v1")
+    assert caught.value.pieces == ["layer.1"]
+    assert member.contents == before
+
+
+@pytest.mark.parametrize("commit", ["adopt", "copy"])
+@pytest.mark.parametrize("numel", [4, 40_000])
+def test_bools_of_any_byte_arrive_and_are_restored_as_they_were(fleet, commit, numel):
+    bits = torch.arange(numel, dtype=torch.int64).to(torch.uint8)
+    source = {"flags": bits.view(torch.bool), "w": torch.ones(3)}
+    made = fleet(source)
+    member = made.join(commit=commit)
+    for version in ("v1", "v2"):
+        assert made.publish(version).ok
+        assert member.contents == contents(source)
+
+
+def test_digests_are_those_of_the_present_weights_and_copy_nothing(fleet):
+    source = {"big": torch.ones(64 * MIB // 4), "small": torch.ones(3)}
+    made = fleet(source)
+    member = made.join(commit="copy")
+    assert made.publish("v1").ok
+    peak = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5", "utf-8")
+    before = _peak_nbytes(peak)
+    found = member.session.digests()
+    assert _peak_nbytes(peak) - before < 16 * MIB
+    with torch.no_grad():
+        member.model["small"][0] = 2
+    changed = member.session.digests()
+    assert [name for name in found if found[name] != changed[name]] == ["small"]
+
+
+def _peak_nbytes(status):
+    line = next(x for x in status.read_text("utf-8").splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+# -- what a worker says
+
+
+def test_refused_update_is_logged_and_kept_until_one_is_applied(fleet, weights, caplog):
+    made = fleet(weights)
+    wrong = fresh(weights)
+    wrong["layer.1"] = torch.zeros(2)
+    member = made.join(wrong)
+    assert member.session.last_error is None
+    with caplog.at_level(logging.WARNING), pytest.raises(SchemaError):
+        made.publish("v1")
+    assert isinstance(member.session.last_error, SchemaError)
+    assert "layer.1" in str(member.session.last_error)
+    assert "worker-0 refuses an update: " in caplog.text
+    wrong["layer.1"] = torch.zeros(3, 4)
+    assert made.publish("v2").ok
+    assert member.session.last_error is None
+
+
+def test_wait_for_applies_what_comes_until_the_version_is_there(fleet, weights):
+    made = fleet(weights)
+    member = made.join()
+    round_ = made.publisher.publish("v1", wait=False)
+    member.session.wait_for("v1", timeout_s=5)
+    assert round_.result(5).ok
+    assert member.session.version == "v1"
+    member.session.wait_for("v1", timeout_s=0)
+
+
+def test_wait_for_ends_at_its_time_and_says_what_is_known(fleet, weights):
+    made = fleet(weights)
+    wrong = fresh(weights)
+    wrong["layer.1"] = torch.zeros(2)
+    member = made.join(wrong)
+    with pytest.raises(StallError, match=r"'v2' has not come within 0\.05 s: a publisher is conn"):
+        member.session.wait_for("v2", timeout_s=0.05)
+    with pytest.raises(SchemaError):
+        made.publish("v1")
+    with pytest.raises(StallError, match=r"(?s)last error: .*layer\.1"):
+        member.session.wait_for("v2", timeout_s=0.05)
+
+
+def test_nested_tensor_is_refused_by_name():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(SchemaError, match="odd: nested"):
+        WorkerSession({"plain": torch.ones(2), "odd": nested})
+
+
+ROUND = """
+import torch
+from wtransfer.testing.fleet import Fleet
+with Fleet({"w": torch.ones(3)}) as fleet:
+    fleet.join()
+    assert fleet.publish("v1").ok
+"""
+
+
+def test_round_runs_where_bytes_in_text_are_errors():
+    ran = subprocess.run(
+        [sys.executable, "-bb", "-c", ROUND],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
