@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "wtransfer"
 FLOORS = [
     {"errors"},
-    {"deadline"},
+    {"calls", "deadline"},
     {"config", "manifest", "blocks", "weights"},
     {"transport"},
     {"registry"},

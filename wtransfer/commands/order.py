@@ -10,7 +10,7 @@ import click
 
 from wtransfer.errors import AddressError, AuthenticationError
 from wtransfer.transport.auth import resolve_token
-from wtransfer.weight_sync.http.url import parse_host_url
+from wtransfer.weight_sync.http.client import parse_url
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Order:
     def _check_urls(self) -> None:
         try:
             for each in self.hosts:
-                parse_host_url(each)
+                parse_url(each)
         except AddressError as error:
             raise click.UsageError(str(error)) from error
 
@@ -110,5 +110,5 @@ class Order:
         Raises:
             AddressError: A name is not known.
         """
-        urls = map(parse_host_url, self.hosts)
+        urls = map(parse_url, self.hosts)
         return [url.name for url in urls if not url.is_local]
