@@ -1,6 +1,6 @@
-"""``wtransfer worker``: hold a checkpoint in memory, behind HTTP, and take what publishers send.
+"""``wtransfer worker``: hold a checkpoint in memory, behind HTTP, and take updates of publishers.
 
-What it does is a few lines of Python::
+A few lines of Python do the same::
 
     session = WorkerSession(tensors)
     with WorkerServer(session, listen="unix:@worker-0"):

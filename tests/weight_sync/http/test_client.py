@@ -105,7 +105,7 @@ def no_token_around(monkeypatch):
 
 @contextlib.contextmanager
 def raw_host(behave):
-    """Listen, and let `behave(connection)` do what it wants with the one that connects."""
+    """Listen, and call `behave` with the first connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():
@@ -123,7 +123,7 @@ def raw_host(behave):
         assert not thread.is_alive()
 
 
-# -- what is sent
+# -- requests
 
 
 def test_every_call_has_vllms_route_and_body(client, host):
@@ -217,17 +217,10 @@ def test_token_is_that_of_the_environment_or_none(host, monkeypatch):
     assert host.authorization == "Bearer around"
 
 
-def test_neither_proxies_nor_credentials_of_the_environment_are_used(
-    start_host, monkeypatch, tmp_path
-):
-    host = start_host()
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine 127.0.0.1 login somebody password something\n")
-    monkeypatch.setenv("NETRC", str(netrc))
+def test_proxies_of_the_environment_are_not_used(client, host, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    HttpClient(f"http://127.0.0.1:{host.port}").start_weight_update()
-    assert host.authorization is None
+    client.start_weight_update()
     assert len(host.requests) == 1
 
 
@@ -406,7 +399,7 @@ def test_unreachable_endpoint_is_named_with_what_to_do():
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["unix:@wt-test-nobody", "unix:/nowhere/worker.sock"])
+@pytest.mark.parametrize("url", ["unix:@wt-test-absent", "unix:/nowhere/worker.sock"])
 def test_socket_without_a_listener_is_named_and_not_left_open(url):
     with pytest.raises(PeerLostError, match=f"cannot reach {url} for GET /weight_info"):
         HttpClient(url).weight_info()

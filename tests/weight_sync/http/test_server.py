@@ -136,8 +136,8 @@ def test_publisher_that_refuses_the_worker_is_left_and_the_caller_gets_its_error
 
 def test_unreachable_publisher_is_left(worker, monkeypatch):
     monkeypatch.setattr(http_server, "JOIN_S", 0.2)
-    with pytest.raises(StallError, match=r"unix:@wt-nobody was not reached within 0\.2 s"):
-        join(worker, "unix:@wt-nobody")
+    with pytest.raises(StallError, match=r"unix:@wt-absent was not reached within 0\.2 s"):
+        join(worker, "unix:@wt-absent")
     assert worker.session.links == ()
 
 
@@ -629,13 +629,14 @@ def test_close_answers_requests_that_hang(start):
     worker.server.close()
 
 
-def test_close_ends_a_registration_under_way(start):
+def test_close_ends_a_registration_under_way(start, monkeypatch):
+    monkeypatch.setattr(http_server, "JOIN_S", 1000.0)
     worker = start()
     failed = []
 
     def call():
         try:
-            join(worker, "unix:@wt-nobody")
+            join(worker, "unix:@wt-absent")
         except Exception as error:
             failed.append(type(error).__name__)
 

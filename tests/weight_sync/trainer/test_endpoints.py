@@ -55,9 +55,9 @@ def start_worker(weights):
 
 
 @pytest.fixture
-def nobody():
-    """URL at which nobody listens."""
-    return "unix:@wt-test-nobody"
+def absent():
+    """URL without a listener."""
+    return "unix:@wt-test-absent"
 
 
 def until(condition, timeout_s=5.0):
@@ -133,21 +133,21 @@ def test_closed_publisher_deregisters(start_worker, weights):
     assert (worker.session.version, contents(worker.tensors)) == ("v1", contents(weights))
 
 
-def test_unreachable_endpoint_is_named_and_the_others_are_left(start_worker, weights, nobody):
+def test_unreachable_endpoint_is_named_and_the_others_are_left(start_worker, weights, absent):
     worker = start_worker()
-    with pytest.raises(PeerLostError, match=f"cannot reach {nobody}"):
-        Publisher(weights, hosts=[worker.address, nobody])
+    with pytest.raises(PeerLostError, match=f"cannot reach {absent}"):
+        Publisher(weights, hosts=[worker.address, absent])
     assert (worker.num_joined, worker.num_left) == (1, 1)
     assert worker.session.state == "fresh"
 
 
-def test_every_failed_endpoint_is_named(start_worker, weights, nobody):
+def test_every_failed_endpoint_is_named(start_worker, weights, absent):
     stranger = start_worker(token="another")
     with pytest.raises(HostsError) as caught:
-        Publisher(weights, hosts=[stranger.address, nobody])
+        Publisher(weights, hosts=[stranger.address, absent])
     assert {name: type(error) for name, error in caught.value.errors.items()} == {
         stranger.address: AuthenticationError,
-        nobody: PeerLostError,
+        absent: PeerLostError,
     }
 
 
@@ -204,9 +204,9 @@ def test_failures_of_endpoints_hide_none(failing):
             assert text in str(caught.value)
 
 
-def test_endpoint_named_twice_is_refused(weights, nobody):
+def test_endpoint_named_twice_is_refused(weights, absent):
     with pytest.raises(ValueError, match="named twice"):
-        Publisher(weights, hosts=[nobody, nobody])
+        Publisher(weights, hosts=[absent, absent])
 
 
 def test_worker_that_claims_to_have_joined_is_missed(weights):
@@ -316,7 +316,7 @@ def test_engine_whose_workers_do_not_join_is_missed(weights):
         name = "empty"
 
         def init_weight_transfer_engine(self, init_info):
-            """Join nobody."""
+            """Join no publisher."""
 
     with pytest.raises(NoWorkersError, match=r"empty did not join within 0\.2 s"):
         Publisher(weights, hosts=[Empty()], deadline_s=0.2)
@@ -336,13 +336,13 @@ def test_restarted_endpoint_is_found_by_invite(start_worker, weights):
     assert contents(again.tensors) == contents(stays.tensors) == contents(weights)
 
 
-def test_endpoint_can_be_added(start_worker, weights, nobody):
+def test_endpoint_can_be_added(start_worker, weights, absent):
     first, second = start_worker(), start_worker()
     with Publisher(weights, hosts=[first.address]) as publisher:
         publisher.invite(second.address)
         assert len(publisher.publish("v1").workers) == 2
         with pytest.raises(PeerLostError):
-            publisher.invite(nobody)
+            publisher.invite(absent)
         # Those that are there are not troubled by one that is not.
         assert publisher.publish("v2").ok
 

@@ -115,9 +115,9 @@ def parse_url(text: str) -> EndpointUrl:
 class HttpClient:
     """Reaches one endpoint: ``wtransfer worker``, a `WorkerServer`, or vLLM's own server.
 
-    Each call is one connection, so there is nothing to close; any thread may call. Plain HTTP shows
-    the token to whoever can read the network: use Unix sockets or loopback on one host, and a
-    tunnel or HTTPS between hosts that do not trust the network.
+    Each call is one connection, so there is nothing to close; any thread may call. Plain HTTP does
+    not hide the token: use Unix sockets or loopback on one host, and a tunnel or HTTPS between
+    hosts that do not trust the network.
 
     Args:
         url: ``http://host:port``, ``tcp:host:port``, ``unix:@name`` or ``unix:/path``.
@@ -208,7 +208,7 @@ class HttpClient:
             raise PluginNotInstalledError(
                 'HTTP endpoints need httpx, which is not installed: pip install "wtransfer[server]"'
             ) from error
-        what, headers = f"{method} {path}", self._headers()
+        request, headers = f"{method} {path}", self._headers()
         deadline = Deadline(timeout_s or self.timeout_s)
         if self.url.socket is not None:
             # httpcore leaves the socket of a failed connect to the garbage collector.
@@ -217,8 +217,9 @@ class HttpClient:
                 try:
                     probe.connect(self.url.socket)
                 except OSError as error:
-                    raise self._lost(error, what, deadline) from error
-        # Only HTTPS needs the certificates, which take 30 ms to read.
+                    raise self._lost(error, request, deadline) from error
+        # With a transport of its own, the client uses no proxy of the environment: the token is for
+        # this endpoint only. And only HTTPS needs the certificates, which take 30 ms to read.
         transport = httpx.HTTPTransport(
             uds=self.url.socket, verify=self.url.base_url.startswith("https:")
         )
@@ -231,22 +232,21 @@ class HttpClient:
                 base_url=self.url.base_url,
                 headers=headers,
                 timeout=deadline.seconds,
-                trust_env=False,  # no credentials of a .netrc file
             ) as client:
                 cut_off.start()
                 with client.stream(method, path, json=body, params=params) as response:
-                    raw = self._read(response, what)
+                    raw = self._read(response, request)
         except httpx.HTTPError as error:
-            raise self._lost(error, what, deadline) from error
+            raise self._lost(error, request, deadline) from error
         finally:
             cut_off.cancel()
         if not response.is_success:
-            raise self._error(response.status_code, raw, what)
+            raise self._error(response.status_code, raw, request)
         try:
             return msgspec.json.decode(raw) if raw else {}
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(
-                f"{self.name} answered {what} with status {response.status_code} and no JSON: "
+                f"{self.name} answered {request} with status {response.status_code} and no JSON: "
                 f"{_shown(raw)!r}; is a worker of wtransfer there?",
                 worker=self.name,
             ) from error
@@ -265,34 +265,34 @@ class HttpClient:
             headers[b"Authorization"] = b"Bearer " + secret
         return headers
 
-    def _read(self, response: httpx.Response, what: str) -> bytes:
+    def _read(self, response: httpx.Response, request: str) -> bytes:
         raw = bytearray()
         for chunk in response.iter_raw():
             raw += chunk
             if len(raw) > MAX_RESPONSE_NBYTES:
                 raise LimitError(
-                    f"{self.name} answers {what} with more than {MAX_RESPONSE_NBYTES} bytes; is a "
-                    "worker of wtransfer there?",
+                    f"{self.name} answers {request} with more than {MAX_RESPONSE_NBYTES} bytes; is "
+                    "a worker of wtransfer there?",
                     worker=self.name,
                 )
         return bytes(raw)
 
-    def _lost(self, error: Exception, what: str, deadline: Deadline) -> WTransferError:
+    def _lost(self, error: Exception, request: str, deadline: Deadline) -> WTransferError:
         if deadline.expired:  # as it is at every time-out: none is shorter
             return StallError(
-                f"{self.name} did not answer {what} within {deadline.seconds:g} s; it may be "
+                f"{self.name} did not answer {request} within {deadline.seconds:g} s; it may be "
                 "stopped or busy: look at its log, or allow more time",
                 seconds=deadline.seconds,
                 worker=self.name,
             )
         return PeerLostError(
-            f"cannot reach {self.name} for {what}: {error}; start the server there (wtransfer "
+            f"cannot reach {self.name} for {request}: {error}; start the server there (wtransfer "
             "worker --listen ..., or vllm serve with VLLM_SERVER_DEV_MODE=1), or correct the "
             "address",
             worker=self.name,
         )
 
-    def _error(self, status: int, raw: bytes, what: str) -> WTransferError:
+    def _error(self, status: int, raw: bytes, request: str) -> WTransferError:
         """Return the error of a response: in our form, vLLM's, FastAPI's, or as plain text."""
         if status == _UNAUTHORIZED:
             given = "refuses the token" if self.token else "wants a token, and none was given"
@@ -324,7 +324,9 @@ class HttpClient:
                 "; a serving engine reads the token from its own environment, not from requests: "
                 "start it (vllm serve) with the publisher's WTRANSFER_TOKEN"
             )
-        return RemoteError(f"{self.name} answered {what} with {status}: {text}", worker=self.name)
+        return RemoteError(
+            f"{self.name} answered {request} with {status}: {text}", worker=self.name
+        )
 
 
 def _shown(raw: bytes) -> str:

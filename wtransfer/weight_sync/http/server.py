@@ -164,8 +164,8 @@ class WorkerServer:
         if self.address.startswith(("tcp:0.0.0.0:", "tcp:[::]:")):
             logger.warning(
                 "%s listens on all interfaces: every host that reaches this one can connect, and "
-                "HTTP shows the token to whoever can read the network; listen at 127.0.0.1, at a "
-                "Unix socket, or at the one address that trainers use",
+                "HTTP does not hide the token; listen at 127.0.0.1, at a Unix socket, or at the "
+                "one address that trainers use",
                 self.address,
             )
         config = Config(
@@ -271,7 +271,7 @@ class _BoundedProtocol(H11Protocol):
             self._header_timer = None
 
 
-# -- who may ask, and with what -------------------------------------------------------------------
+# -- token and bodies -----------------------------------------------------------------------------
 
 
 class _TokenBackend(AuthenticationBackend):
@@ -582,8 +582,8 @@ def _unauthorized(_conn: HTTPConnection, _error: Exception) -> JSONResponse:
     )
 
 
-# Coroutines, as all endpoints: starlette runs plain functions on pool threads, which the
-# interpreter joins at its end, before any server is closed.
+# Coroutines: starlette runs plain functions on a thread, and a request that is cancelled at the end
+# of the server could not wait for that.
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:200]}: {error.detail}"
