@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from wtransfer.registry.hooks import hookimpl
     from wtransfer.specs.factory import OffloadingSpecFactory
     from wtransfer.specs.interface import OffloadingManager, OffloadingSpec, OffloadingWorker
-    from wtransfer.weight_sync.http.worker_server import WorkerServer
+    from wtransfer.weight_sync.http.server import WorkerServer
     from wtransfer.weight_sync.trainer.publisher import Publisher
     from wtransfer.weight_sync.trainer.sharded import ShardedSource
     from wtransfer.weight_sync.trainer.trainer_rank import TrainerRank
@@ -140,7 +140,7 @@ _MEMBERS = {
     "wtransfer.weight_sync.worker.session": ("WorkerSession",),
     "wtransfer.weight_sync.trainer.sharded": ("ShardedSource",),
     "wtransfer.weight_sync.trainer.trainer_rank": ("TrainerRank",),
-    "wtransfer.weight_sync.http.worker_server": ("WorkerServer",),
+    "wtransfer.weight_sync.http.server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.registry.hooks": ("hookimpl",),
     "wtransfer.manifest": ("DTYPES",),

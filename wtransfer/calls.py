@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import contextvars
 import queue
 import threading
 import traceback
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import ClosedError, StallError
+from wtransfer.errors import ClosedError, HostsError, RemoteError, StallError, WTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     from typing_extensions import Self
@@ -159,6 +161,61 @@ def start_call(function: Callable[[], Any], name: str) -> Call:
     call = thread.submit(function)
     thread.stop()
     return call
+
+
+def start_future(function: Callable[[], T], name: str) -> Future[T]:
+    """Make a call on a daemon thread of its own; return its future.
+
+    The threads of executors and event loops are joined when the interpreter ends: there, a call
+    that waits for a peer would hold up the program for its whole deadline.
+    """
+    future: Future[T] = Future()
+    # From here on a cancelled waiter cannot cancel the call, whose result is set in any case.
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    start_call(run, name)
+    return future
+
+
+def map_concurrently(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> dict[str, T]:
+    """Make all calls at the same time, and wait until every one has returned or time is up.
+
+    Args:
+        calls: Host -> call.
+        timeout_s: Longest wait, in seconds. Calls that still run then are left to their own
+            time-outs.
+
+    Returns:
+        Host -> result.
+
+    Raises:
+        WTransferError: The only failure.
+        HostsError: Several calls failed.
+    """
+    futures = {name: start_future(call, f"wtransfer-host {name}") for name, call in calls.items()}
+    concurrent.futures.wait(futures.values(), timeout_s)
+    failed: dict[str, WTransferError] = {}
+    for name, future in futures.items():
+        if not future.done():
+            text = f"{name} did not answer within {timeout_s:g} s"
+            failed[name] = StallError(text, seconds=timeout_s, worker=name)
+        elif isinstance(error := future.exception(), WTransferError):
+            failed[name] = error
+        elif error is not None:
+            failed[name] = RemoteError(f"{name}: {type(error).__name__}: {error}", worker=name)
+            failed[name].__cause__ = error
+    if len(failed) == 1:
+        raise next(iter(failed.values()))
+    if failed:
+        lines = "".join(f"\n  {name}: {error}" for name, error in failed.items())
+        raise HostsError(f"{len(failed)} of {len(calls)} hosts failed:{lines}", errors=failed)
+    return {name: future.result() for name, future in futures.items()}
 
 
 def on_callers_stream(function: Callable[[], T]) -> Callable[[], T]:

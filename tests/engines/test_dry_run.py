@@ -21,7 +21,6 @@ from wtransfer.registry.hooks import hookimpl
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
 from wtransfer.testing.leftovers import Leftovers
-from wtransfer.weight_sync.http.clients import InProcessClient
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.source import StateDictSource
 
@@ -124,8 +123,12 @@ def test_it_never_commits_and_leaves_the_workers_free_for_others(fleet, engine, 
     assert made.finish(round_).ok
     assert not round_.committing
     # A worker that still held it would refuse whoever comes next.
-    other = Publisher(weights, engine=engine, hosts=[InProcessClient(member.session)], token="t")
-    with other, ThreadPoolExecutor(1) as pool:
+    with (
+        Publisher(weights, engine=engine, token="t") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        member.session.join(other.address, token="t")
+        other.wait_for_workers(1)
         publishing = pool.submit(other.publish, "others")
         while not publishing.done():
             made.step()

@@ -39,6 +39,8 @@ class Remembering(StateDictTarget):
     def capture(self):
         return self.applied
 
+    present = capture
+
     def forget(self):
         self.applied = None
 

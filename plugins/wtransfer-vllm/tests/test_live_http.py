@@ -16,7 +16,7 @@ from server import Server
 from sources import HalfwaySource
 from stream import Stream, events
 from wtransfer.errors import RemoteError
-from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.http.client import HttpClient
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 

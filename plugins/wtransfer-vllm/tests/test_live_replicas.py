@@ -7,7 +7,7 @@ import pytest
 import server as servers
 import wtransfer
 from engines import PROMPTS, RANKS_ENV
-from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.http.client import HttpClient
 
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(600)]
 

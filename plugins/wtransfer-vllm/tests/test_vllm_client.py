@@ -1,60 +1,23 @@
 """vLLM's own client, as its trainers use it, against our worker behind HTTP."""
 
 import threading
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
 import wtransfer
-from wtransfer.engines.interface import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 
 pytestmark = pytest.mark.live
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    factor: float
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    values: dict = field(default_factory=dict)
-
-
-class NumbersEngine(WeightTransferEngine):
-    """Takes numbers out of the request itself."""
-
-    init_info_cls, update_info_cls = InitInfo, UpdateInfo
-
-    def init_transfer_engine(self, init_info):
-        self.factor = init_info.factor
-
-    def receive_weights(self, update_info, load_weights):
-        load_weights((k, torch.tensor(v) * self.factor) for k, v in update_info.values.items())
-
-    def shutdown(self):
-        pass
-
-
-@pytest.fixture(scope="module")
-def engine():
-    wtransfer.WeightTransferEngineFactory.register_engine("numbers", NumbersEngine)
-    return "numbers"
-
-
 @pytest.fixture
-def worker(engine):
-    """A worker behind HTTP whose model's thread commits what comes."""
+def worker():
+    """A worker behind HTTP whose model's thread commits updates."""
     weights = {"a": torch.zeros(2), "b": torch.zeros(3)}
     ended = threading.Event()
     with (
-        wtransfer.WorkerSession(weights) as session,
-        wtransfer.WorkerServer(session, token="t", accept_unsealed=engine) as server,
+        wtransfer.WorkerSession(weights, commit="copy") as session,
+        wtransfer.WorkerServer(session, token="t") as server,
     ):
 
         def serve():
@@ -63,6 +26,7 @@ def worker(engine):
 
         thread = threading.Thread(target=serve)
         thread.start()
+        # The token is the password: all that vLLM's client can carry.
         url = server.url.replace("://", "://wtransfer:t@")
         yield SimpleNamespace(url=url, weights=weights, session=session)
         ended.set()
@@ -76,24 +40,21 @@ def client(worker):
     return HTTPVLLMWeightSyncClient(worker.url, timeout=20)
 
 
-def test_it_updates_our_worker(client, worker):
-    client.init_weight_transfer_engine({"factor": 2.0})
-    client.start_weight_update()
-    client.update_weights({"values": {"a": [1.0, 2.0]}})
-    client.update_weights({"values": {"b": [3.0, 4.0, 5.0]}})
-    client.finish_weight_update("step-1")
+def test_it_lets_our_worker_join_a_publisher(client, worker):
+    new = {"a": torch.ones(2), "b": torch.ones(3)}
+    with wtransfer.Publisher(new, token="t") as publisher:
+        client.init_weight_transfer_engine({"wtransfer": {"address": publisher.address}})
+        assert publisher.publish("step-1").ok
     assert worker.session.version == "step-1"
-    assert {k: v.tolist() for k, v in worker.weights.items()} == {"a": [2, 4], "b": [6, 8, 10]}
+    assert {k: v.tolist() for k, v in worker.weights.items()} == {"a": [1, 1], "b": [1, 1, 1]}
     client.shutdown_weight_transfer_engine()
+    assert worker.session.links == ()
 
 
-def test_a_missing_tensor_reaches_it_as_an_error_and_changes_nothing(client, worker):
+@pytest.mark.parametrize("call", ["start_weight_update", "finish_weight_update"])
+def test_its_updates_are_refused(client, worker, call):
     import requests
 
-    client.init_weight_transfer_engine({"factor": 2.0})
-    client.start_weight_update()
-    client.update_weights({"values": {"a": [1.0, 2.0]}})
-    with pytest.raises(requests.HTTPError, match="'b'"):
-        client.finish_weight_update("step-1")
+    with pytest.raises(requests.HTTPError, match="403"):
+        getattr(client, call)()
     assert worker.session.version is None
-    assert {k: v.tolist() for k, v in worker.weights.items()} == {"a": [0, 0], "b": [0, 0, 0]}

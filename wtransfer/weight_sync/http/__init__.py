@@ -1,1 +1,1 @@
-"""Workers behind HTTP: server, routes, client."""
+"""Workers behind HTTP: server and client."""

@@ -1,106 +1,608 @@
-"""An HTTP server on a thread of its own, at any address that wtransfer can listen at."""
+"""Serve a worker over HTTP that is no serving engine, under the names of vLLM's routes.
+
+==========================================  =======================================================
+POST ``/init_weight_transfer_engine``       ``{"init_info": {"wtransfer": {"address", "token"}}}``
+                                            joins a publisher; with ``"leave": true`` leaves it
+POST ``/shutdown_weight_transfer_engine``   leaves every publisher that requests have named
+POST ``/start_weight_update``,              403: weights come in rounds of a publisher, which prove
+``/update_weights``,                        every byte
+``/finish_weight_update``
+POST ``/pause`` ``?mode=``, ``/resume``     call the host; updates are applied either way
+GET ``/weight_info`` ``?digests=``          label, fingerprint, state and proof of the weights
+GET ``/healthz``                            503 when the worker must not serve
+==========================================  =======================================================
+
+Every request needs the token: ``Authorization: Bearer TOKEN``, or TOKEN as the password of
+``http://wtransfer:TOKEN@host:port``. Nothing is encrypted. Bodies are JSON of at most 1 MiB. Errors
+are ``{"error": {"type", "message", ...}}``.
+
+HTTP is not on the data path: where it is flooded it refuses connections, and rounds go on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import hmac
+import json
 import logging
+import os
+import socket
 import threading
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from uvicorn import Config
-from uvicorn.server import ServerState
+import msgspec
 
+from wtransfer.calls import start_future
 from wtransfer.deadline import Deadline
-from wtransfer.weight_sync.http.door import Door
-from wtransfer.weight_sync.http.protocol import BoundedProtocol
+from wtransfer.errors import (
+    AuthenticationError,
+    ClosedError,
+    LimitError,
+    NotInitializedError,
+    PeerError,
+    PluginNotInstalledError,
+    ProtocolError,
+    RoundBusyError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.transport.address import ListeningSocket, check_same_user
+from wtransfer.transport.handshake import new_token, resolve_token
+from wtransfer.weight_sync.endings import close_at_exit
+from wtransfer.weight_sync.messages import ErrorInfo
+
+try:
+    import h11
+    from starlette.applications import Starlette
+    from starlette.authentication import (
+        AuthCredentials,
+        AuthenticationBackend,
+        BaseUser,
+        SimpleUser,
+    )
+    from starlette.authentication import AuthenticationError as TokenError
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.authentication import AuthenticationMiddleware
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+    from uvicorn import Config, Server
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    raise PluginNotInstalledError(
+        "a worker behind HTTP needs starlette and uvicorn, which are not installed: "
+        'pip install "wtransfer[server]"'
+    ) from error
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from collections.abc import Callable
 
-    from wtransfer.transport.address import ListeningSocket
+    from starlette.requests import HTTPConnection, Request
+    from typing_extensions import Self
+
+    from wtransfer.weight_sync.worker.follower import Follower
+    from wtransfer.weight_sync.worker.link import Link
+    from wtransfer.weight_sync.worker.session import WorkerSession
 
 logger = logging.getLogger(__name__)
+# uvicorn warns of every malformed request: a stranger could fill the log.
+_protocol_logger = logging.getLogger(f"{__name__}.protocol")
+_protocol_logger.setLevel(logging.ERROR)
 
-_KEEP_ALIVE_S = 5
-_FINISH_S = 0.3
-_CLOSE_S = 2.0
+MAX_CONNECTIONS = 128
+"""Connections at a time; further ones are closed at once."""
+HEADER_S = 0.9
+"""Time for the headers of a request, in seconds: a silent peer is gone within a second."""
+BODY_S = 30.0
+"""Time for the body of a request, in seconds."""
+MAX_BODY_NBYTES = 1 << 20
+"""Longest body."""
+JOIN_S = 10.0
+"""Time for a publisher to be reached, in seconds."""
+PAUSE_MODES = ("abort", "wait", "keep")
+"""What a pause does with running requests."""
+
+_READ_NBYTES = 8 << 10
+_BACKLOG = 64  # asyncio accepts as many in one turn of its loop, before the protocol sees any
+_JOIN_POLL_S = 0.005
+_CLOSE_S = 3.0
+_DIGEST_ATTEMPTS = 5
+_UNAUTHORIZED, _TIMEOUT, _TOO_LARGE = 401, 408, 413
+# The first match counts.
+_STATUS: tuple[tuple[type[BaseException], int], ...] = (
+    (NotInitializedError, 403),
+    (RoundBusyError, 409),
+    (ClosedError, 503),
+    (StallError, 504),
+    (LimitError, _TOO_LARGE),
+    (ProtocolError, 400),
+    (PeerError, 502),
+    (ValueError, 400),
+)
+
+T = TypeVar("T")
+TBody = TypeVar("TBody", bound=msgspec.Struct)
 
 
-class HttpServer:
-    """Serves an ASGI application until closed.
+class WorkerServer:
+    """Serves a session over HTTP, on a thread of its own, until closed.
 
-    uvicorn speaks the protocol; accepting and ending are done here, because its server accepts
-    without bound, looks only ten times a second whether it shall end, and then waits for requests
-    for as long as they take.
+    At most 128 connections are open at a time; one without a whole request within a second is cut.
 
     Args:
-        app: Application; its lifespan is not run.
-        listening: Where; the server closes it.
+        session: The worker's; it is not closed with the server.
+        listen: ``tcp:host:port``, ``unix:@name`` or ``unix:/path``. Default: loopback, a free port.
+            Other addresses let other hosts in.
+        token: Shared secret. Default: ``WTRANSFER_TOKEN``, or the owner-only file that
+            ``WTRANSFER_TOKEN_FILE`` names, else a new one, to be read from `token`.
+        on_pause: Called with the mode (abort, wait or keep) by ``/pause``, on a thread of its own.
+        on_resume: Called by ``/resume``, likewise.
+
+    Raises:
+        PluginNotInstalledError: starlette and uvicorn are not installed.
+        AddressInUseError: Another process listens there.
+        AddressError: The address is not valid, or not this host's.
     """
 
-    def __init__(self, app: ASGIApp, listening: ListeningSocket) -> None:
-        self._listening = listening
-        self._state = ServerState()
-        self._config = Config(
-            app,
-            interface="asgi3",
-            log_config=None,
-            lifespan="off",
+    def __init__(
+        self,
+        session: WorkerSession,
+        *,
+        listen: str = "tcp:127.0.0.1:0",
+        token: str | None = None,
+        on_pause: Callable[[str], object] | None = None,
+        on_resume: Callable[[], object] | None = None,
+    ) -> None:
+        self.token = resolve_token(token) or new_token()
+        self._pid = os.getpid()
+        self._routes = _Routes(session, self.token, on_pause, on_resume)
+        self._listening = ListeningSocket(listen, allow_remote=True)
+        if self.address.startswith(("tcp:0.0.0.0:", "tcp:[::]:")):
+            logger.warning(
+                "%s listens on all interfaces: every host that reaches this one can connect, and "
+                "HTTP does not hide the token; listen at 127.0.0.1, at a Unix socket, or at the "
+                "one address that trainers use",
+                self.address,
+            )
+        config = Config(
+            self._routes.app(),
+            http=_BoundedProtocol,
+            loop="asyncio",
             ws="none",
-            proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            lifespan="off",
+            log_config=None,
+            limit_concurrency=MAX_CONNECTIONS,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=1,
         )
-        self._config.load()
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="wtransfer-http", daemon=True)
+        self._server = Server(config)
+        self._thread = threading.Thread(target=self._serve, name="wtransfer-http", daemon=True)
         self._thread.start()
-
-    def close(self) -> None:
-        """Accept nobody any more, give running requests 0.3 s, end; may be called again."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopping.set)
-            if self._thread is not threading.current_thread():
-                self._thread.join(_CLOSE_S)
+        close_at_exit(self)
 
     @property
-    def _connections(self) -> set[BoundedProtocol]:
-        return cast("set[BoundedProtocol]", self._state.connections)
+    def address(self) -> str:
+        """Where it listens, with the port that the kernel chose."""
+        return self._listening.address
 
-    def _run(self) -> None:
+    @property
+    def url(self) -> str:
+        """The address in the form of ``wtransfer push --to``; without the token."""
+        scheme, _, rest = self.address.partition(":")
+        return f"http://{rest}" if scheme == "tcp" else self.address
+
+    def close(self) -> None:
+        """Stop listening and leave publishers that requests have named; idempotent."""
+        if os.getpid() != self._pid:
+            return
+        # Before uvicorn closes the socket: until then the file is known to be its own.
+        self._listening.remove_file()
+        self._server.should_exit = True
+        self._routes.closing.set()
+        self._thread.join(_CLOSE_S)
+        self._routes.leave_all()
+
+    def _serve(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._server.run(sockets=[self._listening.socket])
         except BaseException:
-            logger.exception("the HTTP server at %s ended", self._listening.address)
-        finally:
-            self._loop.close()
+            logger.exception("the HTTP server at %s ended", self.address)
 
-    async def _serve(self) -> None:
-        door = Door(self._listening, self._protocol, self._connections)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _BoundedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol, with limits for peers that have not shown the token.
+
+    uvicorn's own `limit_concurrency` counts requests: connections without one would use up the
+    descriptors, which rounds need, too. And it waits for the rest of a header for ever.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logger = _protocol_logger
+        self.access_log = False
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # asyncio reads 256 KiB at a time: a peer without the token gets no more memory than this.
+        transport.max_size = _READ_NBYTES  # type: ignore[attr-defined]
+        peer = transport.get_extra_info("socket")
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+            return
+        if peer.family == socket.AF_UNIX:
+            try:
+                check_same_user(peer)
+            except AuthenticationError as error:
+                logger.info("refused a peer: %s", error)
+                transport.abort()
+                return
+        self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._await_headers()
+        else:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _await_headers(self) -> None:
+        # Once per request: bytes that trickle in must not restart it.
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_S, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+# -- token and bodies -----------------------------------------------------------------------------
+
+
+class _TokenBackend(AuthenticationBackend):
+    """Checks the token of a request, before anything of its body is read."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = _hashed(token.encode(errors="surrogateescape"))
+
+    async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, BaseUser]:
+        # As bytes: a token is not always text that headers can be decoded to.
+        given = [value for name, value in conn.scope["headers"] if name == b"authorization"]
+        scheme, _, credentials = given[0].strip().partition(b" ") if len(given) == 1 else (b"",) * 3
+        secret = b""
+        if scheme.lower() == b"bearer":
+            secret = credentials.strip()
+        elif scheme.lower() == b"basic":
+            with contextlib.suppress(binascii.Error):
+                secret = base64.b64decode(credentials, validate=True).partition(b":")[2]
+        if not hmac.compare_digest(_hashed(secret), self._expected):
+            raise TokenError
+        return AuthCredentials(), SimpleUser("wtransfer")
+
+
+def _hashed(secret: bytes) -> bytes:
+    # Of one length whatever was given: the time of a comparison tells nothing.
+    return hashlib.sha256(secret).digest()
+
+
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+
+
+class _Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    address: Address
+    """The publisher's."""
+    token: str | None = None
+    """Its secret, where that is another than the worker's."""
+    host: str | None = None
+    """The publisher's name for this endpoint."""
+    leave: bool = False
+    """Whether to leave it."""
+
+
+class _InitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    init_info: dict[str, Any]
+
+
+class _NoBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+async def _read(request: Request, cls: type[TBody]) -> TBody:
+    """Read a body: bounded, plain JSON of one shape."""
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_NBYTES:
+        raise _too_large()
+    raw = bytearray()
+
+    async def collect() -> None:
+        async for chunk in request.stream():
+            raw.extend(chunk)
+            if len(raw) > MAX_BODY_NBYTES:
+                raise _too_large()
+
+    try:
+        await asyncio.wait_for(collect(), BODY_S)
+    except asyncio.TimeoutError:
+        raise HTTPException(_TIMEOUT, f"the body was not complete within {BODY_S:g} s") from None
+    content_type = request.headers.get("content-type", "")
+    if raw and content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ProtocolError(
+            f"the body is of type {content_type[:80]!r}, expected 'application/json'"
+        )
+    try:
+        body = msgspec.json.decode(raw or b"{}", type=cls)
+        # The decoder takes the last of two equal names, another reader might take the first.
+        json.loads(raw or b"{}", object_pairs_hook=_check_unique)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the body is not valid: {error}") from error
+    return body
+
+
+def _too_large() -> LimitError:
+    return LimitError(f"the body has more than {MAX_BODY_NBYTES} bytes")
+
+
+def _check_unique(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise ValueError(f"{name[:80]!r} appears twice in one object")
+        seen.add(name)
+
+
+# -- routes ---------------------------------------------------------------------------------------
+
+
+class _Routes:
+    """Endpoints of one session, and the publishers that requests have let it join.
+
+    Publishers that the session's owner has joined are left alone.
+    """
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        token: str,
+        on_pause: Callable[[str], object] | None,
+        on_resume: Callable[[], object] | None,
+    ) -> None:
+        self.closing = threading.Event()
+        self._session = session
+        self._token = token
+        self._on_pause = on_pause or (lambda _mode: None)
+        self._on_resume = on_resume or (lambda: None)
+        self._paused: str | None = None
+        self._lock = threading.Lock()
+        self._joined: dict[str, Link | Follower] = {}
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        posts = {
+            "/init_weight_transfer_engine": self._init,
+            "/shutdown_weight_transfer_engine": self._shutdown,
+            "/start_weight_update": self._refuse,
+            "/update_weights": self._refuse,
+            "/finish_weight_update": self._refuse,
+            "/pause": self._pause,
+            "/resume": self._resume,
+        }
+        return Starlette(
+            routes=[
+                *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+                Route("/weight_info", self._weight_info),
+                Route("/healthz", self._healthz),
+            ],
+            middleware=[
+                Middleware(
+                    AuthenticationMiddleware,
+                    backend=_TokenBackend(self._token),
+                    on_error=_unauthorized,
+                )
+            ],
+            exception_handlers={
+                HTTPException: _http_error,
+                WTransferError: _error,
+                Exception: _error,
+            },
+        )
+
+    def leave_all(self) -> list[str]:
+        """Leave every publisher that requests have named; return their addresses."""
+        with self._lock:
+            return [address for address in list(self._joined) if self._leave(address)]
+
+    async def _init(self, request: Request) -> JSONResponse:
+        init_info = (await _read(request, _InitBody)).init_info
+        if "wtransfer" not in init_info:
+            return await self._refuse(request)
+        if len(init_info) > 1:
+            raise ProtocolError(
+                "init_info names a publisher (wtransfer) and other things; send one"
+            )
         try:
-            await self._stopping.wait()
-        finally:
-            door.close()
-        await self._end_connections()
+            publisher = msgspec.convert(init_info["wtransfer"], _Registration)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"init_info.wtransfer is not valid: {error}") from error
+        if publisher.leave:
+            left = await _in_thread(lambda: self._deregister(publisher.address))
+            return self._done("done", left=[publisher.address] if left else [])
+        await _in_thread(lambda: self._register(publisher))
+        return self._done(f"joined publisher {publisher.address}")
 
-    def _protocol(self) -> BoundedProtocol:
-        return BoundedProtocol(self._config, self._state, {})
+    async def _shutdown(self, request: Request) -> JSONResponse:
+        await _read(request, _NoBody)
+        return self._done("done", left=await _in_thread(self.leave_all))
 
-    async def _end_connections(self) -> None:
-        for connection in tuple(self._connections):
-            connection.shutdown()
-        await self._wait_for_tasks()
-        for task in tuple(self._state.tasks):
-            task.cancel()
-        await self._wait_for_tasks()
-        for connection in tuple(self._connections):
-            connection.abort("the server was closed")
-        # Transports and tasks are told in the loop's next turns.
-        deadline = Deadline(_FINISH_S)
-        while (self._connections or self._state.tasks) and not deadline.expired:  # noqa: ASYNC110  # a transport tells nobody
-            await asyncio.sleep(0)
+    async def _refuse(self, _request: Request) -> JSONResponse:
+        raise NotInitializedError(
+            "this worker takes weights in rounds of a wtransfer Publisher only, which prove every "
+            "byte: use `wtransfer push` or Publisher(hosts=[...])"
+        )
 
-    async def _wait_for_tasks(self) -> None:
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=_FINISH_S)
+    async def _pause(self, request: Request) -> JSONResponse:
+        await _read(request, _NoBody)
+        mode = request.query_params.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise ProtocolError(f"mode is {mode[:80]!r}, expected one of {', '.join(PAUSE_MODES)}")
+        await _in_thread(lambda: self._on_pause(mode))
+        self._paused = mode
+        return self._done(f"paused ({mode})")
+
+    async def _resume(self, request: Request) -> JSONResponse:
+        await _read(request, _NoBody)
+        await _in_thread(self._on_resume)
+        self._paused = None
+        return self._done("resumed")
+
+    async def _weight_info(self, request: Request) -> JSONResponse:
+        digests = request.query_params.get("digests", "false")
+        if digests not in ("true", "false"):
+            raise ProtocolError(f"digests is {digests[:80]!r}, expected true or false")
+        if digests == "false":
+            return JSONResponse(self._held())
+        return JSONResponse(await _in_thread(self._held_with_digests))
+
+    async def _healthz(self, _request: Request) -> JSONResponse:
+        state = self._session.state
+        return JSONResponse({"state": state}, 503 if state == "empty" else 200)
+
+    def _held(self) -> dict[str, Any]:
+        from wtransfer import __version__
+
+        ledger = self._session.ledger
+        with ledger.changed:
+            held, state = ledger.held, ledger.state
+        return {
+            "weight_version": held.version,
+            "fingerprint": held.fingerprint,
+            "state": state,
+            "verified": held.verified,
+            "worker": self._session.name,
+            "paused": self._paused,
+            "wtransfer": __version__,
+        }
+
+    def _held_with_digests(self) -> dict[str, Any]:
+        for _ in range(_DIGEST_ATTEMPTS):
+            info = self._held()
+            digests = self._session.digests()
+            # Else a commit came in between, and they are of other weights than `info`.
+            if self._session.fingerprint == info["fingerprint"]:
+                return {**info, "digests": digests}
+        raise RoundBusyError("new weights are applied faster than they can be digested; ask again")
+
+    def _done(self, message: str, **more: Any) -> JSONResponse:
+        return JSONResponse({"message": message, "worker": self._session.name, **more})
+
+    def _register(self, publisher: _Registration) -> None:
+        """Join a publisher and wait until it is reached; idempotent."""
+        with self._lock:
+            # A publisher that was lost is dead, or registers again.
+            for lost in [each for each, link in self._joined.items() if not link.connected]:
+                self._leave(lost)
+            address = publisher.address
+            link = self._session.link_to(address)
+            if link is None:
+                token = publisher.token or self._token
+                self._session.join(address, token=token, host=publisher.host)
+                link = self._session.link_to(address)
+                assert link is not None
+                self._joined[address] = link
+            try:
+                self._await_connected(link)
+            except BaseException:
+                self._leave(address)
+                raise
+
+    def _await_connected(self, link: Link | Follower) -> None:
+        deadline = Deadline(JOIN_S)
+        while not link.connected:
+            if link.refusal is not None:
+                raise link.refusal
+            if deadline.expired:
+                raise StallError(
+                    f"publisher {link.address} was not reached within {deadline.seconds:g} s; is "
+                    "it there, and can this host dial it?",
+                    seconds=deadline.seconds,
+                )
+            if self.closing.wait(_JOIN_POLL_S):
+                raise _closed()
+
+    def _deregister(self, address: str) -> bool:
+        with self._lock:
+            return self._leave(address)
+
+    def _leave(self, address: str) -> bool:
+        link = self._joined.pop(address, None)
+        if link is None:
+            return False
+        # The session's owner may have left it, or closed the session, meanwhile.
+        if self._session.link_to(address) is link:
+            with contextlib.suppress(ClosedError):
+                self._session.leave(address)
+        return True
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    """Return the result of a call that blocks."""
+    try:
+        return await asyncio.wrap_future(start_future(call, "wtransfer-http-call"))
+    except asyncio.CancelledError as error:
+        raise _closed() from error
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the worker's server was closed before this request was finished")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _unauthorized(_conn: HTTPConnection, _error: Exception) -> JSONResponse:
+    return _error_response(
+        AuthenticationError(
+            "this worker wants its token: 'Authorization: Bearer TOKEN', or TOKEN as the password "
+            "of http://wtransfer:TOKEN@host:port"
+        ),
+        _UNAUTHORIZED,
+    )
+
+
+# Coroutines: starlette runs plain functions on a thread, and a request that is cancelled at the end
+# of the server could not wait for that.
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return _error_response(ProtocolError(text), error.status_code)
+
+
+async def _error(_request: Request, error: Exception) -> JSONResponse:
+    status = next((status for cls, status in _STATUS if isinstance(error, cls)), 500)
+    return _error_response(error, status)
+
+
+def _error_response(error: Exception, status: int) -> JSONResponse:
+    info = ErrorInfo.of(error)
+    response = JSONResponse(
+        {"error": {"type": info.kind, "message": info.message, **info.facts}}, status
+    )
+    if status == _UNAUTHORIZED:
+        response.headers["www-authenticate"] = "Bearer"
+    if status in (_UNAUTHORIZED, _TIMEOUT, _TOO_LARGE):
+        # The rest of the body is not waited for.
+        response.headers["connection"] = "close"
+    return response

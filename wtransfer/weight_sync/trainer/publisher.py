@@ -24,7 +24,7 @@ from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.endings import close_at_exit
 from wtransfer.weight_sync.messages import CODEC
 from wtransfer.weight_sync.trainer.catchup import CatchUp
-from wtransfer.weight_sync.trainer.hosts import Hosts, Incomplete
+from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.origin import origin_of
 from wtransfer.weight_sync.trainer.roster import Roster, Worker
 from wtransfer.weight_sync.trainer.round import (
@@ -118,8 +118,8 @@ class Publisher:
         self.token = known_token or new_token()
         self._token_hint = "" if known_token else UNTOLD_HINT
         # A token that was made up here is no host's: it must not be tried on them.
-        self._hosts = Hosts(host_token or known_token, deadline_s)
-        self._hosts.add(hosts)
+        self._endpoints = Endpoints(host_token or known_token, deadline_s)
+        self._endpoints.add(hosts)
         self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
         self._pid = os.getpid()
         self._closed = False
@@ -216,7 +216,7 @@ class Publisher:
     @property
     def hosts(self) -> dict[str, str | None]:
         """Worker by host that was asked to join; None where the host does not name it."""
-        return dict(self._hosts.workers)
+        return dict(self._endpoints.workers)
 
     def invite(self, *hosts: str | WeightSyncClient) -> None:
         """Ask worker hosts to join: these, and again all that were asked before.
@@ -233,8 +233,8 @@ class Publisher:
             WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
         """
         self._check_usable()
-        self._hosts.add(hosts)
-        self._hosts.invite(self.address, self.token)
+        self._endpoints.add(hosts)
+        self._endpoints.register(self.address, self.token)
         self._await_invited()
 
     @overload
@@ -319,7 +319,7 @@ class Publisher:
         if active is not None:
             active.abort("the publisher was closed")
         self._catchup.close()
-        self._hosts.dismiss(self.address)
+        self._endpoints.deregister(self.address)
         self._listener.close()
         if active is not None:
             _wait_quietly(active)
@@ -346,7 +346,7 @@ class Publisher:
 
     def _incomplete_hosts(self) -> list[Incomplete]:
         whole = [worker for ranks in self._roster.instances().values() for worker in ranks]
-        return self._hosts.incomplete(
+        return self._endpoints.incomplete(
             [worker.hello for worker in self._roster.workers()], [worker.hello for worker in whole]
         )
 
@@ -377,7 +377,7 @@ class Publisher:
                 return
             pending = {w.hello.host for w in self._roster.workers() if w.state == "pending"}
         try:
-            self._hosts.apply(current.version, filter(None, pending))
+            self._endpoints.apply(current.version, filter(None, pending))
         except WTransferError as error:
             # The round will say what it means for that host.
             logger.warning("an engine could not apply what it was ordered to: %s", error)
@@ -484,7 +484,7 @@ class Publisher:
             sealed=sealed,
             instead=instead,
             dry_run=dry_run,
-            apply=self._hosts.apply,
+            apply=self._endpoints.apply,
             on_packed=self._source.packed,
             on_done=self._on_done,
         )

@@ -13,7 +13,7 @@ import time
 
 import httpx
 from engines import python_path
-from wtransfer.weight_sync.http.clients import HttpClient
+from wtransfer.weight_sync.http.client import HttpClient
 
 START_S = 240.0
 ANSWER_S = 60.0

@@ -1,8 +1,7 @@
-"""Hosts that a publisher asks to join: told at once, waited for, and let go."""
+"""Endpoints that a publisher registers with: asked at once, waited for, and left."""
 
 from __future__ import annotations
 
-import contextlib
 import runpy
 import socket
 import threading
@@ -14,6 +13,7 @@ import torch
 
 pytest.importorskip("uvicorn")
 
+from wtransfer import Publisher, WorkerSession
 from wtransfer.errors import (
     AddressError,
     AddressInUseError,
@@ -21,16 +21,16 @@ from wtransfer.errors import (
     HostsError,
     NoWorkersError,
     PeerLostError,
+    RemoteError,
     RoundBusyError,
     StallError,
 )
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.http.clients import InProcessClient
-from wtransfer.weight_sync.trainer.hosts import Hosts
-from wtransfer.weight_sync.trainer.publisher import Publisher
-from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.http.client import HttpClient
+from wtransfer.weight_sync.trainer.endpoints import Endpoints
 
-HttpWorker = runpy.run_path(str(Path(__file__).with_name("http_worker.py")))["HttpWorker"]
+HTTP = Path(__file__).parents[1] / "http"
+HttpWorker = runpy.run_path(str(HTTP / "http_worker.py"))["HttpWorker"]
 TOKEN = "the-secret"
 
 
@@ -55,9 +55,9 @@ def start_worker(weights):
 
 
 @pytest.fixture
-def nobody():
-    """URL at which nobody listens."""
-    return "unix:@wt-test-nobody"
+def absent():
+    """URL without a listener."""
+    return "unix:@wt-test-absent"
 
 
 def until(condition, timeout_s=5.0):
@@ -79,7 +79,7 @@ def test_two_workers_of_one_name_are_refused(weights):
         Publisher(weights, hosts=[Namesake("a"), Namesake("b")], deadline_s=0.2)
 
 
-def test_all_hosts_have_joined_when_the_publisher_is_there(start_worker, weights):
+def test_all_workers_have_joined_when_the_publisher_is_made(start_worker, weights):
     workers = [start_worker() for _ in range(3)]
     with Publisher(weights, hosts=[each.address for each in workers]) as publisher:
         assert publisher.hosts == {each.address: each.session.name for each in workers}
@@ -89,41 +89,41 @@ def test_all_hosts_have_joined_when_the_publisher_is_there(start_worker, weights
     assert [contents(each.tensors) for each in workers] == [contents(weights)] * 3
 
 
-def test_a_token_that_is_shared_is_not_sent(start_worker, weights):
-    worker = start_worker()
-    with Publisher(weights, hosts=[worker.address]) as publisher:
-        place = {"address": publisher.address, "host": worker.address}
-        assert worker.invitations == [{"wtransfer": place}]
+class Recorder(HttpClient):
+    """An HTTP client that notes what it sends."""
+
+    def init_weight_transfer_engine(self, init_info):
+        self.sent = init_info["wtransfer"]
+        return super().init_weight_transfer_engine(init_info)
 
 
-def test_a_publisher_of_another_token_sends_its_own(start_worker, weights):
-    worker = start_worker(token="hosts-own")
-    with Publisher(weights, token="mine", hosts=[worker.address], host_token="hosts-own") as it:
-        place = {"address": it.address, "host": worker.address, "token": "mine"}
-        assert worker.invitations == [{"wtransfer": place}]
+def test_shared_token_is_not_sent(start_worker, weights):
+    client = Recorder(start_worker().address, TOKEN)
+    with Publisher(weights, hosts=[client]) as publisher:
+        assert client.sent == {"address": publisher.address, "host": client.name}
+
+
+def test_publisher_of_another_token_sends_its_own(start_worker, weights):
+    client = Recorder(start_worker(token="hosts-own").address, "hosts-own")
+    with Publisher(weights, token="mine", hosts=[client]) as it:
+        assert client.sent == {"address": it.address, "host": client.name, "token": "mine"}
         assert it.publish("v1").ok
 
 
-def test_a_token_that_was_made_up_is_tried_on_nobody(start_worker, weights, monkeypatch):
+def test_host_token_is_that_of_urls(start_worker, weights):
+    worker = start_worker(token="hosts-own")
+    with Publisher(weights, token="mine", hosts=[worker.address], host_token="hosts-own") as it:
+        assert it.publish("v1").ok
+
+
+def test_generated_token_is_not_sent_to_endpoints(start_worker, weights, monkeypatch):
     worker = start_worker()
     monkeypatch.delenv("WTRANSFER_TOKEN")
     with pytest.raises(AuthenticationError, match="wants a token, and none was given"):
         Publisher(weights, hosts=[worker.address])
 
 
-def test_a_session_of_this_process_is_a_host_as_well(weights):
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    with (
-        WorkerSession(tensors, name="here") as session,
-        Publisher(weights, hosts=[InProcessClient(session)]) as publisher,
-    ):
-        assert publisher.hosts == {"here": "here"}
-        round_ = publisher.publish("v1", wait=False)
-        assert session.commit_pending(5)
-        assert round_.result(5).ok
-
-
-def test_hosts_are_told_when_the_publisher_closes(start_worker, weights):
+def test_closed_publisher_deregisters(start_worker, weights):
     worker = start_worker()
     with Publisher(weights, hosts=[worker.address]) as publisher:
         assert publisher.publish("v1").ok
@@ -133,57 +133,25 @@ def test_hosts_are_told_when_the_publisher_closes(start_worker, weights):
     assert (worker.session.version, contents(worker.tensors)) == ("v1", contents(weights))
 
 
-class HttpEngine(HttpWorker):
-    """A serving engine behind HTTP: it names no worker, and its shutdown leaves all publishers."""
-
-    def _join(self, body):
-        invitation = body["init_info"]["wtransfer"]
-        if invitation.get("leave"):
-            self._client.leave(invitation["address"])
-        else:
-            super()._join(body)
-        return {"message": "Weight transfer initialized"}
-
-    def _leave(self, _body):
-        self._client.shutdown_weight_transfer_engine()
-        return {}
-
-
-def test_a_publisher_that_closes_has_an_engine_leave_it_and_no_other(weights):
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-    with contextlib.closing(HttpEngine(tensors, token=TOKEN)) as engine:
-        first = Publisher(weights, hosts=[engine.address])
-        with Publisher(weights, hosts=[engine.address]) as second:
-            assert [each.address for each in engine.session.links] == [
-                first.address,
-                second.address,
-            ]
-            first.close()
-            assert [each.address for each in engine.session.links] == [second.address]
-            assert second.publish("v1").ok
-        assert engine.session.links == ()
-    assert contents(tensors) == contents(weights)
-
-
-def test_one_that_cannot_be_reached_is_named_and_the_others_let_go(start_worker, weights, nobody):
+def test_unreachable_endpoint_is_named_and_the_others_are_left(start_worker, weights, absent):
     worker = start_worker()
-    with pytest.raises(PeerLostError, match=f"cannot reach {nobody}"):
-        Publisher(weights, hosts=[worker.address, nobody])
-    assert (len(worker.invitations), worker.num_left) == (1, 1)
+    with pytest.raises(PeerLostError, match=f"cannot reach {absent}"):
+        Publisher(weights, hosts=[worker.address, absent])
+    assert (worker.num_joined, worker.num_left) == (1, 1)
     assert worker.session.state == "fresh"
 
 
-def test_all_that_cannot_be_reached_are_named(start_worker, weights, nobody):
+def test_every_failed_endpoint_is_named(start_worker, weights, absent):
     stranger = start_worker(token="another")
     with pytest.raises(HostsError) as caught:
-        Publisher(weights, hosts=[stranger.address, nobody])
+        Publisher(weights, hosts=[stranger.address, absent])
     assert {name: type(error) for name, error in caught.value.errors.items()} == {
         stranger.address: AuthenticationError,
-        nobody: PeerLostError,
+        absent: PeerLostError,
     }
 
 
-def test_a_host_that_is_stopped_holds_up_neither_start_nor_end_for_long(weights):
+def test_stopped_endpoint_is_given_up_in_time(weights):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind("\0wt-test-silent")
         silent.listen()
@@ -193,12 +161,55 @@ def test_a_host_that_is_stopped_holds_up_neither_start_nor_end_for_long(weights)
         assert time.monotonic() - begun < 2.5
 
 
-def test_a_host_is_named_once(weights, nobody):
+def test_token_in_the_url_of_a_serving_engine_is_warned_of(caplog):
+    class Engine(HttpClient):
+        def init_weight_transfer_engine(self, init_info):
+            """Name no worker."""
+
+        def get_world_size(self):
+            return 1
+
+    endpoints = Endpoints("shared", 1.0)
+    urls = ["http://wtransfer:s3cret@127.0.0.1:9", "http://127.0.0.1:10"]
+    endpoints.add([Engine(url, "shared") for url in urls])
+    endpoints.register("unix:@p", "shared")
+    (record,) = caplog.records
+    assert "the token in the URL of http://127.0.0.1:9 is of no use" in record.getMessage()
+    assert "WTRANSFER_TOKEN of its own environment" in record.getMessage()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_failures_of_endpoints_hide_none(failing):
+    class Endpoint:
+        def __init__(self, name, error=None):
+            self.name, self.error = name, error
+
+        def init_weight_transfer_engine(self, init_info):
+            if self.error is not None:
+                raise self.error
+
+    errors = [PeerLostError("no route"), KeyError("odd")][:failing]
+    endpoints = Endpoints(None, 1.0)
+    endpoints.add([Endpoint("good"), *(Endpoint(f"bad-{i}", e) for i, e in enumerate(errors))])
+    with pytest.raises((HostsError, PeerLostError)) as caught:
+        endpoints.register("unix:@p", "t")
+    if failing == 1:
+        assert caught.value is errors[0]
+    else:
+        assert {k: type(e) for k, e in caught.value.errors.items()} == {
+            "bad-0": PeerLostError,
+            "bad-1": RemoteError,
+        }
+        for text in ("2 of 3 hosts failed", "bad-0: no route", "bad-1: bad-1: KeyError: 'odd'"):
+            assert text in str(caught.value)
+
+
+def test_endpoint_named_twice_is_refused(weights, absent):
     with pytest.raises(ValueError, match="named twice"):
-        Publisher(weights, hosts=[nobody, nobody])
+        Publisher(weights, hosts=[absent, absent])
 
 
-def test_a_worker_that_says_it_has_joined_and_has_not_is_missed(weights):
+def test_worker_that_claims_to_have_joined_is_missed(weights):
     class Liar:
         name = "liar"
 
@@ -243,7 +254,7 @@ def engines(weights):
         each.tensors.clear()
 
 
-def test_a_serving_engine_applies_when_it_is_called(engines, weights):
+def test_serving_engine_applies_when_it_is_called(engines, weights):
     with Publisher(weights, hosts=engines, token="t") as publisher:
         place = {"address": publisher.address, "token": "t", "host": "one"}
         assert engines[0].invited == [{"wtransfer": place}]
@@ -254,13 +265,13 @@ def test_a_serving_engine_applies_when_it_is_called(engines, weights):
         assert contents(each.tensors) == contents(weights)
 
 
-def test_a_dry_run_calls_no_engine(engines, weights):
+def test_dry_run_calls_no_engine(engines, weights):
     with Publisher(weights, hosts=engines) as publisher:
         assert publisher.publish("v1", dry_run=True).ok
     assert [each.calls for each in engines] == [[], []]
 
 
-def test_the_report_has_the_words_of_an_engine_that_did_not_apply(engines, weights):
+def test_report_has_the_error_of_an_engine_that_did_not_apply(engines, weights):
     engines[1].error = RuntimeError("the engine is asleep")
     with Publisher(weights, hosts=engines, deadline_s=1.0) as publisher:
         report = publisher.publish("v1")
@@ -271,7 +282,7 @@ def test_the_report_has_the_words_of_an_engine_that_did_not_apply(engines, weigh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_call_that_an_engine_fails_blocks_no_later_round(engines, weights, times):
+def test_failed_call_of_an_engine_blocks_no_later_round(engines, weights, times):
     with Publisher(weights, hosts=engines, deadline_s=1.0) as publisher:
         assert publisher.publish("v1").ok
         engines[1].error = RuntimeError("the engine is asleep")
@@ -289,7 +300,7 @@ def test_a_call_that_an_engine_fails_blocks_no_later_round(engines, weights, tim
         assert contents(each.tensors) == contents(weights)
 
 
-def test_only_the_engine_that_is_behind_is_called_for_that(engines, weights):
+def test_only_the_engine_that_is_behind_is_called(engines, weights):
     with Publisher(weights, hosts=engines) as publisher:
         assert publisher.publish("v1").ok
         engines[1].session.close()
@@ -300,18 +311,18 @@ def test_only_the_engine_that_is_behind_is_called_for_that(engines, weights):
     assert [each.calls for each in engines] == [["start", "v1"], ["start", "v1"] * 2]
 
 
-def test_an_engine_whose_workers_do_not_come_is_missed(weights):
+def test_engine_whose_workers_do_not_join_is_missed(weights):
     class Empty:
         name = "empty"
 
         def init_weight_transfer_engine(self, init_info):
-            """Join nobody."""
+            """Join no publisher."""
 
     with pytest.raises(NoWorkersError, match=r"empty did not join within 0\.2 s"):
         Publisher(weights, hosts=[Empty()], deadline_s=0.2)
 
 
-def test_a_restarted_host_is_found_by_asking_again(start_worker, weights):
+def test_restarted_endpoint_is_found_by_invite(start_worker, weights):
     stays, restarted = start_worker(), start_worker()
     with Publisher(weights, hosts=[stays.address, restarted.address]) as publisher:
         assert publisher.publish("v1").ok
@@ -325,37 +336,37 @@ def test_a_restarted_host_is_found_by_asking_again(start_worker, weights):
     assert contents(again.tensors) == contents(stays.tensors) == contents(weights)
 
 
-def test_a_host_can_be_added(start_worker, weights, nobody):
+def test_endpoint_can_be_added(start_worker, weights, absent):
     first, second = start_worker(), start_worker()
     with Publisher(weights, hosts=[first.address]) as publisher:
         publisher.invite(second.address)
         assert len(publisher.publish("v1").workers) == 2
         with pytest.raises(PeerLostError):
-            publisher.invite(nobody)
+            publisher.invite(absent)
         # Those that are there are not troubled by one that is not.
         assert publisher.publish("v2").ok
 
 
 @pytest.mark.parametrize("listen", [None, "tcp:127.0.0.1:0", "tcp:0.0.0.0:0"])
-def test_a_remote_host_needs_an_address_that_it_can_dial(weights, listen):
+def test_remote_endpoint_needs_an_address_that_it_can_dial(weights, listen):
     with pytest.raises(AddressError, match=r"--listen tcp:HOST:PORT.*--engine file"):
         Publisher(weights, listen=listen, hosts=["http://192.0.2.1:8000"])
 
 
-def test_a_remote_host_may_be_asked_to_dial_an_address_of_this_host():
+def test_remote_endpoint_may_dial_an_address_of_this_host():
     class Remote:
         name, is_local = "far", False
 
         def init_weight_transfer_engine(self, init_info):
             return {}
 
-    hosts = Hosts(None, 1.0)
-    hosts.add([Remote()])
-    hosts.invite("tcp:192.0.2.7:4000", "t")
-    assert hosts.workers == {"far": None}
+    endpoints = Endpoints(None, 1.0)
+    endpoints.add([Remote()])
+    endpoints.register("tcp:192.0.2.7:4000", "t")
+    assert endpoints.workers == {"far": None}
 
 
-def test_a_publisher_that_cannot_listen_leaves_no_thread(weights):
+def test_publisher_that_cannot_listen_leaves_no_thread(weights):
     num_threads = threading.active_count()
     with (
         Publisher(weights, listen="unix:@wt-test-taken"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 import threading
@@ -19,11 +18,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from wtransfer import Publisher, WorkerSession
 from wtransfer.errors import NoWorkersError
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.http.clients import HttpClient
-from wtransfer.weight_sync.trainer.publisher import Publisher
-from wtransfer.weight_sync.worker.session import WorkerSession
 
 
 class Server:
@@ -44,12 +41,13 @@ class Server:
         self.late, self.late_s = 0, None
         self.host_ranks = None
         self.sessions = []
+        self.left, self.num_shutdowns = [], 0
         self._says = says
         routes = {
             "init_weight_transfer_engine": self._init,
             "start_weight_update": lambda _body: {},
             "finish_weight_update": self._finish,
-            "shutdown_weight_transfer_engine": lambda _body: {},
+            "shutdown_weight_transfer_engine": self._shutdown,
         }
         app = Starlette(
             routes=[
@@ -78,6 +76,7 @@ class Server:
     def _init(self, body):
         invitation = body["init_info"]["wtransfer"]
         if invitation.get("leave"):
+            self.left.append(invitation["address"])
             for session in self.sessions:
                 session.leave(invitation["address"])
             return {}
@@ -95,6 +94,10 @@ class Server:
         session.join(**self.invitation)
         self.sessions.append(session)
         return session
+
+    def _shutdown(self, _body):
+        self.num_shutdowns += 1
+        return {}
 
     def _finish(self, _body):
         applied = [session.commit_pending(5.0) for session in self.sessions]
@@ -210,7 +213,9 @@ def test_a_server_of_a_group_of_servers_is_not_asked_for_the_ranks_of_the_others
         assert len(publisher.publish("v1").workers) == 2
 
 
-def test_a_client_without_such_a_route_does_not_know(serve):
-    with contextlib.closing(serve(says=None)) as silent:
-        assert HttpClient(silent.url).get_world_size() is None
-    assert HttpClient(serve(says=7).url).get_world_size() == 7
+def test_closed_publisher_is_left_without_a_shutdown_of_the_engine(serve, weights):
+    server = serve()
+    with Publisher(weights, hosts=[server.url], deadline_s=10) as publisher:
+        address = publisher.address
+    # A shutdown would leave the publishers of others, too.
+    assert (server.left, server.num_shutdowns) == ([address], 0)

@@ -1,4 +1,4 @@
-"""What clients send, what they make of every kind of answer, and that none can hang them."""
+"""Requests of the HTTP client, every kind of response, and endpoints that do not respond."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 uvicorn = pytest.importorskip("uvicorn")
 from starlette.applications import Starlette  # noqa: E402
@@ -21,9 +20,7 @@ from starlette.routing import Route  # noqa: E402
 from wtransfer.errors import (  # noqa: E402
     AddressError,
     AuthenticationError,
-    HostsError,
     LimitError,
-    NotInitializedError,
     PeerLostError,
     PluginNotInstalledError,
     ProtocolError,
@@ -31,15 +28,8 @@ from wtransfer.errors import (  # noqa: E402
     SchemaError,
     StallError,
 )
-from wtransfer.weight_sync.http import call as http_call  # noqa: E402
-from wtransfer.weight_sync.http.clients import (  # noqa: E402
-    ClientGroup,
-    HttpClient,
-    InProcessClient,
-    all_at_once,
-)
-from wtransfer.weight_sync.http.url import parse_host_url  # noqa: E402
-from wtransfer.weight_sync.worker.session import WorkerSession  # noqa: E402
+from wtransfer.weight_sync.http import client as http_client  # noqa: E402
+from wtransfer.weight_sync.http.client import HttpClient, parse_url  # noqa: E402
 
 TOKEN = "the-secret"
 
@@ -115,7 +105,7 @@ def no_token_around(monkeypatch):
 
 @contextlib.contextmanager
 def raw_host(behave):
-    """Listen, and let `behave(connection)` do what it wants with the one that connects."""
+    """Listen, and call `behave` with the first connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve():
@@ -133,44 +123,52 @@ def raw_host(behave):
         assert not thread.is_alive()
 
 
-# -- what is sent
+# -- requests
 
 
-def test_every_call_has_the_route_and_the_body_that_vllm_gave_it(client, host):
+def test_every_call_has_vllms_route_and_body(client, host):
     client.init_weight_transfer_engine({"a": 1})
     client.start_weight_update()
-    client.update_weights({"names": ["w"]})
     client.finish_weight_update()
     client.finish_weight_update("step-7")
     client.weight_info()
     client.weight_info(digests=True)
-    client.pause("keep")
-    client.resume()
     client.leave("unix:@there")
-    client.shutdown_weight_transfer_engine()
+    leave = {"wtransfer": {"address": "unix:@there", "leave": True}}
     assert host.requests == [
         ("POST", "/init_weight_transfer_engine", {}, {"init_info": {"a": 1}}),
         ("POST", "/start_weight_update", {}, None),
-        ("POST", "/update_weights", {}, {"update_info": {"names": ["w"]}}),
         ("POST", "/finish_weight_update", {}, None),
         ("POST", "/finish_weight_update", {}, {"weight_version": "step-7"}),
         ("GET", "/weight_info", {}, None),
         ("GET", "/weight_info", {"digests": "true"}, None),
-        ("POST", "/pause", {"mode": "keep"}, None),
-        ("POST", "/resume", {}, None),
-        ("POST", "/shutdown_weight_transfer_engine", {}, {"address": "unix:@there"}),
-        ("POST", "/shutdown_weight_transfer_engine", {}, None),
+        ("POST", "/init_weight_transfer_engine", {}, {"init_info": leave}),
     ]
     assert host.authorization == f"Bearer {TOKEN}"
 
 
-def test_answers_come_back(client, host):
+@pytest.mark.parametrize(
+    ("answer", "size"),
+    [
+        (JSONResponse({"world_size": 7}), 7),
+        (JSONResponse({"world_size": "7"}), None),
+        (JSONResponse([7]), None),
+        (PlainTextResponse("Not Found", 404), None),
+    ],
+)
+def test_world_size_is_none_where_the_endpoint_does_not_tell(client, host, answer, size):
+    host.answer = answer
+    assert client.get_world_size() == size
+    assert host.requests == [("GET", "/get_world_size", {"include_dp": "true"}, None)]
+
+
+def test_response_is_returned(client, host):
     host.answer = JSONResponse({"weight_version": "v1"})
     assert client.weight_info() == {"weight_version": "v1"}
 
 
 @pytest.mark.parametrize("form", ["unix", "tcp", "http", "userinfo", "prefix"])
-def test_a_worker_is_reached_by_every_form_of_url(start_host, form):
+def test_every_form_of_url_reaches_the_endpoint(start_host, form):
     name = f"unix:@wt-test-{secrets.token_hex(4)}"
     host = start_host(name if form == "unix" else None)
     url = {
@@ -182,14 +180,14 @@ def test_a_worker_is_reached_by_every_form_of_url(start_host, form):
     }[form]
     client = HttpClient(url.format(None if form == "unix" else host.port), TOKEN)
     assert client.is_local
-    client.resume()
-    route = "/models/a/resume" if form == "prefix" else "/resume"
+    client.start_weight_update()
+    route = "/models/a/start_weight_update" if form == "prefix" else "/start_weight_update"
     assert [request[1] for request in host.requests] == [route]
     secret = "in/url" if form == "userinfo" else TOKEN
     assert host.authorization == f"Bearer {secret}"
 
 
-def test_a_socket_in_a_folder_is_reached(tmp_path):
+def test_socket_in_a_folder_is_reached(tmp_path):
     path = tmp_path / "worker.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -197,7 +195,7 @@ def test_a_socket_in_a_folder_is_reached(tmp_path):
         answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
         def serve():
-            # The first only looks whether somebody listens.
+            # The first only looks for a listener.
             listener.accept()[0].close()
             connection, _ = listener.accept()
             with connection:
@@ -210,28 +208,28 @@ def test_a_socket_in_a_folder_is_reached(tmp_path):
         thread.join(5)
 
 
-def test_the_token_is_that_of_the_environment_or_none(host, monkeypatch):
+def test_token_is_that_of_the_environment_or_none(host, monkeypatch):
     url = f"http://127.0.0.1:{host.port}"
-    HttpClient(url).resume()
+    HttpClient(url).start_weight_update()
     assert host.authorization is None
     monkeypatch.setenv("WTRANSFER_TOKEN", "around")
-    HttpClient(url).resume()
+    HttpClient(url).start_weight_update()
     assert host.authorization == "Bearer around"
 
 
-def test_no_proxy_hears_of_the_token(client, host, monkeypatch):
+def test_proxies_of_the_environment_are_not_used(client, host, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    client.resume()
+    client.start_weight_update()
     assert len(host.requests) == 1
 
 
-def test_a_redirect_is_not_followed(client, host, start_host):
+def test_redirect_is_not_followed(client, host, start_host):
     other = start_host()
-    location = {"Location": f"http://127.0.0.1:{other.port}/resume"}
+    location = {"Location": f"http://127.0.0.1:{other.port}/start_weight_update"}
     host.answer = Response(status_code=307, headers=location)
     with pytest.raises(RemoteError, match="with 307"):
-        client.resume()
+        client.start_weight_update()
     assert other.requests == []
 
 
@@ -253,9 +251,9 @@ def test_a_redirect_is_not_followed(client, host, start_host):
         "http://[::1",
     ],
 )
-def test_what_is_no_url_is_refused_with_the_forms_that_exist(url):
+def test_invalid_url_is_refused_with_the_forms_that_exist(url):
     with pytest.raises(AddressError, match=r"expected|none of them NUL"):
-        parse_host_url(url)
+        parse_url(url)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +262,7 @@ def test_what_is_no_url_is_refused_with_the_forms_that_exist(url):
 )
 def test_no_error_shows_a_token_of_a_url(url):
     with pytest.raises(AddressError) as caught:
-        parse_host_url(url)
+        parse_url(url)
     assert "s3cret" not in str(caught.value)
     assert caught.value.__cause__ is None
 
@@ -272,7 +270,7 @@ def test_no_error_shows_a_token_of_a_url(url):
 def test_no_name_shows_a_token():
     client = HttpClient("http://u:s3cret@host:8000/x")
     assert (client.name, client.token) == ("http://host:8000/x", "s3cret")
-    assert "s3cret" not in repr(parse_host_url("http://u:s3cret@host:8000"))
+    assert "s3cret" not in repr(parse_url("http://u:s3cret@host:8000"))
 
 
 @pytest.mark.parametrize(
@@ -286,14 +284,14 @@ def test_no_name_shows_a_token():
         ("https://10.1.2.3:1", False),
     ],
 )
-def test_a_client_knows_whether_its_worker_is_on_this_host(url, local):
+def test_client_knows_whether_its_endpoint_is_on_this_host(url, local):
     assert HttpClient(url).is_local == local
 
 
 # -- answers that are errors
 
 
-def test_an_error_of_ours_comes_back_as_what_it_was(client, host):
+def test_error_of_ours_comes_back_as_its_class(client, host):
     error = {
         "type": "SchemaError",
         "message": "it does not fit",
@@ -303,7 +301,7 @@ def test_an_error_of_ours_comes_back_as_what_it_was(client, host):
     }
     host.answer = JSONResponse({"error": error}, 400)
     with pytest.raises(SchemaError) as caught:
-        client.resume()
+        client.start_weight_update()
     assert str(caught.value) == f"it does not fit [worker w0 at {client.name}]"
     assert caught.value.mismatches == ["a: wanted"]
     assert not hasattr(caught.value, "colour")
@@ -326,42 +324,49 @@ def test_an_error_of_ours_comes_back_as_what_it_was(client, host):
 def test_the_text_of_other_servers_is_kept(client, host, answer, text):
     host.answer = JSONResponse(answer, 500)
     with pytest.raises(RemoteError) as caught:
-        client.resume()
-    assert f"{client.name} answered POST /resume with 500: " in str(caught.value)
+        client.start_weight_update()
+    assert f"{client.name} answered POST /start_weight_update with 500: " in str(caught.value)
     assert text in str(caught.value)
 
 
 def test_plain_text_is_kept_and_cut(client, host):
     host.answer = PlainTextResponse("boom " * 10_000, 500)
     with pytest.raises(RemoteError, match="with 500: boom boom") as caught:
-        client.resume()
+        client.start_weight_update()
     assert len(str(caught.value)) < 3000
 
 
-def test_a_route_that_is_not_there_says_what_may_be_missing(client, host):
+def test_missing_route_says_what_may_be_missing(client, host):
     host.answer = PlainTextResponse("Not Found", 404)
     with pytest.raises(RemoteError, match="VLLM_SERVER_DEV_MODE=1"):
-        client.resume()
+        client.start_weight_update()
 
 
 @pytest.mark.parametrize("token", ["wrong", None])
-def test_a_wrong_token_says_where_to_put_the_right_one(host, token):
+def test_wrong_token_says_where_to_put_the_right_one(host, token):
     client = HttpClient(f"http://127.0.0.1:{host.port}", token)
     host.answer = PlainTextResponse("no", 401)
     with pytest.raises(AuthenticationError, match="--token-file or WTRANSFER_TOKEN") as caught:
-        client.resume()
+        client.start_weight_update()
     assert ("refuses the token" in str(caught.value)) == (token is not None)
     assert "wrong" not in str(caught.value)
 
 
+def test_token_that_a_serving_engine_lacks_is_to_be_set_in_its_environment(client, host):
+    text = "the worker cannot join: no token for unix:@p: pass token=, or set WTRANSFER_TOKEN"
+    host.answer = JSONResponse({"error": {"message": text, "type": "InternalServerError"}}, 500)
+    with pytest.raises(RemoteError, match=r"from its own environment.*\(vllm serve\)"):
+        client.init_weight_transfer_engine({})
+
+
 @pytest.mark.parametrize("token", ["two\nlines", "end ", "\0"])
-def test_a_token_that_http_cannot_carry_is_not_shown(token):
+def test_token_that_http_cannot_carry_is_not_shown(token):
     with pytest.raises(AuthenticationError, match="control characters") as caught:
-        HttpClient("tcp:127.0.0.1:9", token).resume()
+        HttpClient("tcp:127.0.0.1:9", token).start_weight_update()
     assert token not in str(caught.value)
 
 
-def test_what_is_not_json_is_shown(client, host):
+def test_response_that_is_not_json_is_shown(client, host):
     host.answer = PlainTextResponse("<html>hello")
     with pytest.raises(ProtocolError, match="status 200 and no JSON: '<html>hello'"):
         client.weight_info()
@@ -373,8 +378,8 @@ def test_json_of_great_depth_is_refused(client, host):
         client.weight_info()
 
 
-def test_a_huge_answer_is_cut_off(client, host, monkeypatch):
-    monkeypatch.setattr(http_call, "MAX_ANSWER_NBYTES", 1000)
+def test_huge_response_is_cut_off(client, host, monkeypatch):
+    monkeypatch.setattr(http_client, "MAX_RESPONSE_NBYTES", 1000)
     host.answer = PlainTextResponse("x" * 100_000)
     with pytest.raises(LimitError, match="more than 1000 bytes"):
         client.weight_info()
@@ -383,22 +388,24 @@ def test_a_huge_answer_is_cut_off(client, host, monkeypatch):
 # -- hosts that do not answer
 
 
-def test_a_host_that_is_not_there_is_named_with_what_to_do():
+def test_unreachable_endpoint_is_named_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     client = HttpClient(f"http://u:s3cret@127.0.0.1:{port}")
-    with pytest.raises(PeerLostError, match=r"cannot reach http://127.*wtransfer worker") as caught:
+    with pytest.raises(
+        PeerLostError, match=r"cannot reach http://127.*wtransfer worker.*vllm serve"
+    ) as caught:
         client.weight_info()
     assert "s3cret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["unix:@wt-test-nobody", "unix:/nowhere/worker.sock"])
-def test_a_socket_at_which_nobody_listens_is_named(url):
+@pytest.mark.parametrize("url", ["unix:@wt-test-absent", "unix:/nowhere/worker.sock"])
+def test_socket_without_a_listener_is_named_and_not_left_open(url):
     with pytest.raises(PeerLostError, match=f"cannot reach {url} for GET /weight_info"):
         HttpClient(url).weight_info()
 
 
-def test_a_host_that_hangs_up_is_lost():
+def test_endpoint_that_closes_the_connection_is_lost():
     with (
         raw_host(lambda connection: connection.recv(4096)) as url,
         pytest.raises(PeerLostError, match="cannot reach"),
@@ -406,7 +413,7 @@ def test_a_host_that_hangs_up_is_lost():
         HttpClient(url).weight_info()
 
 
-def test_a_silent_host_is_given_up_at_its_time():
+def test_silent_endpoint_is_given_up_in_time():
     done = threading.Event()
     with raw_host(lambda _: done.wait(5)) as url:
         begun = time.monotonic()
@@ -417,7 +424,7 @@ def test_a_silent_host_is_given_up_at_its_time():
 
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n"])
-def test_a_host_that_answers_byte_by_byte_is_given_up_too(start):
+def test_endpoint_that_answers_byte_by_byte_is_given_up(start):
     def drip(connection):
         connection.sendall(start)
         for _ in range(200):
@@ -435,123 +442,3 @@ def test_without_httpx_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(PluginNotInstalledError, match=r'pip install "wtransfer\[server\]"'):
         HttpClient("unix:@a").weight_info()
-
-
-# -- in this process
-
-
-@pytest.fixture
-def session():
-    with WorkerSession({"w": torch.ones(3)}, name="w0") as made:
-        yield made
-
-
-def test_a_session_tells_what_it_holds(session):
-    client = InProcessClient(session)
-    info = client.weight_info(digests=True)
-    assert info.pop("digests").keys() == {"w"}
-    assert info == {
-        "weight_version": None,
-        "fingerprint": session.fingerprint,
-        "state": "fresh",
-        "worker": "w0",
-    }
-
-
-def test_a_session_takes_rounds_only(session):
-    client = InProcessClient(session)
-    for call in (
-        lambda: client.init_weight_transfer_engine({"path": "/x"}),
-        client.start_weight_update,
-        lambda: client.update_weights({}),
-        client.finish_weight_update,
-    ):
-        with pytest.raises(NotInitializedError, match="takes rounds of a Publisher only"):
-            call()
-
-
-def test_pause_and_resume_reach_who_serves(session):
-    heard = []
-    client = InProcessClient(session, on_pause=heard.append, on_resume=lambda: heard.append("on"))
-    client.pause("wait")
-    client.resume()
-    assert heard == ["wait", "on"]
-
-
-# -- many
-
-
-class Peer:
-    """A client that does what it is told to."""
-
-    def __init__(self, name, act):
-        self.name, self.resume, self.timeout_s = name, act, 0.2
-
-
-def raises(error):
-    def act():
-        raise error
-
-    return act
-
-
-def test_all_are_called_at_once():
-    meeting = threading.Barrier(4, timeout=5)
-    ClientGroup([Peer(f"h{i}", meeting.wait) for i in range(4)]).resume()
-    assert not meeting.broken
-
-
-def test_the_only_failure_is_raised_as_it_is():
-    error = SchemaError("no", worker="h1")
-    group = ClientGroup([Peer("h0", lambda: 1), Peer("h1", raises(error))])
-    with pytest.raises(SchemaError) as caught:
-        group.resume()
-    assert caught.value is error
-
-
-def test_no_failure_hides_another():
-    release = threading.Event()
-    group = ClientGroup(
-        [
-            Peer("h0", raises(SchemaError("it does not fit"))),
-            Peer("h1", release.wait),
-            Peer("h2", lambda: None),
-            Peer("h3", raises(KeyError("odd"))),
-        ]
-    )
-    begun = time.monotonic()
-    with pytest.raises(HostsError) as caught:
-        group.resume()
-    assert time.monotonic() - begun < 10.0
-    release.set()
-    errors = caught.value.errors
-    assert {name: type(error) for name, error in errors.items()} == {
-        "h0": SchemaError,
-        "h1": StallError,
-        "h3": RemoteError,
-    }
-    for text in (
-        "3 of 4 hosts failed",
-        "h0: it does not fit",
-        "h1: h1 did not",
-        "h3: KeyError: 'odd'",
-    ):
-        assert text in str(caught.value)
-
-
-def test_answers_are_named():
-    assert all_at_once({"a": lambda: 1, "b": lambda: 2}, 1.0) == {"a": 1, "b": 2}
-
-
-def test_clients_of_one_name_stay_apart():
-    peers = [Peer("h", lambda: 1), Peer("h", lambda: 2)]
-    assert sorted(ClientGroup(peers).call("resume").values()) == [1, 2]
-
-
-def test_a_group_reaches_http_hosts(start_host):
-    hosts = [start_host() for _ in range(3)]
-    urls = [f"tcp:127.0.0.1:{host.port}" for host in hosts]
-    group = ClientGroup(HttpClient(url, TOKEN) for url in urls)
-    group.init_weight_transfer_engine({"a": 1})
-    assert [len(host.requests) for host in hosts] == [1, 1, 1]
-    assert group.weight_info() == {url: {} for url in urls}

@@ -1,1 +1,0 @@
-"""Updates that no publisher of ours has planned or digested."""

@@ -1,0 +1,206 @@
+"""Register a publisher with the endpoints that lead to its workers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wtransfer.calls import map_concurrently
+from wtransfer.errors import AddressError, HostsError, WTransferError
+from wtransfer.transport.address import parse_address
+from wtransfer.weight_sync.http.client import HttpClient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from wtransfer.engines.interface import WeightSyncClient
+    from wtransfer.weight_sync.messages import Hello
+
+logger = logging.getLogger(__name__)
+
+LEAVE_S = 1.0
+"""Longest time that endpoints are given to leave when their publisher closes, in seconds."""
+_GRACE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """A serving engine of which not every rank has joined."""
+
+    name: str
+    """The endpoint."""
+    some: bool
+    """Whether any rank has joined, be it of an instance that is not complete."""
+    joined: int
+    """Ranks of complete instances."""
+    wanted: int
+    """Ranks of the engine."""
+
+    def __str__(self) -> str:
+        if self.wanted == 1:
+            return self.name
+        return f"{self.name} ({self.joined} of {self.wanted} ranks)"
+
+
+class Endpoints:
+    """Lets the workers behind endpoints join one publisher, and leave it.
+
+    An endpoint that names its worker leads to that one. Any other is a serving engine, with one or
+    more workers that apply an update when the engine is called.
+
+    Args:
+        token: Token for URLs that carry none.
+        timeout_s: Longest time for an endpoint's answer, in seconds.
+    """
+
+    def __init__(self, token: str | None, timeout_s: float) -> None:
+        self.workers: dict[str, str | None] = {}
+        """Endpoint -> its worker; None for a serving engine."""
+        self._token = token
+        self._timeout_s = timeout_s
+        self._clients: dict[str, Any] = {}
+        self._num_ranks: dict[str, int | None] = {}
+        self._asked: set[str] = set()
+
+    def add(self, hosts: Iterable[str | WeightSyncClient]) -> None:
+        """Add endpoints, to be asked by `register`.
+
+        Raises:
+            AddressError: A URL cannot be read.
+            ValueError: An endpoint was added before.
+        """
+        for host in hosts:
+            client: Any = host
+            if isinstance(host, str):
+                client = HttpClient(host, self._token, timeout_s=self._timeout_s)
+            name = str(getattr(client, "name", repr(client)))
+            if name in self._clients:
+                raise ValueError(f"host {name} is named twice; name each host once")
+            self._clients[name] = client
+
+    def register(self, address: str, token: str) -> None:
+        """Ask all endpoints at once to join a publisher; returns when all have answered.
+
+        Args:
+            address: The publisher's.
+            token: The publisher's; sent to endpoints that have another.
+
+        Raises:
+            AddressError: An endpoint is on another host, and could not dial the address.
+            HostsError: Several failed, or two name the same worker.
+            WTransferError: One cannot be reached, or refuses.
+        """
+        calls = {}
+        for name, client in self._clients.items():
+            _check_dialable(address, name, client)
+            publisher = {"address": address, "host": name}
+            if getattr(client, "token", None) != token:
+                publisher["token"] = token
+            calls[name] = functools.partial(
+                client.init_weight_transfer_engine, {"wtransfer": publisher}
+            )
+        # Before they answer: one that answers too late has joined all the same, and must leave.
+        self._asked |= set(calls)
+        answers = map_concurrently(calls, self._timeout_s + _GRACE_S)
+        self.workers = {}
+        named: dict[str, str] = {}
+        for name, answer in answers.items():
+            worker = answer.get("worker") if isinstance(answer, dict) else None
+            self.workers[name] = worker if isinstance(worker, str) else None
+            # The proof of one of two workers of one name would count for the other.
+            if isinstance(worker, str) and named.setdefault(worker, name) != name:
+                raise HostsError(
+                    f"{named[worker]} and {name} both call their worker {worker!r}; start them "
+                    "under names of their own (wtransfer worker --name), and name each host once"
+                )
+        for name in self.engines:
+            client = self._clients[name]
+            if isinstance(client, HttpClient) and client.url.token is not None:
+                logger.warning(
+                    "the token in the URL of %s is of no use: a serving engine does not check it, "
+                    "and joins with the WTRANSFER_TOKEN of its own environment",
+                    name,
+                )
+        sizes = {
+            name: self._clients[name].get_world_size
+            for name in self.engines
+            if hasattr(self._clients[name], "get_world_size")
+        }
+        self._num_ranks = map_concurrently(sizes, self._timeout_s + _GRACE_S)
+
+    @property
+    def engines(self) -> set[str]:
+        """Serving engines among the endpoints."""
+        return {name for name, worker in self.workers.items() if worker is None}
+
+    def incomplete(self, joined: Iterable[Hello], whole: Iterable[Hello]) -> list[Incomplete]:
+        """Return the serving engines of which not every rank has joined.
+
+        All replicas behind one URL count: one that was left out would go on serving old weights
+        under the same name.
+
+        Args:
+            joined: Every worker that has joined.
+            whole: Those among them whose instance is complete.
+        """
+        some = {hello.host for hello in joined}
+        ranks: dict[str, list[Hello]] = {name: [] for name in sorted(self.engines)}
+        for hello in whole:
+            if hello.host in ranks:
+                ranks[hello.host].append(hello)
+        found = []
+        for name, there in ranks.items():
+            told = [hello.host_ranks for hello in there if hello.host_ranks is not None]
+            wanted = max(told, default=self._num_ranks.get(name) or 1)
+            if len(there) < wanted:
+                found.append(Incomplete(name, name in some, len(there), wanted))
+        return found
+
+    def apply(self, version: str, names: Iterable[str]) -> None:
+        """Let serving engines apply the update that their workers have verified, all at once.
+
+        Returns when they have. The outcome is reported by the workers: an engine's route answers
+        for all its processes together.
+
+        Args:
+            version: Label of the update.
+            names: Endpoints; those that are no serving engines are left out.
+
+        Raises:
+            WTransferError: The failure of one engine.
+            HostsError: Several failed.
+        """
+
+        def apply(client: Any) -> None:
+            client.start_weight_update()
+            client.finish_weight_update(version)
+
+        engines = self.engines.intersection(names)
+        calls = {name: functools.partial(apply, self._clients[name]) for name in engines}
+        map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
+
+    def deregister(self, address: str) -> None:
+        """Ask the endpoints to leave; the publisher ends in any case."""
+        calls = {
+            name: functools.partial(client.leave, address, timeout_s=LEAVE_S)
+            for name, client in self._clients.items()
+            if name in self._asked and hasattr(client, "leave")
+        }
+        try:
+            map_concurrently(calls, LEAVE_S)
+        except WTransferError as error:
+            logger.info("not every host could be told that the publisher closes: %s", error)
+
+
+def _check_dialable(address: str, name: str, client: Any) -> None:
+    if getattr(client, "is_local", True):
+        return
+    if parse_address(address).is_local or address.startswith(("tcp:0.0.0.0:", "tcp:[::]:")):
+        raise AddressError(
+            f"{name} is on another host and cannot dial this publisher at {address!r}; listen at "
+            "an address of this host that it can reach (--listen tcp:HOST:PORT, in Python "
+            "listen=), with an engine that crosses hosts (--engine file)",
+            worker=name,
+        )
