@@ -100,7 +100,7 @@ def test_every_worker_has_the_checkpoint_and_the_table_says_so(workers, write):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("step-7  committed  0.0 MB in ")
     assert lines[1] == f"fingerprint  {first.fingerprint}"
-    assert lines[2].split()[:3] == ["seconds", "here", "plan"]
+    assert lines[2].split()[:3] == ["seconds", "here", "init"]
     head = "worker host outcome holds digests MB accept transfer verify wait commit"
     assert lines[4].split() == head.split()
     # In the order in which the workers dialed in.
@@ -123,7 +123,15 @@ def test_one_document_has_everything(workers, write):
         "error": None,
     }
     assert document["fingerprint"] == workers[0].session.fingerprint
-    assert set(document["seconds"]) == {"plan", "transfer", "seal", "commit", "total"}
+    assert set(document["seconds"]) == {
+        "init",
+        "plan",
+        "transfer",
+        "seal",
+        "commit",
+        "finish",
+        "total",
+    }
     assert document["hosts"] == {each.address: each.session.name for each in workers}
     row = min(document["workers"], key=lambda each: each["worker"])
     assert {key: row[key] for key in ("worker", "host", "outcome", "version", "nbytes")} == {

@@ -33,7 +33,7 @@ from wtransfer.errors import (
     to_wire,
 )
 from wtransfer.transport.handshake import resolve_token
-from wtransfer.weight_sync.http.url import parse_host_url
+from wtransfer.weight_sync.http.client import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -173,7 +173,7 @@ class _Order:
             raise click.UsageError("a worker is named twice: give each --to once")
         with _usage_errors(AddressError):
             for each in self.hosts:
-                parse_host_url(each)
+                parse_url(each)
         if self.stay and self.token is None:
             raise click.UsageError(
                 "--stay is for workers that know the token: give --token-file, or set "
@@ -218,7 +218,7 @@ def _publisher(order: _Order) -> Publisher:
     with _usage_errors(PluginError, AddressError):
         engine_cls = registry("engines").get(order.engine)
         trainer_cls = WeightTransferTrainerFactory.trainer_class(order.engine)
-        remote = [url.name for url in map(parse_host_url, order.hosts) if not url.is_local]
+        remote = [url.name for url in map(parse_url, order.hosts) if not url.is_local]
     if remote and not getattr(engine_cls, "multi_host", False):
         raise click.UsageError(
             f"engine {order.engine!r} reaches workers on this host only, and {remote[0]} is on "
