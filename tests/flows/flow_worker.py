@@ -10,6 +10,7 @@ import flow_stage
 
 from wtransfer.errors import CommitError
 from wtransfer.transport.channel import Dialer
+from wtransfer.transport.handshake import WorkerHandshake
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import ModuleTarget
 
@@ -50,7 +51,8 @@ class WorkerPuppet(flow_stage.Puppet):
         super().__init__(address, witness_path, pace_s)
         flow_stage.register()
         # The default that a build of another protocol would have.
-        Dialer.__init__.__kwdefaults__["protocol"] += protocol_step
+        for dialing in (Dialer, WorkerHandshake):  # the channel's, and that of `attach`
+            dialing.__init__.__kwdefaults__["protocol"] += protocol_step
         self.model = flow_stage.Weights(num_tensors, numel)
         self.target = SlowTarget(self.model, commit)
         self.auto = auto
