@@ -385,9 +385,10 @@ class WorkerSession:
 
     def note_error(self, error: WTransferError) -> None:
         """Note, and log, why an update was refused here."""
-        logger.warning("%s refuses an update: %s", self.name, error)
-        # Another of its kind: the frames that it passed through hold staged tensors.
+        # Another of its kind, also for the log, whose records may be kept: the frames that the error
+        # itself passed through hold staged tensors.
         self._last_error = ErrorInfo.of(error).rebuild()
+        logger.warning("%s refuses an update: %s", self.name, self._last_error)
 
     def digests(self) -> dict[str, str]:
         """Return the xxh3-128 of every tensor that the model has now, computed afresh.
