@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 import tarfile
@@ -231,6 +232,20 @@ def test_public_names_have_docstrings(name):
         for key, value in documented.items()
         if (callable(value) or isinstance(value, property)) and not inspect.getdoc(value)
     ]
+    assert missing == []
+
+
+def test_every_test_that_the_table_of_promises_names_exists():
+    missing, path = [], None
+    for reference in re.findall(r"`([^`\n]+)`", (ROOT / "tests" / "README.md").read_text("utf-8")):
+        file, _, name = reference.partition("::")
+        if file.endswith(".py"):
+            places = (ROOT / "tests" / file, PACKAGE / "testing" / file)
+            path = next((each for each in places if each.exists()), None)
+        if (file.endswith(".py") and path is None) or (
+            name and not name.endswith("*") and path and f"def {name}(" not in path.read_text()
+        ):
+            missing.append(reference)
     assert missing == []
 
 

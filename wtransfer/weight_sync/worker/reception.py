@@ -171,8 +171,7 @@ class Reception:
             return
         hooks.notify("wtransfer_round_aborted", error=error, **self._identity())
         info = ErrorInfo.of(error)
-        # Without a traceback: logs and the session keep it, and a frame keeps the model.
-        self._on_error(info.rebuild())
+        self._on_error(error if isinstance(error, WTransferError) else info.rebuild())
         answer = Refuse if refusal else Fault
         self._send(answer(self.plan.round_id, info))
 

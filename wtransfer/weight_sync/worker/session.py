@@ -385,8 +385,7 @@ class WorkerSession:
 
     def note_error(self, error: WTransferError) -> None:
         """Note, and log, why an update was refused here."""
-        # Another of its kind, also for the log, whose records may be kept: the frames that the error
-        # itself passed through hold staged tensors.
+        # A copy without traceback, also for the log: frames that still run hold session and model.
         self._last_error = ErrorInfo.of(error).rebuild()
         logger.warning("%s refuses an update: %s", self.name, self._last_error)
 
