@@ -51,7 +51,12 @@ from wtransfer.weight_sync.worker.hosted import HostedEngine, forget_frames
 from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
 from wtransfer.weight_sync.worker.link import Link
 from wtransfer.weight_sync.worker.schema import CAST_HINT
-from wtransfer.weight_sync.worker.target import CommitMode, NotedTensors, as_target
+from wtransfer.weight_sync.worker.target import (
+    CommitMode,
+    NotedTensors,
+    StateDictTarget,
+    as_target,
+)
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
@@ -384,8 +389,8 @@ class WorkerSession:
 
     def note_error(self, error: WTransferError) -> None:
         """Note, and log, why an update was refused here."""
-        # Another of its kind, also for the log, whose records may be kept: the frames that the error
-        # itself passed through hold staged tensors.
+        # Another of its kind, also for the log, whose records may be kept: the frames that the
+        # error itself passed through hold staged tensors.
         self._last_error = ErrorInfo.of(error).rebuild()
         logger.warning("%s refuses an update: %s", self.name, self._last_error)
 
@@ -400,9 +405,16 @@ class WorkerSession:
         self._check_usable()
         self._check_not_within()
         with self._changing_model():
-            # As they lie where the target can show them: `capture` may be a copy of all.
-            present = getattr(self._target, "present", self._target.capture)()
-            return {name: digest(tensor) for name, tensor in (present or {}).items()}
+            target = self._target
+            if (
+                isinstance(target, StateDictTarget)
+                and type(target).capture is StateDictTarget.capture
+            ):
+                # As they lie: its `capture` may be a copy of all.
+                tensors: Mapping[str, torch.Tensor] | None = target.present()
+            else:
+                tensors = target.capture()
+            return {name: digest(tensor) for name, tensor in (tensors or {}).items()}
 
     @property
     def num_dropped(self) -> int:
