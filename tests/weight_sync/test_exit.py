@@ -30,7 +30,7 @@ from wtransfer import Publisher
 publisher = Publisher({"w": torch.ones(3)}, listen=sys.argv[1], token="secret", deadline_s=20)
 publisher.wait_for_workers(1, 60)
 round_ = publisher.publish("v1", wait=False)
-while round_.phase != "transfer":
+while round_.phase not in ("transfer", "over"):
     time.sleep(0.01)
 time.sleep(1)
 assert round_.phase == "transfer"
@@ -55,6 +55,7 @@ def run():
         each.stdout.close()
 
 
+@pytest.mark.timeout(240)  # two interpreters import torch, on a machine that may be busy
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs job control")
 def test_trainer_that_ends_in_a_stalled_transfer_does_not_wait_out_the_deadline(run):
     address = f"unix:@wt-exit-{os.getpid()}"

@@ -11,13 +11,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-from wtransfer import WeightTransferEngineFactory
+from wtransfer import WeightTransferEngineFactory, hookimpl, hooks
 from wtransfer.errors import (
     CommitError,
     NoWorkersError,
     PeerLostError,
     RoundAbortedError,
     RoundBusyError,
+    SchemaError,
 )
 from wtransfer.testing.memory import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
@@ -236,3 +237,31 @@ def test_nonfinite_weights_are_not_looked_for_unless_asked(fleet, weights):
         made = fleet(weights, nonfinite=policy)
         made.join()
         assert made.publish("v1").nonfinite == found
+
+
+class Aborts:
+    """Notes which workers hear that a round was aborted."""
+
+    def __init__(self):
+        self.heard = threading.Semaphore(0)
+        self.workers = []
+
+    @hookimpl
+    def wtransfer_round_aborted(self, worker):
+        self.workers.append(worker)
+        self.heard.release()
+
+
+def test_every_worker_hears_of_an_abort_that_another_one_caused(fleet, weights):
+    made = fleet(weights)
+    made.join()
+    made.join({name: torch.zeros(2) for name in weights})
+    aborts = Aborts()
+    hooks.register(aborts)
+    try:
+        with pytest.raises(SchemaError):
+            made.publish("v1")
+        assert all(aborts.heard.acquire(timeout=5) for _ in range(3))
+    finally:
+        hooks.unregister(aborts)
+    assert sorted(aborts.workers, key=str) == [None, "worker-0", "worker-1"]

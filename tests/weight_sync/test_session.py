@@ -14,10 +14,17 @@ import pytest
 import torch
 
 from wtransfer import WeightTransferEngineFactory
-from wtransfer.errors import CommitError, DigestMismatchError, SchemaError, StallError
+from wtransfer.errors import (
+    CommitError,
+    DigestMismatchError,
+    RoundBusyError,
+    SchemaError,
+    StallError,
+)
 from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine
 from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 MIB = 1 << 20
 
@@ -93,6 +100,43 @@ def test_model_that_changed_after_the_vote_keeps_the_old_version_whole(fleet, ma
     report = round_.result(5)
     assert not report.ok
     assert [each.outcome for each in report.workers] == ["restored"]
+
+
+class Failing(StateDictTarget):
+    """Raises in `apply` once when it is told to."""
+
+    fails = False
+
+    def apply(self, tensors):
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("this rank cannot apply")
+        super().apply(tensors)
+
+
+def test_rank_is_sent_back_at_once_when_another_one_cannot_apply(fleet, weights):
+    made = fleet(weights)
+    targets = [Failing(fresh(weights)) for _ in range(2)]
+    for rank, target in enumerate(targets):
+        made.join(target, instance="both", rank=rank, num_ranks=2)
+    assert made.publish("v1").ok
+    targets[1].fails = True
+    report = made.publish("v2")
+    assert [each.outcome for each in report.workers] == ["reverted", "restored"]
+    taken_back = [str(error) for error in made.commit_errors if "taken back" in str(error)]
+    assert len(taken_back) == 1
+    assert "'v2' was taken back: rank 1 of the instance: restored" in taken_back[0]
+
+
+def test_round_is_refused_while_a_commit_is_pending(fleet, weights):
+    made = fleet(weights, engine="shm", deadline_s=0.5)
+    member = made.join()
+    report = made.publisher.publish("v1")
+    assert [each.outcome for each in report.workers] == ["pending"]
+    with pytest.raises(RoundBusyError, match="commit pending since"):
+        made.publisher.publish("v2")
+    assert member.session.commit_pending()
+    assert made.publish("v3").ok
 
 
 # -- proof

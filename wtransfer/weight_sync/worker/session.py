@@ -52,7 +52,12 @@ from wtransfer.weight_sync.worker.hosted import HostedEngine
 from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
 from wtransfer.weight_sync.worker.link import Link
 from wtransfer.weight_sync.worker.schema import CAST_HINT
-from wtransfer.weight_sync.worker.target import CommitMode, NotedTensors, as_target
+from wtransfer.weight_sync.worker.target import (
+    CommitMode,
+    NotedTensors,
+    StateDictTarget,
+    as_target,
+)
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
@@ -400,9 +405,16 @@ class WorkerSession:
         self._check_usable()
         self._check_not_within()
         with self._changing_model():
-            # As they lie where the target can show them: `capture` may be a copy of all.
-            present = getattr(self._target, "present", self._target.capture)()
-            return {name: digest(tensor) for name, tensor in (present or {}).items()}
+            target = self._target
+            if (
+                isinstance(target, StateDictTarget)
+                and type(target).capture is StateDictTarget.capture
+            ):
+                # As they lie: its `capture` may be a copy of all.
+                tensors: Mapping[str, torch.Tensor] | None = target.present()
+            else:
+                tensors = target.capture()
+            return {name: digest(tensor) for name, tensor in (tensors or {}).items()}
 
     @property
     def num_dropped(self) -> int:
