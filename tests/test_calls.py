@@ -66,6 +66,39 @@ def test_a_call_that_is_given_up_is_not_overtaken():
     thread.join(PATIENCE_S)
 
 
+def test_a_thread_that_cannot_start_is_started_by_the_next_call(monkeypatch):
+    thread, start = SerialThread("tests-serial"), threading.Thread.start
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        thread.submit(lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert thread.call(lambda: 7, "the second", PATIENCE_S) == 7
+    thread.stop()
+    thread.join(PATIENCE_S)
+
+
+def test_the_late_result_of_a_call_that_was_given_up_is_not_kept():
+    thread, go_on, kept = SerialThread("tests-serial"), threading.Event(), []
+
+    def gather():
+        go_on.wait(PATIENCE_S)
+        tensor = torch.zeros(3)
+        kept.append(weakref.ref(tensor))
+        return tensor
+
+    with pytest.raises(StallError):
+        thread.call(gather, "gathering", 0.05)
+    go_on.set()
+    thread.stop()
+    thread.join(PATIENCE_S)
+    gc.collect()
+    assert kept[0]() is None
+
+
 def test_a_thread_that_waits_keeps_nothing_of_its_last_call():
     thread, tensor = SerialThread("tests-serial"), torch.zeros(3)
     kept = weakref.ref(tensor)
@@ -108,6 +141,12 @@ def test_an_error_keeps_no_tensors_once_its_frames_are_forgotten():
     forget_frames(call.error)
     gc.collect()
     assert kept[0]() is None
+
+
+def test_frames_of_causes_in_a_circle_are_forgotten():
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    forget_frames(one)
 
 
 # -- announcements

@@ -69,7 +69,7 @@ class SerialThread:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stopped = False
-        self._overdue: tuple[Call, str] | None = None
+        self._overdue: tuple[threading.Event, str] | None = None
 
     def runs_here(self) -> bool:
         """Return whether the caller runs on this thread."""
@@ -82,10 +82,16 @@ class SerialThread:
     def resubmit(self, call: Call) -> Call:
         """Take over a call that another thread did not get to."""
         with self._starting:
-            self._calls.put(call)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread = thread
+                try:
+                    thread.start()
+                except BaseException:
+                    # "can't start new thread", or an interrupt: the next call tries again.
+                    self._thread = thread if thread.is_alive() else None
+                    raise
+            self._calls.put(call)
         return call
 
     def call(self, function: Callable[[], T], what: str, timeout_s: float) -> T:
@@ -105,8 +111,8 @@ class SerialThread:
         """
         deadline = Deadline(timeout_s)
         if self._overdue is not None:
-            earlier, its_name = self._overdue
-            if not earlier.done.wait(deadline.remaining()):
+            done, its_name = self._overdue
+            if not done.wait(deadline.remaining()):
                 raise StallError(
                     f"cannot begin {what}: {its_name} was given up and has not returned yet",
                     seconds=timeout_s,
@@ -114,8 +120,9 @@ class SerialThread:
         if self._stopped:
             raise ClosedError(f"cannot begin {what}: this was closed")
         call = self.submit(function)
-        # Until it has returned: also where an interruption ends the wait.
-        self._overdue = (call, what)
+        # Until it has returned: also where an interruption ends the wait. The call itself is not
+        # kept: its result may be a tensor.
+        self._overdue = (call.done, what)
         if not call.done.wait(deadline.remaining()):
             raise StallError(
                 f"no progress on {what} within {timeout_s:g} s; the call is left behind, and its "
@@ -157,9 +164,8 @@ class SerialThread:
 
 def start_call(function: Callable[[], Any], name: str) -> Call:
     """Make a call on a daemon thread of its own."""
-    thread = SerialThread(name)
-    call = thread.submit(function)
-    thread.stop()
+    call = Call(function)
+    threading.Thread(target=call.run, name=name, daemon=True).start()
     return call
 
 
@@ -320,13 +326,16 @@ def forget_frames(error: BaseException | None) -> None:
 
     Frames that still run keep their variables, so call this where none of them matters.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        if error.__traceback__ is not None:
-            _clear_callers(error.__traceback__.tb_frame)
-        error = error.__cause__ or error.__context__
+    left, seen = [error], set[int]()
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        if each.__traceback__ is not None:
+            _clear_callers(each.__traceback__.tb_frame)
+        left += [each.__cause__, each.__context__]
 
 
 def _clear_callers(frame: FrameType) -> None:

@@ -20,10 +20,16 @@ from wtransfer.engines.collective import (
     CollectiveUpdateInfo,
     CollectiveWeightTransferEngine,
 )
-from wtransfer.errors import GroupError, RoundAbortedError
+from wtransfer.errors import (
+    GroupError,
+    NotInitializedError,
+    ProtocolError,
+    RoundAbortedError,
+)
 from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
+from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.rendezvous import host_rendezvous
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.source import StateDictSource
@@ -186,6 +192,25 @@ def test_tensors_are_named_by_the_info_of_a_trainer_without_a_layout():
     receiving.join(10)
     worker.shutdown()
     assert contents(found) == contents(tensors)
+
+
+def test_an_update_that_nothing_describes_is_refused():
+    (group,) = memory_group(1)
+    worker = Worker(WeightTransferConfig("own"), ParallelConfig())
+    worker._communicator = group
+    with pytest.raises(NotInitializedError, match="no layout, and no tensors are named"):
+        worker.receive_weights(CollectiveUpdateInfo(), lambda pairs: None)
+
+
+def test_an_info_that_names_other_tensors_than_the_plan_takes_no_memory():
+    (group,) = memory_group(1)
+    worker = Worker(WeightTransferConfig("own"), ParallelConfig())
+    worker._communicator = group
+    worker.set_layout(TensorLayout.of_columns(["a"], ["uint8"], [[4]]))
+    worker.recv_buffers = pytest.fail
+    info = CollectiveUpdateInfo(names=["z"], dtype_names=["uint8"], shapes=[[1 << 40]])
+    with pytest.raises(ProtocolError, match="other tensors than the plan"):
+        worker.receive_weights(info, lambda pairs: None)
 
 
 @pytest.mark.parametrize("field", ["names", "dtype_names", "shapes"])

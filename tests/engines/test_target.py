@@ -223,6 +223,23 @@ def test_a_set_that_was_applied_is_never_written_into(make, shape):
     assert staged.unique().tolist() == [1.0]
 
 
+def test_a_model_that_moves_to_shared_memory_takes_no_version_with_it():
+    tensors = {"w": torch.zeros(SMALL_NBYTES)}
+    target = StateDictTarget(tensors)
+    first = torch.ones(SMALL_NBYTES)
+    target.apply({"w": first})
+    tensors["w"].share_memory_()
+    target.apply({"w": torch.full((SMALL_NBYTES,), 2.0)})
+    assert first.unique().tolist() == [1.0]
+    assert not first.is_shared()
+
+
+def test_a_tensor_and_its_conjugate_are_two():
+    base = torch.zeros(4, dtype=torch.complex64)
+    target = StateDictTarget({"a": base, "b": base.conj()})
+    assert list(target.schema()) == ["a", "b"]
+
+
 def test_a_view_made_of_an_adopted_tensor_does_not_get_its_set_written_into():
     tensors = {"w": torch.zeros(SMALL_NBYTES)}
     target = StateDictTarget(tensors)

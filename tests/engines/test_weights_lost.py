@@ -150,6 +150,21 @@ def test_a_commit_that_fails_after_the_loss_does_not_name_the_old_set_again(
     assert made.publish("v3").ok
 
 
+def test_an_empty_worker_that_cannot_take_an_update_stays_empty(fleet, engines, weights):
+    made = fleet(weights, engine=engines["memory"])
+    member = made.join(commit="copy")
+    assert made.publish("v1").ok
+    round_ = made.publisher.publish("v2", wait=False)
+    until(lambda: member.session.pending)
+    lose(member)
+    member.model["more"] = torch.zeros(3)
+    with pytest.raises(CommitError, match="must not serve") as caught:
+        member.session.commit_pending(5.0)
+    assert not caught.value.restored
+    assert member.session.state == "empty"
+    assert [each.outcome for each in round_.result(5).workers] == ["empty"]
+
+
 def test_who_was_given_up_is_tried_again_when_it_says_so_again(fleet, weights, caplog):
     made = fleet(weights, engine="shm")
     target = Remembering(zeros(weights))

@@ -118,3 +118,8 @@ def test_unknown_algorithms_are_refused(algorithm):
         digest(torch.zeros(4), algorithm)
     with pytest.raises(ManifestError, match=r"there are 'xxh3-128' and 'wsum64'"):
         copy_digest(np.zeros(16, dtype=np.uint8), torch.zeros(4), algorithm)
+
+
+def test_bytes_of_a_strided_bool_tensor_are_digested_as_they_are():
+    odd = torch.tensor([[0, 1], [2, 255]], dtype=torch.uint8).view(torch.bool)
+    assert digest(odd.t()) == xxhash.xxh3_128_hexdigest(bytes([0, 2, 1, 255]))

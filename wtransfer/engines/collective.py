@@ -34,7 +34,7 @@ from wtransfer.engines.interface import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.errors import GroupError, NotInitializedError
+from wtransfer.errors import GroupError, NotInitializedError, ProtocolError
 from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
 from wtransfer.transport.layout import TensorLayout, aligned
 from wtransfer.transport.recycling import RecycledMemory
@@ -253,15 +253,24 @@ class CollectiveWeightTransferEngine(
         if communicator is None:
             raise NotInitializedError("not initialized: call init_transfer_engine first")
         try:
-            layout = self._layout
-            if layout is None or update_info.names:
-                layout = TensorLayout.of_columns(
-                    update_info.names, update_info.dtype_names, update_info.shapes
-                )
+            layout = self._layout_of(update_info)
             self._receive(layout, communicator, load_weights)
         except BaseException:
             self._leave()
             raise
+
+    def _layout_of(self, update_info: CollectiveUpdateInfo) -> TensorLayout:
+        layout = self._layout
+        if not update_info.names:
+            if layout is None:
+                raise NotInitializedError("not initialized: no layout, and no tensors are named")
+            return layout
+        named = TensorLayout.of_columns(
+            update_info.names, update_info.dtype_names, update_info.shapes
+        )
+        if layout is not None and named.manifest.pieces != layout.manifest.pieces:
+            raise ProtocolError("the update info names other tensors than the plan of the round")
+        return named
 
     def _receive(
         self, layout: TensorLayout, communicator: Communicator, load_weights: LoadWeights

@@ -157,6 +157,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Cost: nothing for a contiguous tensor, else one copy of it.
     """
+    is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
+    if is_plain and tensor.dtype is torch.bool:
+        # As bytes: torch makes 1 of every byte but 0.
+        return tensor.detach().view(torch.uint8).contiguous().view(torch.bool)
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 

@@ -117,7 +117,8 @@ def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
         if address and tensor.numel():
             # `untyped_storage` would leave a Python object behind with every storage.
             memory = address - offset * tensor.itemsize
-            return (memory, offset, tensor.shape, tensor.stride(), tensor.dtype)
+            seen_as = tensor.is_conj(), tensor.is_neg()
+            return (memory, offset, tensor.shape, tensor.stride(), tensor.dtype, seen_as)
         return (("alone", id(tensor)),)
     if is_lazy(tensor) or not is_strided or tensor.is_meta:
         return (("alone", id(tensor)),)
@@ -125,7 +126,8 @@ def _elements(tensor: torch.Tensor) -> tuple[Any, ...]:
     if begin is None or tensor.numel() == 0:
         return (("alone", id(tensor)),)
     place = begin if tensor.is_cpu else (tensor.device, begin)
-    return (place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    seen_as = tensor.is_conj(), tensor.is_neg()
+    return (place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, seen_as)
 
 
 def memory_address(tensor: torch.Tensor) -> int | None:

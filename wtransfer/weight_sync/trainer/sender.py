@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import traceback
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.calls import start_call
+from wtransfer.calls import forget_frames, start_call
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import NotInitializedError, VersionNotKeptError, WTransferError
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
@@ -97,7 +96,7 @@ class Running:
             except BaseException as error:
                 self.error = engine_error(method, error, plugin)
                 self.error.__cause__ = error
-            _forget_locals(self.error)
+            forget_frames(self.error)
             self.done = True
             on_done()
 
@@ -248,13 +247,6 @@ class Sender:
 
     def _running(self, method: str, call: Callable[[], object], round_: Round) -> Running:
         return Running(method, call, self.plugin, round_.wake)
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    """Drop the variables of an engine's frames: they hold weights while the error lives."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
 
 
 def _nothing() -> None:

@@ -567,7 +567,8 @@ class WorkerSession:
             last_read: The tensor that the target had taken last.
         """
         previous = way_back or self.ledger.held
-        restored = self._put_back(previous) if way_back else True
+        # An empty worker, whose model was not touched, is as empty as before.
+        restored = self._put_back(previous) if way_back else not self.ledger.empty
         self.ledger.put_back(previous, restored=restored)
         back = f"{previous.version!r}" if previous.version else "its first weights"
         now = (

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.errors import SchemaError
-from wtransfer.transport.tensors import PLAIN_TYPES, lacks_memory
+from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
 from wtransfer.weight_sync.state import (
     Storage,
     group_storages,
@@ -227,6 +227,10 @@ def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.T
     if is_taken or staged.dtype is not like.dtype or not stands_alone(staged):
         fresh = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         staged = _copied(fresh, staged)
+    elif staged.numel():
+        # A storage of its own: what moves the model's in place (`share_memory`, sending it to
+        # another process) must not move the version to go back to.
+        staged = torch.from_numpy(byte_view(staged)).view(staged.dtype).view(staged.shape)
     taken.add(staged.data_ptr())
     return staged
 
