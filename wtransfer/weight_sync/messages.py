@@ -10,6 +10,9 @@ T is the trainer's publisher, W a worker session. One round:
 5. T `Release`, or `Revert` where another rank of the same instance failed; to a revert W answers
    with another `Receipt`.
 
+A message with a new or changed field is another protocol: raise `PROTOCOL` in
+`wtransfer.transport.handshake`.
+
 `Abort` ends a round before its commit, from the trainer's side; a `Fault` does so from a worker's.
 In a round or outside, W says `Lost` when its model does not hold any more what it had committed.
 """

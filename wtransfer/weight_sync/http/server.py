@@ -52,7 +52,7 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.address import ListeningSocket, check_same_user
 from wtransfer.transport.handshake import new_token, resolve_token
-from wtransfer.weight_sync.endings import close_at_exit
+from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo
 
 try:

@@ -21,7 +21,7 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
-from wtransfer.weight_sync.endings import close_at_exit
+from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import CODEC
 from wtransfer.weight_sync.trainer.catchup import CatchUp
 from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete

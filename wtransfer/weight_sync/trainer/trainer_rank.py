@@ -25,7 +25,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.transport.channel import Dialer
-from wtransfer.weight_sync.endings import close_at_exit
+from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo
 from wtransfer.weight_sync.trainer.rank_messages import (
     RANK_CODEC,

@@ -45,7 +45,7 @@ from wtransfer.transport.address import parse_address
 from wtransfer.transport.digests import digest
 from wtransfer.transport.handshake import resolve_token
 from wtransfer.transport.tensors import dtype_name, torch_dtype
-from wtransfer.weight_sync.endings import close_at_exit
+from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo, Hello, Lost, Receipt
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
 from wtransfer.weight_sync.worker.hosted import HostedEngine

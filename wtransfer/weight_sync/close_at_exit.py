@@ -1,4 +1,4 @@
-"""Close what a program has left open when it ends.
+"""Close sessions and publishers at the exit of the interpreter.
 
 Daemon threads go on while the interpreter is taken down, and one that lets go of a tensor in that
 moment ends the process with an abort. So sessions and publishers are closed before.
