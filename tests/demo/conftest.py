@@ -1,4 +1,5 @@
 import os
+import textwrap
 from dataclasses import dataclass
 
 import pytest
@@ -75,10 +76,13 @@ class Scribe:
 
 @pytest.fixture
 def sabotage(monkeypatch, tmp_path):
-    """Let every child execute this at its start."""
+    """Let every child execute this at its start, and end it where this fails."""
 
     def arm(code):
-        (tmp_path / "sitecustomize.py").write_text(code)
+        body = textwrap.indent(code, "    ")
+        (tmp_path / "sitecustomize.py").write_text(
+            f"try:\n{body}except BaseException as error:\n    raise SystemExit(70) from error\n"
+        )
         inherited = os.environ.get("PYTHONPATH")
         path = f"{tmp_path}{os.pathsep}{inherited}" if inherited else str(tmp_path)
         monkeypatch.setenv("PYTHONPATH", path)

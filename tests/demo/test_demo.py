@@ -72,7 +72,7 @@ def test_without_a_terminal_it_writes_lines(run):
 @pytest.mark.slow
 def test_a_live_model_that_is_not_what_the_session_says_fails_the_demo(run, sabotage):
     sabotage(
-        "from wtransfer.engines import target\n"
+        "from wtransfer.weight_sync.worker import target\n"
         "honest = target.StateDictTarget.apply\n"
         "def apply(self, tensors):\n"
         "    honest(self, tensors)\n"
