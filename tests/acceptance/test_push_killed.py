@@ -14,7 +14,7 @@ from wtransfer.transport.zygote import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PHASES = {"start", "init", "plan", "transfer", "seal", "commit", "over"}
+PHASES = {"start", "init", "plan", "transfer", "prepare", "commit", "over"}
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_one_document_has_everything(workers, write):
         "init",
         "plan",
         "transfer",
-        "seal",
+        "prepare",
         "commit",
         "finish",
         "total",

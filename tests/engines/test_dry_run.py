@@ -71,7 +71,7 @@ def test_every_worker_proves_the_whole_update(fleet, engine, weights):
     assert [(w.outcome, w.digests_equal, w.nbytes) for w in report.workers] == [
         ("verified", True, 192)
     ] * 2
-    assert set(report.seconds) == {"init", "plan", "transfer", "seal", "finish", "total"}
+    assert set(report.seconds) == {"init", "plan", "transfer", "prepare", "finish", "total"}
     assert "commit" not in report.workers[0].seconds
     # The same weights have the same identity when they are meant.
     assert made.publish("meant").fingerprint == report.fingerprint

@@ -175,7 +175,7 @@ def watch():
     def make(deadline_s=0.2):
         connections = [SimpleNamespace(last_heard_s=0.0) for _ in range(3)]
         workers = [
-            SimpleNamespace(name=f"worker-{i}", connection=each, generation=0, refusal=None)
+            SimpleNamespace(name=f"worker-{i}", connection=each, epoch=0, refusal=None)
             for i, each in enumerate(connections)
         ]
         exchanges = [Exchange(worker) for worker in workers]
@@ -184,7 +184,7 @@ def watch():
             threading.Condition(),
             Seating("a round", [[each] for each in exchanges]),
             SimpleNamespace(source=source, name="gloo", plugin="engines:gloo"),
-            Origin("gloo", needs_generation=True, generation=1),
+            Origin("gloo", needs_generation=True, epoch=1),
             Rules(deadline_s=deadline_s),
         )
         return made, exchanges
@@ -206,7 +206,7 @@ def test_a_group_that_broke_for_no_other_reason_ends_the_round(watch):
     made, exchanges = watch(deadline_s=30)
     exchanges[1].error = GroupError("connection closed by peer")
     with pytest.raises(GroupError) as broken:
-        made.until(lambda _exchange: False, "a receipt")
+        made.until(lambda _exchange: False, "an ack")
     assert broken.value.worker == "worker-1"
 
 
@@ -216,9 +216,9 @@ def test_whoever_does_not_answer_is_blamed_though_others_stopped_moving_before(w
     exchanges[2].nbytes = 9
     exchanges[2].worker.connection.last_heard_s = 0.15
     with pytest.raises(StallError) as stalled:
-        made.until(lambda _exchange: False, "a receipt")
+        made.until(lambda _exchange: False, "an ack")
     assert stalled.value.worker == "worker-2"
-    assert str(stalled.value).startswith("worker-2 made no progress on a receipt for 0.2 s")
+    assert str(stalled.value).startswith("worker-2 made no progress on an ack for 0.2 s")
 
 
 def test_where_all_answer_all_are_named_and_who_is_behind_comes_first(watch):
@@ -226,7 +226,7 @@ def test_where_all_answer_all_are_named_and_who_is_behind_comes_first(watch):
     for exchange, nbytes in zip(exchanges, (7, 5, 9), strict=True):
         exchange.nbytes = nbytes
     with pytest.raises(StallError) as stalled:
-        made.until(lambda _exchange: False, "a receipt")
+        made.until(lambda _exchange: False, "an ack")
     assert stalled.value.worker == "worker-1"
     assert str(stalled.value).startswith("worker-1, worker-0, worker-2 (all of them answer")
 

@@ -21,17 +21,17 @@ from wtransfer.weight_sync.messages import (
     CODEC,
     Abort,
     Accept,
+    Ack,
     Commit,
     Hello,
     Init,
     Plan,
+    Prepare,
     Ready,
-    Receipt,
     Refuse,
     Refused,
-    Revert,
-    Seal,
-    Verdict,
+    Rollback,
+    Vote,
 )
 from wtransfer.weight_sync.worker import hosted as hosted_module
 from wtransfer.weight_sync.worker.hosted import HostedEngine
@@ -114,8 +114,8 @@ class PlayedPublisher:
         self.hear(Ready)
         self.send(Plan(round_id, "v1", Manifest(())))
         self.hear(Accept)
-        self.send(Seal(round_id, []))
-        self.hear(Verdict)
+        self.send(Prepare(round_id, []))
+        self.hear(Vote)
         self.send(Commit(round_id))
 
 
@@ -175,9 +175,9 @@ def test_a_commit_that_is_taken_back_before_it_is_applied_is_dropped(publisher, 
     session = join(instance="i", rank=0, num_ranks=2)
     publisher.order_commit()
     wait_until_pending(session)
-    publisher.send(Revert("r", "rank 1 never committed"))
-    receipt = publisher.hear(Receipt)
-    assert (receipt.outcome, receipt.version, receipt.state) == ("discarded", None, "behind")
+    publisher.send(Rollback("r", "rank 1 never committed"))
+    ack = publisher.hear(Ack)
+    assert (ack.outcome, ack.version, ack.state) == ("discarded", None, "behind")
     assert session.state == "behind"
     assert not session.commit_pending()
 
@@ -198,14 +198,14 @@ def test_a_commit_that_is_taken_back_while_it_is_applied_is_undone(publisher, jo
     thread = threading.Thread(target=step)
     thread.start()
     assert GATES.applying.wait(TIMEOUT_S)
-    publisher.send(Revert("r", "rank 1 was lost"))
+    publisher.send(Rollback("r", "rank 1 was lost"))
     with session.ledger.changed:
         while session.ledger.pending is not None:
             session.ledger.changed.wait(0.01)
     gate.set()
     thread.join(TIMEOUT_S)
     # Never "discarded": the model was being changed.
-    assert [publisher.hear(Receipt).outcome for _ in range(2)] == ["committed", "reverted"]
+    assert [publisher.hear(Ack).outcome for _ in range(2)] == ["committed", "reverted"]
     assert "rank 1 was lost" in str(errors[0])
     assert (session.version, session.state) == (None, "behind")
 
@@ -216,7 +216,7 @@ def test_a_rank_that_is_not_released_in_time_goes_back(publisher, join):
     with pytest.raises(CommitError, match=r"not released within 0\.2 s") as caught:
         session.commit_pending(TIMEOUT_S)
     assert caught.value.restored
-    assert [publisher.hear(Receipt).outcome for _ in range(2)] == ["committed", "reverted"]
+    assert [publisher.hear(Ack).outcome for _ in range(2)] == ["committed", "reverted"]
     assert (session.version, session.state) == (None, "behind")
 
 
@@ -246,7 +246,7 @@ def test_the_answer_to_an_init_goes_to_the_publisher_that_sent_it(publisher, joi
     publisher.hear(Hello)
     publisher.init()
     failing.set()
-    # Both count their generations from one: only the second one's answer may arrive.
+    # Both count their epochs from one: only the second one's answer may arrive.
     assert isinstance(publisher.hear((Ready, Refused)), Ready)
 
 
@@ -475,7 +475,7 @@ def test_the_publisher_hears_of_a_commit_before_observers_do(publisher, join, ob
 
         @wtransfer.hookimpl
         def wtransfer_weights_committed(self):
-            self.outcome = publisher.hear(Receipt).outcome
+            self.outcome = publisher.hear(Ack).outcome
 
     waiting = observe(Waiting())
     session = join()

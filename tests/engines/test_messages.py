@@ -18,8 +18,8 @@ from wtransfer.weight_sync.messages import (
     Abort,
     ErrorInfo,
     Fault,
-    Revert,
-    Seal,
+    Prepare,
+    Rollback,
     clipped,
 )
 
@@ -51,7 +51,7 @@ def test_a_long_text_is_cut_between_two_letters(letter):
 
 
 @pytest.mark.parametrize("text", [UNDECODABLE, LONG], ids=["undecodable", "long"])
-@pytest.mark.parametrize("cls", [Abort, Revert])
+@pytest.mark.parametrize("cls", [Abort, Rollback])
 def test_a_reason_is_always_heard(cls, text):
     assert arrived(cls("r0", text)) == cls("r0", clipped(text))
 
@@ -83,7 +83,7 @@ def test_lines_that_are_no_text_are_heard_as_text():
 
 # FAULTS 2
 def test_more_digests_than_pieces_may_be_are_refused_while_they_are_counted():
-    message = Seal("r", ["" for _ in range(MAX_PIECES + 1)])
+    message = Prepare("r", ["" for _ in range(MAX_PIECES + 1)])
     with pytest.raises(LimitError):
         CODEC.encode(message)
     # A liar announces one entry, and stays below the limit of bytes.

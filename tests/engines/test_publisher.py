@@ -527,7 +527,7 @@ def test_a_report_can_be_read(fleet, engine, weights):
     assert "step-7  committed" in text
     assert "worker-0  committed  holds step-7  192 bytes, digests equal" in text
     assert report.nbytes == 192
-    phases = {"init", "plan", "transfer", "seal", "commit", "finish", "total"}
+    phases = {"init", "plan", "transfer", "prepare", "commit", "finish", "total"}
     assert set(report.seconds) == phases
     assert set(report.workers[0].seconds) == {"accept", "transfer", "verify", "wait", "commit"}
 

@@ -26,23 +26,23 @@ from wtransfer.weight_sync.messages import (
     CODEC,
     Abort,
     Accept,
+    Ack,
     Commit,
     Data,
     ErrorInfo,
     Fault,
+    Finish,
     Hello,
     Init,
     Plan,
+    Prepare,
     Progress,
     Ready,
-    Receipt,
     Received,
     Refuse,
     Refused,
-    Release,
-    Revert,
-    Seal,
-    Verdict,
+    Rollback,
+    Vote,
 )
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.session import WorkerSession
@@ -97,7 +97,7 @@ class RoguePublisher:
         self.mail = Mail()
         self.listener = Listener(CODEC, **self.mail.callbacks())
         self.engine = engine
-        self.generation = 0
+        self.epoch = 0
 
     def meet(self, model):
         """Let a worker dial in; return its session."""
@@ -111,9 +111,9 @@ class RoguePublisher:
             self.connection.send(message)
 
     def init(self, info, engine=None):
-        self.generation += 1
+        self.epoch += 1
         name = self.engine if engine is None else engine
-        self.say(Init(self.generation, name, None, None, 0, 1, info))
+        self.say(Init(self.epoch, name, None, None, 0, 1, info))
 
     def say_raw(self, code, fields, entries=0):
         self.connection.send_frame(pack_frame(code, entries, msgspec.msgpack.encode(fields)))
@@ -142,25 +142,25 @@ def session(rogue, worker_model, shelf):
 
 
 def deliver(rogue, round_id, version, manifest=MANIFEST):
-    """Take a round up to its verdict."""
+    """Take a round up to its vote."""
     rogue.say(Plan(round_id, version, manifest))
     rogue.mail.expect(Accept)
     rogue.say(Data(round_id, 0, {"names": ["a", "b"]}))
     rogue.mail.expect(Received)
-    rogue.say(Seal(round_id, DIGESTS))
-    return rogue.mail.expect(Verdict)
+    rogue.say(Prepare(round_id, DIGESTS))
+    return rogue.mail.expect(Vote)
 
 
 # -- a rogue publisher
 
 
 def test_a_publisher_that_keeps_to_the_protocol_is_obeyed(rogue, session, worker_model):
-    verdict = deliver(rogue, "r1", "v1")
-    assert (verdict.fingerprint, verdict.nbytes) == (FINGERPRINT, 32)
+    vote = deliver(rogue, "r1", "v1")
+    assert (vote.fingerprint, vote.nbytes) == (FINGERPRINT, 32)
     assert contents(worker_model) != contents(WEIGHTS)
     rogue.say(Commit("r1"))
     assert session.commit_pending(PATIENCE_S)
-    assert rogue.mail.expect(Receipt).outcome == "committed"
+    assert rogue.mail.expect(Ack).outcome == "committed"
     assert contents(worker_model) == contents(WEIGHTS)
 
 
@@ -218,11 +218,11 @@ def test_late_and_replayed_messages_are_dropped_and_counted(rogue, session, work
     deliver(rogue, "r7", "v7")
     rogue.say(Commit("r7"))
     assert session.commit_pending(PATIENCE_S)
-    rogue.mail.expect(Receipt)
+    rogue.mail.expect(Ack)
     held = contents(worker_model)
     rogue.say(Plan("r8", "v8", MANIFEST))
     rogue.mail.expect(Accept)
-    stale = [Data("r7", 1, {"names": ["a"]}), Seal("r7", DIGESTS), Commit("r7")]
+    stale = [Data("r7", 1, {"names": ["a"]}), Prepare("r7", DIGESTS), Commit("r7")]
     rogue.say(*stale, Data("r8", 1, {"names": ["a"]}), Data("r8", 0, {"names": ["a", "b"]}))
     assert rogue.mail.expect(Received).seq == 0
     rogue.say(Data("r8", 0, {"names": ["a", "b"]}), Commit("r8"))
@@ -235,16 +235,16 @@ def test_late_and_replayed_messages_are_dropped_and_counted(rogue, session, work
 # FAULTS 10
 def test_a_seal_that_comes_twice_is_answered_once(rogue, session):
     deliver(rogue, "r1", "v1")
-    rogue.say(Seal("r1", DIGESTS), Seal("r1", ["0" * 32] * 2))
+    rogue.say(Prepare("r1", DIGESTS), Prepare("r1", ["0" * 32] * 2))
     rogue.mail.nothing()
     rogue.say(Commit("r1"), Commit("r1"))
     assert session.commit_pending(PATIENCE_S)
-    assert rogue.mail.expect(Receipt).outcome == "committed"
+    assert rogue.mail.expect(Ack).outcome == "committed"
     assert not session.commit_pending(0.1)
 
 
 @pytest.mark.parametrize(
-    "message", [Commit("r1"), Release("r1"), Revert("r1", ""), Abort("r1", "")]
+    "message", [Commit("r1"), Finish("r1"), Rollback("r1", ""), Abort("r1", "")]
 )
 def test_orders_without_a_round_change_nothing(rogue, session, worker_model, message):
     before = contents(worker_model)
@@ -254,7 +254,7 @@ def test_orders_without_a_round_change_nothing(rogue, session, worker_model, mes
     assert (session.state, contents(worker_model)) == ("fresh", before)
 
 
-def test_a_commit_before_the_verdict_is_dropped(rogue, session, worker_model):
+def test_a_commit_before_the_vote_is_dropped(rogue, session, worker_model):
     before = contents(worker_model)
     rogue.say(Plan("r1", "v1", MANIFEST))
     rogue.mail.expect(Accept)
@@ -272,7 +272,7 @@ def test_a_seal_that_does_not_prove_the_bytes_is_a_fault(rogue, session, digests
     rogue.mail.expect(Accept)
     rogue.say(Data("r1", 0, {"names": ["a", "b"]}))
     rogue.mail.expect(Received)
-    rogue.say(Seal("r1", digests))
+    rogue.say(Prepare("r1", digests))
     assert rogue.mail.expect(Fault).error.kind in ("ManifestError", "DigestMismatchError")
     rogue.say(Commit("r1"))
     assert not session.commit_pending(0.1)
@@ -294,7 +294,7 @@ def test_update_infos_that_mislead_the_engine_are_a_fault(rogue, session, info, 
     rogue.say(Data("r1", 0, info))
     if kind == "IncompleteUpdateError":
         rogue.mail.expect(Received)
-        rogue.say(Seal("r1", DIGESTS))
+        rogue.say(Prepare("r1", DIGESTS))
     assert rogue.mail.expect(Fault).error.kind == kind
     deliver(rogue, "r2", "v2")
 
@@ -331,11 +331,11 @@ def test_a_manifest_that_came_before_need_only_be_named(rogue, session, worker_m
     rogue.say(Plan("r0", "v0", MANIFEST))
     rogue.mail.expect(Accept)
     for number in range(1, 3):
-        verdict = deliver(rogue, f"r{number}", f"v{number}", MANIFEST.identity())
-        assert verdict.fingerprint == FINGERPRINT
+        vote = deliver(rogue, f"r{number}", f"v{number}", MANIFEST.identity())
+        assert vote.fingerprint == FINGERPRINT
         rogue.say(Commit(f"r{number}"))
         assert session.commit_pending(PATIENCE_S)
-        assert rogue.mail.expect(Receipt).version == f"v{number}"
+        assert rogue.mail.expect(Ack).version == f"v{number}"
         assert contents(worker_model) == contents(WEIGHTS)
 
 
@@ -465,30 +465,30 @@ def joined(publisher, rogue_worker):
 
 
 def through(worker, held=FINGERPRINT):
-    """Answer like a worker up to the verdict; return the round's id."""
-    worker.say(Ready(worker.mail.expect(Init).generation))
+    """Answer like a worker up to the vote; return the round's id."""
+    worker.say(Ready(worker.mail.expect(Init).epoch))
     round_id = worker.mail.expect(Plan).round_id
     worker.say(Accept(round_id, []))
     worker.mail.expect(Data)
     worker.say(Received(round_id, 0))
-    worker.mail.expect(Seal)
-    worker.say(Verdict(round_id, held, 32, {}))
+    worker.mail.expect(Prepare)
+    worker.say(Vote(round_id, held, 32, {}))
     return round_id
 
 
 # Promise 2: nobody is believed on his word.
-def test_a_verdict_about_other_bytes_ends_the_round(publisher, joined):
+def test_a_vote_about_other_bytes_ends_the_round(publisher, joined):
     round_ = publisher.publish("v1", wait=False)
     through(joined, fingerprint(MANIFEST, DIGESTS[::-1]))
-    with pytest.raises(DigestMismatchError, match="the verdict of rogue is about other bytes"):
+    with pytest.raises(DigestMismatchError, match="the vote of rogue is about other bytes"):
         round_.result(PATIENCE_S)
 
 
-def test_a_receipt_for_other_weights_is_no_success(publisher, joined):
+def test_a_ack_for_other_weights_is_no_success(publisher, joined):
     round_ = publisher.publish("v1", wait=False)
     round_id = through(joined)
     joined.mail.expect(Commit)
-    joined.say(Receipt(round_id, "committed", "v1", "f" * 32, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", "f" * 32, "serving", {}))
     report = round_.result(PATIENCE_S)
     assert not report.ok
     assert report.workers[0].fingerprint == "f" * 32
@@ -498,17 +498,17 @@ def play(publisher, worker, version, *, first=False, manifest=MANIFEST):
     """Play a whole round as a worker; return its plan."""
     round_ = publisher.publish(version, wait=False)
     if first:
-        worker.say(Ready(worker.mail.expect(Init).generation))
+        worker.say(Ready(worker.mail.expect(Init).epoch))
     plan = worker.mail.expect(Plan)
     worker.say(Accept(plan.round_id, []))
     worker.mail.expect(Data)
     worker.say(Received(plan.round_id, 0))
-    held = fingerprint(manifest, worker.mail.expect(Seal).digests)
-    worker.say(Verdict(plan.round_id, held, 32, {}))
+    held = fingerprint(manifest, worker.mail.expect(Prepare).digests)
+    worker.say(Vote(plan.round_id, held, 32, {}))
     worker.mail.expect(Commit)
-    worker.say(Receipt(plan.round_id, "committed", version, held, "serving", {}))
+    worker.say(Ack(plan.round_id, "committed", version, held, "serving", {}))
     assert round_.result(PATIENCE_S).ok
-    worker.mail.expect(Release)
+    worker.mail.expect(Finish)
     return plan
 
 
@@ -573,14 +573,14 @@ def test_answers_to_other_rounds_are_dropped_and_counted(publisher, joined):
     stale = [
         Accept("r0", []),
         Received("r0", 0),
-        Verdict("r0", FINGERPRINT, 32, {}),
+        Vote("r0", FINGERPRINT, 32, {}),
         Ready(99),
         Refuse("r0", ErrorInfo("SchemaError", "of another round")),
     ]
     joined.say(*stale)
     round_id = through(joined)
     joined.mail.expect(Commit)
-    joined.say(Receipt(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
     assert round_.result(PATIENCE_S).ok
     assert publisher.num_dropped == len(stale)
 
@@ -617,27 +617,27 @@ def test_a_worker_that_speaks_like_a_publisher_is_not_obeyed(publisher, joined, 
     round_ = publisher.publish("v1", wait=False)
     round_id = through(joined)
     joined.mail.expect(Commit)
-    joined.say(Receipt(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
     assert round_.result(PATIENCE_S).ok
     assert publisher.num_dropped == 1
 
 
-def test_a_receipt_before_the_commit_is_not_believed(publisher, joined):
+def test_a_ack_before_the_commit_is_not_believed(publisher, joined):
     round_ = publisher.publish("v1", wait=False)
-    joined.say(Ready(joined.mail.expect(Init).generation))
+    joined.say(Ready(joined.mail.expect(Init).epoch))
     round_id = joined.mail.expect(Plan).round_id
-    joined.say(Receipt(round_id, "committed", "v1", "f" * 32, "serving", {}))
-    with pytest.raises(PeerError, match="rogue gives a receipt before the commit"):
+    joined.say(Ack(round_id, "committed", "v1", "f" * 32, "serving", {}))
+    with pytest.raises(PeerError, match="rogue gives an ack before the commit"):
         round_.result(PATIENCE_S)
 
 
-def test_a_second_verdict_does_not_replace_the_first(publisher, joined):
+def test_a_second_vote_does_not_replace_the_first(publisher, joined):
     round_ = publisher.publish("v1", wait=False)
-    joined.say(Ready(joined.mail.expect(Init).generation))
+    joined.say(Ready(joined.mail.expect(Init).epoch))
     round_id = joined.mail.expect(Plan).round_id
-    verdict = Verdict(round_id, FINGERPRINT, 32, {})
-    joined.say(verdict, verdict)
-    with pytest.raises(PeerError, match="rogue gives a second verdict"):
+    vote = Vote(round_id, FINGERPRINT, 32, {})
+    joined.say(vote, vote)
+    with pytest.raises(PeerError, match="rogue gives a second vote"):
         round_.result(PATIENCE_S)
 
 
@@ -650,7 +650,7 @@ def test_a_second_hello_ends_the_connection(publisher, joined):
 # FAULTS 14: what does not bring the round on is no sign of life.
 def test_a_worker_cannot_talk_a_deadline_away(publisher, joined):
     round_ = publisher.publish("v1", wait=False)
-    joined.say(Ready(joined.mail.expect(Init).generation))
+    joined.say(Ready(joined.mail.expect(Init).epoch))
     round_id = joined.mail.expect(Plan).round_id
     joined.say(Accept(round_id, []))
     begun = time.monotonic()
@@ -661,10 +661,10 @@ def test_a_worker_cannot_talk_a_deadline_away(publisher, joined):
         round_.result(PATIENCE_S)
 
 
-@pytest.mark.parametrize("cls", [Commit, Release])
+@pytest.mark.parametrize("cls", [Commit, Finish])
 def test_a_worker_that_gives_orders_in_its_round_is_dropped_from_it(publisher, joined, cls):
     round_ = publisher.publish("v1", wait=False)
-    joined.say(Ready(joined.mail.expect(Init).generation))
+    joined.say(Ready(joined.mail.expect(Init).epoch))
     joined.say(cls(joined.mail.expect(Plan).round_id))
     with pytest.raises(PeerError, match=f"a worker does not send {cls.__name__}"):
         round_.result(PATIENCE_S)
@@ -700,15 +700,15 @@ def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(slow_p
     publisher.wait_for_workers(2, PATIENCE_S)
     round_ = publisher.publish("v1", wait=False)
     first, second = (worker.mail.expect(Init) for worker in workers)
-    workers[0].say(Refused(first.generation, ErrorInfo("EngineError", "no engine here")))
+    workers[0].say(Refused(first.epoch, ErrorInfo("EngineError", "no engine here")))
     with pytest.raises(EngineError, match="no engine here"):
         round_.result(PATIENCE_S)
-    workers[1].say(Refused(second.generation, ErrorInfo("EngineError", "nor here")))
+    workers[1].say(Refused(second.epoch, ErrorInfo("EngineError", "nor here")))
     eventually_refused(publisher, "second")
     round_ = publisher.publish("v2", wait=False)
     for worker in workers:
         worker.mail.expect(Abort)
-        assert worker.mail.expect(Init).generation > first.generation
+        assert worker.mail.expect(Init).epoch > first.epoch
     round_.abort("seen enough")
     for worker in workers:
         worker.dialer.close()

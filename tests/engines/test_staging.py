@@ -108,9 +108,11 @@ def test_pieces_with_other_bytes_are_named(empty):
     assert (caught.value.pieces, caught.value.piece) == (["a", "b"], "a")
 
 
-def test_a_seal_of_another_length_is_refused(empty):
+def test_digests_of_another_number_than_pieces_are_refused(empty):
     empty.load_weights(TENSORS.items())
-    with pytest.raises(ManifestError, match="the seal has 3 digests, the plan has 4 pieces"):
+    with pytest.raises(
+        ManifestError, match="the prepare message has 3 digests, the plan has 4 pieces"
+    ):
         empty.verify(DIGESTS[:3], {})
 
 

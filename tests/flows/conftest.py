@@ -323,10 +323,10 @@ class Cast:
         assert report["ok"], report["text"]
         assert names == set(report["workers"])
         for worker in workers:
-            receipt = report["workers"][worker.name]
-            assert ("committed", f"v{number}") == (receipt["outcome"], receipt["version"])
+            ack = report["workers"][worker.name]
+            assert ("committed", f"v{number}") == (ack["outcome"], ack["version"])
             holds = self.holds(worker, number)["fingerprint"]
-            assert report["fingerprint"] == receipt["fingerprint"] == holds
+            assert report["fingerprint"] == ack["fingerprint"] == holds
 
     def serve(self, workers, number, since, within_s=1.0):
         """Check that workers are soon in no round any more, and serve a version, whole."""

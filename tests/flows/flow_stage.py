@@ -22,7 +22,7 @@ from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.engines.gloo import GlooWeightTransferEngine
 from wtransfer.engines.shm import ShmWeightTransferEngine
 
-PHASES = ("idle", "init", "plan", "transfer", "midst", "seal", "verdict", "commit", "between")
+PHASES = ("idle", "init", "plan", "transfer", "midst", "prepare", "vote", "commit", "between")
 ENGINES = {"shm": "witnessed", "gloo": "witnessed-gloo"}
 MAX_DATAGRAM = 1 << 17
 WITNESS_NBYTES = 8
@@ -84,7 +84,7 @@ class Witnessed:
         super().receive_weights(update_info, load_weights)
 
     def finish_weight_update(self):
-        witness.enter("seal")
+        witness.enter("prepare")
         super().finish_weight_update()
 
 

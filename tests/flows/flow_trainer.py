@@ -114,10 +114,10 @@ class TrainerPuppet(flow_stage.Puppet):
         for _ in range(times):
             self.round.abort()
 
-    def receipts(self):
+    def acks(self):
         """Return how many workers of the present round have said what they made of its commit."""
         exchanges = self.publisher._roster._exchanges[self.round.round_id].values()
-        return sum(exchange.receipt is not None for exchange in exchanges)
+        return sum(exchange.ack is not None for exchange in exchanges)
 
     def refusal(self):
         return self.publisher.refusal and flow_stage.describe(self.publisher.refusal)

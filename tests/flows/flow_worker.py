@@ -65,11 +65,11 @@ class WorkerPuppet(flow_stage.Puppet):
         self.session.join(join)
 
     def _watch_commits(self, ledger):
-        """Enter the phase "verdict" when the commit has been ordered, before anything follows."""
+        """Enter the phase "vote" when the commit has been ordered, before anything follows."""
         offer = ledger.offer
 
         def offer_and_tell(pending):
-            self.witness.enter("verdict")
+            self.witness.enter("vote")
             offer(pending)
 
         ledger.offer = offer_and_tell

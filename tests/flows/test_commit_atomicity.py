@@ -43,7 +43,7 @@ def test_a_trainer_killed_between_two_commits_leaves_a_group_that_shows_as_mixed
         flow.holds(worker, 3)
 
 
-def test_nobody_is_updated_when_the_trainer_dies_after_the_last_verdict(flow, home):
+def test_nobody_is_updated_when_the_trainer_dies_after_the_last_vote(flow, home):
     trainer = flow.trainer(**home)
     workers = flow.workers(2)
     trainer.ask("wait", n=2)
@@ -92,7 +92,7 @@ def test_ranks_of_an_instance_go_back_together_when_one_cannot_apply(flow, pair)
         flow.holds(rank, 3)
 
 
-@pytest.mark.parametrize("phase", [pytest.param("verdict", marks=pytest.mark.slow), "commit"])
+@pytest.mark.parametrize("phase", [pytest.param("vote", marks=pytest.mark.slow), "commit"])
 def test_a_rank_goes_back_when_another_one_is_killed_in_the_commit(flow, pair, phase):
     trainer, (first, second) = pair()
     second.witness.hold(phase)
@@ -141,7 +141,7 @@ def test_a_rank_that_is_killed_after_its_commit_takes_the_other_one_back_with_it
     second.witness.hold("commit")
     trainer.ask("begin", number=2)
     second.until_held()
-    flow.until(lambda: trainer.ask("receipts") == 1)
+    flow.until(lambda: trainer.ask("acks") == 1)
     first.kill()
     flow.until(lambda: len(trainer.ask("workers")) == 1)
     second.go_on()

@@ -14,7 +14,7 @@ BEFORE_COMMIT = [
     pytest.param("transfer", 0, marks=pytest.mark.slow),
     ("midst", 0),
     pytest.param("midst", 2, marks=pytest.mark.slow),
-    pytest.param("seal", 0, marks=pytest.mark.slow),
+    pytest.param("prepare", 0, marks=pytest.mark.slow),
 ]
 OPTIONS = {"packed_buffer_size_bytes": 1 << 20}
 
@@ -81,7 +81,7 @@ def test_a_worker_killed_while_the_group_forms_is_named(flow, failing):
     flow.publish(trainer, 2, survivors)
 
 
-@pytest.mark.parametrize("phase", ["commit", pytest.param("verdict", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["commit", pytest.param("vote", marks=pytest.mark.slow)])
 def test_a_worker_killed_at_its_commit_leaves_the_group_mixed(flow, serving, phase):
     trainer, workers = serving
     *rest, victim = workers
@@ -95,19 +95,19 @@ def test_a_worker_killed_at_its_commit_leaves_the_group_mixed(flow, serving, pha
     flow.publish(trainer, 3, rest)
 
 
-@pytest.mark.parametrize("phase", ["midst", pytest.param("seal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["midst", pytest.param("prepare", marks=pytest.mark.slow)])
 def test_whom_the_group_still_needs_is_not_dropped_and_others_are(flow, failing, phase):
     trainer = flow.trainer(engine="gloo", options=OPTIONS, on_lost_worker="drop")
     *rest, victim = flow.workers(3)
     trainer.ask("wait", n=3)
     assert trainer.ask("publish", number=1)["ok"]
     flow.held_in(trainer, victim, phase)
-    if phase == "seal":
-        # Its bytes have arrived: only its verdict is missing.
-        flow.until(lambda: trainer.phase == "seal")
+    if phase == "prepare":
+        # Its bytes have arrived: only its vote is missing.
+        flow.until(lambda: trainer.phase == "prepare")
     trainer.order("result")
     killed_at = victim.kill()
-    if phase == "seal":
+    if phase == "prepare":
         report = trainer.answer()
         assert report["workers"][victim.name]["outcome"] == "dropped"
         for worker in rest:
@@ -124,7 +124,10 @@ def test_whom_the_group_still_needs_is_not_dropped_and_others_are(flow, failing,
     "phase",
     [
         "midst",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "transfer", "seal", "commit")),
+        *(
+            pytest.param(p, marks=pytest.mark.slow)
+            for p in ("plan", "transfer", "prepare", "commit")
+        ),
     ],
 )
 def test_a_trainer_killed_leaves_its_workers_serving_and_its_successor_finds_them(

@@ -108,7 +108,7 @@ def test_a_worker_that_is_slow_but_moves_is_waited_for(flow):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["midst", pytest.param("seal", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("phase", ["midst", pytest.param("prepare", marks=pytest.mark.nightly)])
 def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, serving, phase):
     trainer, workers = serving
     flow.held_in(trainer, trainer, phase)

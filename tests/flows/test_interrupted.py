@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-PHASES = ["plan", "transfer", "seal"]
+PHASES = ["plan", "transfer", "prepare"]
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ import pytest
 from wtransfer.transport.address import random_address
 
 ROLES = ("trainer", "worker")
-PHASES = ("idle", "init", "plan", "transfer", "seal", "commit")
-PARTS = {"verdict": "commit", "between": "commit"}
+PHASES = ("idle", "init", "plan", "transfer", "prepare", "commit")
+PARTS = {"vote": "commit", "between": "commit"}
 ANY_TIME = "any time"
 NUM_WORKERS = 2
 STUCK_S = 5.0

@@ -56,9 +56,9 @@ def publish(flow, first, others, number, workers):
     assert {report["fingerprint"]} == {other.answer() for other in others}
     assert {worker.name for worker in workers} == set(report["workers"])
     for worker in workers:
-        receipt = report["workers"][worker.name]
-        assert ("committed", f"v{number}") == (receipt["outcome"], receipt["version"])
-        assert report["fingerprint"] == receipt["fingerprint"]
+        ack = report["workers"][worker.name]
+        assert ("committed", f"v{number}") == (ack["outcome"], ack["version"])
+        assert report["fingerprint"] == ack["fingerprint"]
         assert report["fingerprint"] == flow.holds(worker, number)["fingerprint"]
     return report["fingerprint"]
 

@@ -27,7 +27,7 @@ def late(flow):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["verdict", pytest.param("seal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["vote", pytest.param("prepare", marks=pytest.mark.slow)])
 def test_what_a_late_reader_has_mapped_is_never_written_again(flow, late, phase):
     trainer, prompt, late_one = late(on_lost_worker="drop")
     two_segments = trainer.holdings()

@@ -15,7 +15,7 @@ ON_TIME_S = DEADLINE_S * 1.1 + 0.5  # 10 %, and what a busy machine may add
 
 @pytest.mark.parametrize(
     "phase",
-    ["transfer", *(pytest.param(each, marks=pytest.mark.slow) for each in ("plan", "seal"))],
+    ["transfer", *(pytest.param(each, marks=pytest.mark.slow) for each in ("plan", "prepare"))],
 )
 def test_a_stopped_worker_ends_the_round_at_the_deadline(flow, failing, phase):
     trainer = flow.trainer(deadline_s=DEADLINE_S)
@@ -73,7 +73,7 @@ def test_a_stopped_worker_does_not_hold_up_a_commit_beyond_the_deadline(flow):
     flow.holds(stopped, 2)
 
 
-@pytest.mark.parametrize("phase", ["transfer", pytest.param("seal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["transfer", pytest.param("prepare", marks=pytest.mark.slow)])
 def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, phase):
     trainer = flow.trainer(deadline_s=DEADLINE_S)
     worker = flow.worker()

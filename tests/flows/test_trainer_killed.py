@@ -40,7 +40,7 @@ def restart(flow, home, number, workers):
     [
         "init",
         "transfer",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "seal", "commit")),
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "prepare", "commit")),
     ],
 )
 def test_workers_end_the_round_serve_on_and_find_the_next_trainer(flow, home, serving, phase):
@@ -64,7 +64,7 @@ def test_workers_end_the_round_serve_on_and_find_the_next_trainer(flow, home, se
 
 
 @pytest.mark.parametrize(
-    "phase", ["transfer", *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "seal"))]
+    "phase", ["transfer", *(pytest.param(p, marks=pytest.mark.slow) for p in ("plan", "prepare"))]
 )
 def test_a_worker_in_the_midst_of_a_phase_ends_it_too(flow, home, serving, phase):
     trainer, workers = serving
@@ -129,7 +129,7 @@ def test_a_worker_that_lives_through_many_trainers_keeps_nothing_of_them(flow, h
         trainer = flow.trainer(**home)
         trainer.ask("wait", n=1)
         trainer.ask("publish", number=number)
-        trainer.witness.hold("seal")
+        trainer.witness.hold("prepare")
         trainer.ask("begin", number=100)
         trainer.until_held()
         trainer.kill()

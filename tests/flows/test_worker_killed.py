@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-BEFORE_COMMIT = ["plan", "transfer", "seal"]
+BEFORE_COMMIT = ["plan", "transfer", "prepare"]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_rounds_that_die_while_engines_are_made_leave_nothing_in_the_trainer(flo
     flow.until(lambda: trainer.holdings() <= holdings[0], timeout_s=5)
 
 
-@pytest.mark.parametrize("phase", ["verdict", "commit"])
+@pytest.mark.parametrize("phase", ["vote", "commit"])
 def test_after_the_first_commit_the_rest_go_on_and_the_group_is_mixed(flow, serving, phase):
     trainer, survivor, victim = serving
     _, killed_at = flow.killed_in(trainer, victim, phase)

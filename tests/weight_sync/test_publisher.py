@@ -217,7 +217,7 @@ def test_phases_of_a_report_add_up_to_its_total(fleet, weights):
     made.join()
     report = made.publish("v1")
     seconds = dict(report.seconds)
-    assert list(seconds) == ["init", "plan", "transfer", "seal", "commit", "finish", "total"]
+    assert list(seconds) == ["init", "plan", "transfer", "prepare", "commit", "finish", "total"]
     total = seconds.pop("total")
     assert sum(seconds.values()) == pytest.approx(total)
     assert f"in {total:.3f} s" in str(report)

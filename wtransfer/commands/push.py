@@ -352,8 +352,10 @@ def watch(round_: Round, show: Callable[[Round], None]) -> None:
 def staged(round_: Round) -> dict[str, int]:
     """Return the bytes that each worker has, by its name."""
     progress = round_.progress()
-    # Before the seal every worker has received everything; its last message may say less.
-    verified = round_.phase in ("seal", "commit") or (round_.phase == "over" and not round_.failed)
+    # Before `prepare` every worker has received everything; its last message may say less.
+    verified = round_.phase in ("prepare", "commit") or (
+        round_.phase == "over" and not round_.failed
+    )
     return dict.fromkeys(progress, round_.nbytes) if verified else progress
 
 

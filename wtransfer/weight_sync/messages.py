@@ -5,10 +5,10 @@ T is the trainer's publisher, W a worker session. One round:
 1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves. A manifest that a worker
    has had over this very connection, and has not refused, is only named.
 2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
-3. T `Seal`; W `Verdict`, or `Fault`.
-4. T `Commit`; W `Receipt` when the thread that owns the model has applied it (or could not).
-5. T `Release`, or `Revert` where another rank of the same instance failed; to a revert W answers
-   with another `Receipt`.
+3. T `Prepare`; W `Vote`, or `Fault`.
+4. T `Commit`; W `Ack` when the thread that owns the model has applied it (or could not).
+5. T `Finish`, or `Rollback` where another rank of the same instance failed; to a rollback W answers
+   with another `Ack`.
 
 A message with a new or changed field is another protocol: raise `PROTOCOL` in
 `wtransfer.transport.handshake`.
@@ -119,7 +119,7 @@ class Hello(msgspec.Struct, frozen=True):
 class Init(msgspec.Struct, frozen=True):
     """T: make this engine."""
 
-    generation: int
+    epoch: int
     """Counts initialisations, so that an answer can be matched."""
     engine: str
     """Name in the group ``wtransfer.engines``; never a path."""
@@ -136,16 +136,16 @@ class Init(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """W: the engine of this generation is initialised."""
+    """W: the engine of this epoch is initialised."""
 
-    generation: int
+    epoch: int
     """Generation of the `Init`."""
 
 
 class Refused(msgspec.Struct, frozen=True):
     """W: the engine could not be made."""
 
-    generation: int
+    epoch: int
     """Generation of the `Init`."""
     error: ErrorInfo
     """Why."""
@@ -227,7 +227,7 @@ class Fault(msgspec.Struct, frozen=True):
     """Why."""
 
 
-class Seal(msgspec.Struct, frozen=True):
+class Prepare(msgspec.Struct, frozen=True):
     """T: everything was sent; these are the digests."""
 
     round_id: str
@@ -240,8 +240,8 @@ class Seal(msgspec.Struct, frozen=True):
         return len(self.digests)
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """W: every piece arrived with the digest that the seal says."""
+class Vote(msgspec.Struct, frozen=True):
+    """W: every piece arrived with the digest of the prepare message."""
 
     round_id: str
     """Round."""
@@ -254,14 +254,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """T: every worker's verdict is good; apply."""
+    """T: every worker's vote is good; apply."""
 
     round_id: str
     """Round."""
 
 
-class Receipt(msgspec.Struct, frozen=True):
-    """W: what came of a commit or a revert."""
+class Ack(msgspec.Struct, frozen=True):
+    """W: what came of a commit or a rollback."""
 
     round_id: str
     """Round."""
@@ -293,14 +293,14 @@ class Lost(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "reason", clipped(self.reason))
 
 
-class Release(msgspec.Struct, frozen=True):
+class Finish(msgspec.Struct, frozen=True):
     """T: nobody will be asked to go back; the previous set may be dropped."""
 
     round_id: str
     """Round."""
 
 
-class Revert(msgspec.Struct, frozen=True):
+class Rollback(msgspec.Struct, frozen=True):
     """T: another rank of your instance failed; go back."""
 
     round_id: str
@@ -337,12 +337,12 @@ CODEC = Codec(
         MessageType(24, Received),
         MessageType(25, Progress),
         MessageType(26, Fault),
-        MessageType(27, Seal, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
-        MessageType(28, Verdict),
+        MessageType(27, Prepare, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(28, Vote),
         MessageType(29, Commit),
-        MessageType(30, Receipt),
-        MessageType(31, Release),
-        MessageType(32, Revert),
+        MessageType(30, Ack),
+        MessageType(31, Finish),
+        MessageType(32, Rollback),
         MessageType(33, Abort),
         MessageType(34, Lost),
     ]

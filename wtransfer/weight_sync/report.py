@@ -77,7 +77,7 @@ class Report:
     workers: tuple[WorkerReport, ...]
     """Every worker that is known."""
     seconds: dict[str, float]
-    """Seconds by phase: init, plan, transfer, seal, commit and finish, which add up to total."""
+    """Seconds by phase: init, plan, transfer, prepare, commit and finish, which add up to total."""
     packed_s: float
     """Seconds until the trainer could train on."""
     nonfinite: dict[str, int] = field(default_factory=dict)

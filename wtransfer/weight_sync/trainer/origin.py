@@ -19,7 +19,7 @@ class Origin:
     """Version of that distribution."""
     needs_generation: bool = False
     """Whether all workers must be initialised again when one joins or leaves."""
-    generation: int = 0
+    epoch: int = 0
     """Number of initialisations so far."""
 
 

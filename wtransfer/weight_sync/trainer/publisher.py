@@ -141,7 +141,7 @@ class Publisher:
         self._refusal: Exception | None = None
         self._roster = Roster(
             on_join=self._on_join,
-            on_receipt=self._on_receipt,
+            on_ack=self._on_ack,
             on_weights_lost=lambda: self._catchup.wake(),  # noqa: PLW0108  # made below
         )
         self._changed, self._lock = self._roster.changed, self._roster.lock
@@ -541,7 +541,7 @@ class Publisher:
                 self._current, self._current_sender = round_.sealed, self._sender
             self._changed.notify_all()
         # Settles what came in before the end, and wakes the catch-up.
-        self._on_receipt(round_.round_id)
+        self._on_ack(round_.round_id)
 
     def _drop_sender(self) -> None:
         """Let go of the engine, and of a group that it has; the next round makes another."""
@@ -570,10 +570,10 @@ class Publisher:
             send_init(worker, self._origin, info, place, num_places)
         self._catchup.wake()
 
-    def _on_receipt(self, round_id: str) -> None:
+    def _on_ack(self, round_id: str) -> None:
         with self._lock:
             round_ = self._unsettled.get(round_id)
-            if round_ is not None and round_.on_receipt() and round_.phase == "over":
+            if round_ is not None and round_.on_ack() and round_.phase == "over":
                 self._unsettled.pop(round_id, None)
                 self._roster.close(round_id)
         # What a worker holds, or waits for, may have changed: it may be served now.

@@ -13,16 +13,16 @@ from wtransfer.errors import PeerError, PeerLostError, ProtocolError, WTransferE
 from wtransfer.weight_sync.messages import (
     CODEC,
     Accept,
+    Ack,
     Fault,
     Hello,
     Lost,
     Progress,
     Ready,
-    Receipt,
     Received,
     Refuse,
     Refused,
-    Verdict,
+    Vote,
 )
 from wtransfer.weight_sync.report import WorkerInfo
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Answer = (Accept, Received, Progress, Verdict, Receipt, Refuse, Fault)
+_Answer = (Accept, Received, Progress, Vote, Ack, Refuse, Fault)
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Worker:
 
     connection: Connection
     hello: Hello
-    generation: int = 0
+    epoch: int = 0
     """Generation of the last `Init` that was sent to it."""
     ready: int = 0
     """Generation that it has answered with `Ready`."""
@@ -115,8 +115,8 @@ class Exchange:
     """Bytes that it has staged so far."""
     committing: bool = False
     """Whether it was told to commit."""
-    verdict: Verdict | None = None
-    receipt: Receipt | None = None
+    vote: Vote | None = None
+    ack: Ack | None = None
     error: WTransferError | None = None
     lost: bool = False
     moved_at: float = field(default_factory=time.monotonic)
@@ -129,13 +129,13 @@ class Roster:
 
     Args:
         on_join: Called, without the lock, when a worker has said hello.
-        on_receipt: Called likewise when a receipt has come in.
+        on_ack: Called likewise when an ack has come in.
     """
 
     def __init__(
         self,
         on_join: Callable[[Worker], None],
-        on_receipt: Callable[[str], None],
+        on_ack: Callable[[str], None],
         on_weights_lost: Callable[[], None],
     ) -> None:
         # Taken by itself, not by way of the condition, whose methods are Python: an interrupt at
@@ -144,7 +144,7 @@ class Roster:
         self.changed = threading.Condition(self.lock)
         self.num_dropped = 0
         self._on_join = on_join
-        self._on_receipt = on_receipt
+        self._on_ack = on_ack
         self._on_weights_lost = on_weights_lost
         self._workers: dict[Connection, Worker] = {}
         self._exchanges: dict[str, dict[Worker, Exchange]] = {}
@@ -223,7 +223,7 @@ class Roster:
             affected = [r for r, exchanges in self._exchanges.items() if worker in exchanges]
             self.changed.notify_all()
         for round_id in affected:
-            self._on_receipt(round_id)
+            self._on_ack(round_id)
 
     def _join(self, connection: Connection, hello: Hello) -> None:
         worker = Worker(connection, hello)
@@ -250,10 +250,10 @@ class Roster:
 
     def _engine_answer(self, worker: Worker, message: Ready | Refused) -> None:
         with self.lock:
-            if message.generation != worker.generation:
+            if message.epoch != worker.epoch:
                 self.num_dropped += 1
             elif isinstance(message, Ready):
-                worker.ready, worker.refusal = message.generation, None
+                worker.ready, worker.refusal = message.epoch, None
             else:
                 worker.refusal = message.error.rebuild(worker=worker.name, phase="init")
             self.changed.notify_all()
@@ -277,8 +277,8 @@ class Roster:
             else:
                 _take(exchange, message)
                 self.changed.notify_all()
-        if isinstance(message, Receipt):
-            self._on_receipt(message.round_id)
+        if isinstance(message, Ack):
+            self._on_ack(message.round_id)
 
 
 def _take(exchange: Exchange, message: Any) -> None:
@@ -295,14 +295,14 @@ def _take(exchange: Exchange, message: Any) -> None:
         exchange.num_received = max(exchange.num_received, message.seq + 1)
     elif isinstance(message, Progress):
         exchange.nbytes = max(exchange.nbytes, message.nbytes)
-    elif isinstance(message, Verdict):
-        if exchange.verdict is not None:
-            raise ProtocolError(f"{worker.name} gives a second verdict in one round")
-        exchange.verdict = message
-    elif isinstance(message, Receipt):
+    elif isinstance(message, Vote):
+        if exchange.vote is not None:
+            raise ProtocolError(f"{worker.name} gives a second vote in one round")
+        exchange.vote = message
+    elif isinstance(message, Ack):
         if not exchange.committing:
-            raise ProtocolError(f"{worker.name} gives a receipt before the commit")
-        exchange.receipt = message
+            raise ProtocolError(f"{worker.name} gives an ack before the commit")
+        exchange.ack = message
         _take_late(worker, message)
     else:
         _take_failure(exchange, message)
@@ -329,8 +329,8 @@ def _advances(exchange: Exchange, message: Any) -> bool:
 
 
 def _take_late(worker: Worker, message: Any) -> None:
-    """A receipt says what the worker holds, whenever it comes."""
-    if isinstance(message, Receipt):
+    """An ack says what the worker holds, whenever it comes."""
+    if isinstance(message, Ack):
         worker.version, worker.fingerprint = message.version, message.fingerprint
         worker.state = message.state
         worker.set_aside = False

@@ -1,4 +1,4 @@
-"""One round: plan, transfer, seal, commit, release. All or nothing until the first commit.
+"""One round: plan, transfer, prepare, commit, finish. All or nothing until the first commit.
 
 Three kinds of threads meet here, under one lock, the roster's: the channel's, which writes what
 workers answer; the round's own, which takes the steps; and the engine's, which sends. Every wait
@@ -26,7 +26,7 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.registry import hooks
-from wtransfer.weight_sync.messages import Abort, Data, Init, Plan, Seal
+from wtransfer.weight_sync.messages import Abort, Data, Init, Plan, Prepare
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.seating import Seating
 from wtransfer.weight_sync.trainer.watch import Watch
@@ -283,7 +283,7 @@ class Round:
         """Have every worker make its engine; returns when all are ready."""
         self._sender.worker_init_info = init_info
         self._sender.members = self.members
-        self._origin.generation += 1
+        self._origin.epoch += 1
         self._send_init()
 
     def deliver(self, update_info: dict[str, Any]) -> None:
@@ -295,7 +295,7 @@ class Round:
             number = self._num_sent
             self._num_sent += 1
             self._broadcast(Data(self.round_id, number, update_info))
-        self._watch.until(lambda exchange: exchange.num_received > number, "an update's receipt")
+        self._watch.until(lambda exchange: exchange.num_received > number, "reception of data")
 
     def check(self) -> None:
         """Raise if the round has failed, or is past the point where an engine may use it."""
@@ -363,11 +363,11 @@ class Round:
     def _take_steps(self) -> None:
         try:
             hooks.notify("wtransfer_round_started", worker=None, **self._identity())
-            self._prepare()
+            self._init_engines()
             self._clock.lap("init")
             self._plan()
             self._transfer()
-            self._seal()
+            self._prepare()
             if not self.dry_run:
                 self._begin_commit()
         except BaseException as error:
@@ -375,10 +375,10 @@ class Round:
         else:
             self._commit() if not self.dry_run else self._drop_verified()
 
-    def _prepare(self) -> None:
+    def _init_engines(self) -> None:
         if not self._sender.started:
             # What workers still answer to an earlier attempt is no answer to this one.
-            self._origin.generation += 1
+            self._origin.epoch += 1
             self._supervise(self._sender.start(self), "its initialisation")
         self._send_init()
 
@@ -391,9 +391,7 @@ class Round:
         for index, seat in enumerate(seats):
             for exchange in seat.exchanges:
                 send_init(exchange.worker, origin, info, index, len(seats))
-        self._watch.until(
-            lambda exchange: exchange.worker.ready == origin.generation, "engine init"
-        )
+        self._watch.until(lambda exchange: exchange.worker.ready == origin.epoch, "engine init")
 
     def _plan(self) -> None:
         self.phase = "plan"
@@ -431,19 +429,19 @@ class Round:
         if first and not self.is_resend:
             self._on_packed()
 
-    def _seal(self) -> None:
-        self.phase = "seal"
+    def _prepare(self) -> None:
+        self.phase = "prepare"
         if self.sealed is None:
             self._judge_nonfinite()
         digests = self.sealed.digests if self.sealed else self._sender.source.digests()
-        self._broadcast(Seal(self.round_id, digests))
+        self._broadcast(Prepare(self.round_id, digests))
         if self.sealed is None:
             # Beside the workers, which work out the same.
             layout = self._known_layout()
             self.sealed = Sealed(self.version, layout, digests, layout.fingerprint(digests))
-        self._watch.until(lambda exchange: exchange.verdict is not None, "a verdict")
-        self._check_verdicts(self.sealed.fingerprint)
-        self._clock.lap("seal")
+        self._watch.until(lambda exchange: exchange.vote is not None, "a vote")
+        self._check_votes(self.sealed.fingerprint)
+        self._clock.lap("prepare")
 
     def _judge_nonfinite(self) -> None:
         found = self._sender.source.nonfinite
@@ -455,14 +453,14 @@ class Round:
             raise NonfiniteError(f"{text}; the policy is 'reject'", piece=name)
         logger.warning("%s: %s", self.version, text)
 
-    def _check_verdicts(self, fingerprint: str) -> None:
+    def _check_votes(self, fingerprint: str) -> None:
         # A worker compares by itself. That the identity of what it has, which its own digests
         # enter, is looked at here as well means that none is believed on its word.
         for exchange in self._seating.exchanges():
-            verdict = exchange.verdict
-            if verdict is None or verdict.fingerprint != fingerprint:
+            vote = exchange.vote
+            if vote is None or vote.fingerprint != fingerprint:
                 raise DigestMismatchError(
-                    f"the verdict of {exchange.worker.name} is about other bytes than the seal",
+                    f"the vote of {exchange.worker.name} is about other bytes than were sent",
                     worker=exchange.worker.name,
                 )
 
@@ -511,10 +509,10 @@ class Round:
         # What has begun, for observers, must end: here as on every worker.
         hooks.notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
 
-    def on_receipt(self) -> bool:
-        """Release or revert what can be settled; return whether everything is.
+    def on_ack(self) -> bool:
+        """Finish or roll back what can be settled; return whether everything is.
 
-        Called on the channel's thread for every receipt and lost worker, also after the end: a
+        Called on the channel's thread for every ack and lost worker, also after the end: a
         worker whose commit was pending may still apply it.
         """
         if not self.committing:
@@ -596,14 +594,14 @@ class Round:
 def send_init(
     worker: Worker, origin: Origin, init_info: dict[str, Any], index: int, num_instances: int
 ) -> None:
-    """Ask a worker for the engine of this generation, once."""
-    if worker.generation == origin.generation and worker.refusal is None:
+    """Ask a worker for the engine of this epoch, once."""
+    if worker.epoch == origin.epoch and worker.refusal is None:
         return
-    worker.generation, worker.refusal = origin.generation, None
+    worker.epoch, worker.refusal = origin.epoch, None
     worker.place = index
     worker.send(
         Init(
-            generation=origin.generation,
+            epoch=origin.epoch,
             engine=origin.engine,
             distribution=origin.distribution,
             engine_version=origin.engine_version,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from wtransfer.weight_sync.messages import CODEC, Abort, Commit, Plan, Release, Revert
+from wtransfer.weight_sync.messages import CODEC, Abort, Commit, Finish, Plan, Rollback
 from wtransfer.weight_sync.report import WorkerReport
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Seating:
         _send(seat.exchanges, Abort(self._round_id, reason))
 
     def settle(self) -> bool:
-        """Release or revert whatever can be settled; return whether all instances are."""
+        """Finish or roll back whatever can be settled; return whether all instances are."""
         for seat in self.live():
             if not seat.settled:
                 self._settle(seat)
@@ -98,21 +98,21 @@ class Seating:
         for each in ranks:
             if each.lost and len(ranks) > 1:
                 # Never released, so it goes back by itself, whatever it said before.
-                each.receipt = None
-        if not all(each.receipt is not None or each.lost for each in ranks):
+                each.ack = None
+        if not all(each.ack is not None or each.lost for each in ranks):
             return
         committed = [each for each in ranks if _outcome(each) == "committed"]
         if len(committed) == len(ranks):
             seat.settled = True
-            _send(committed, Release(self._round_id))
+            _send(committed, Finish(self._round_id))
         elif not committed or all(each.lost for each in committed):
             seat.settled = True
         elif not seat.reverting:
-            # Each of them answers with another receipt, which settles the instance.
+            # Each of them answers with another ack, which settles the instance.
             seat.reverting = True
             failed = next(each for each in ranks if _outcome(each) != "committed")
             reason = f"rank {failed.worker.hello.rank} of the instance: {_outcome(failed)}"
-            _send(committed, Revert(self._round_id, reason))
+            _send(committed, Rollback(self._round_id, reason))
 
     def give_up(self, reason: str) -> None:
         """Send the ranks of instances that do not agree back to what they had.
@@ -122,12 +122,12 @@ class Seating:
         for seat in self.live():
             if not seat.settled and not seat.reverting and len(seat.exchanges) > 1:
                 seat.reverting = True
-                _send(seat.exchanges, Revert(self._round_id, reason))
+                _send(seat.exchanges, Rollback(self._round_id, reason))
 
     def note_pending(self) -> None:
-        """Note who has not answered the commit; a receipt, whenever it comes, says otherwise."""
+        """Note who has not answered the commit; an ack, whenever it comes, says otherwise."""
         for exchange in self.exchanges():
-            if exchange.receipt is None and not exchange.lost:
+            if exchange.ack is None and not exchange.lost:
                 exchange.worker.state = "pending"
 
     def reports(self, fingerprint: str, *, dry_run: bool) -> list[WorkerReport]:
@@ -148,8 +148,8 @@ def _send(exchanges: Iterable[Exchange], message: msgspec.Struct) -> None:
 
 
 def _outcome(exchange: Exchange) -> str:
-    if exchange.receipt is not None:
-        return exchange.receipt.outcome
+    if exchange.ack is not None:
+        return exchange.ack.outcome
     return "lost" if exchange.lost else "pending"
 
 
@@ -164,10 +164,10 @@ def _final_outcome(seat: Seat, exchange: Exchange, *, dry_run: bool) -> str:
 
 
 def _report(exchange: Exchange, fingerprint: str, outcome: str) -> WorkerReport:
-    worker, verdict, receipt = exchange.worker, exchange.verdict, exchange.receipt
+    worker, vote, ack = exchange.worker, exchange.vote, exchange.ack
     error = exchange.error
-    if receipt is not None and receipt.error is not None:
-        error = receipt.error.rebuild(worker=worker.name)
+    if ack is not None and ack.error is not None:
+        error = ack.error.rebuild(worker=worker.name)
     return WorkerReport(
         worker=worker.name,
         instance=worker.hello.instance,
@@ -175,9 +175,9 @@ def _report(exchange: Exchange, fingerprint: str, outcome: str) -> WorkerReport:
         outcome=outcome,
         version=worker.version,
         fingerprint=worker.fingerprint,
-        digests_equal=verdict is not None and verdict.fingerprint == fingerprint,
-        nbytes=verdict.nbytes if verdict else 0,
-        seconds={**(verdict.seconds if verdict else {}), **(receipt.seconds if receipt else {})},
+        digests_equal=vote is not None and vote.fingerprint == fingerprint,
+        nbytes=vote.nbytes if vote else 0,
+        seconds={**(vote.seconds if vote else {}), **(ack.seconds if ack else {})},
         notes=exchange.accept.notes if exchange.accept else [],
         error=error,
     )

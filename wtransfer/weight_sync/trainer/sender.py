@@ -60,7 +60,7 @@ class RoundClient:
         self._current().deliver(update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:  # noqa: ARG002
-        """Check that the round is on; its label and its seal are the publisher's business."""
+        """Check that the round is on; its label and its digests are the publisher's business."""
         self._current().check()
 
     def _current(self) -> Round:

@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 SILENT_DEADLINES = 4
 """Deadlines that the publishing rank may say nothing in its round: it waits for its workers, one
-deadline at most for each of the seal, the commit, and ranks that go back."""
+deadline at most for each of the prepare phase, the commit, and ranks that go back."""
 LOOK_S = 0.1
 """Time between two looks for the publishing rank."""
 

@@ -190,4 +190,4 @@ class Watch:
 
 
 def _refusal(worker: Worker, origin: Origin) -> WTransferError | None:
-    return worker.refusal if worker.generation == origin.generation else None
+    return worker.refusal if worker.epoch == origin.epoch else None

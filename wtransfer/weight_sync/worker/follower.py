@@ -18,7 +18,7 @@ from wtransfer.errors import AddressError, RoundAbortedError, WTransferError
 from wtransfer.registry import hooks
 from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import require_memory
-from wtransfer.weight_sync.messages import Lost, Receipt
+from wtransfer.weight_sync.messages import Ack, Lost
 from wtransfer.weight_sync.worker.hosted import engine_error
 from wtransfer.weight_sync.worker.ledger import Held, Pending
 from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
@@ -63,7 +63,7 @@ class Attempts:
     again_at: float = 0.0
     """When to try again, in monotonic seconds."""
     offered: str | None = None
-    """Round in which the version was offered, until its receipt."""
+    """Round in which the version was offered, until its ack."""
 
     @property
     def due(self) -> bool:
@@ -120,11 +120,11 @@ class Follower:
         return self._connected
 
     def send(self, message: msgspec.Struct) -> None:
-        """Take the receipt of an offered version, or the news that it was lost."""
+        """Take the ack of an offered version, or the news that it was lost."""
         attempts = self._attempts
         if isinstance(message, Lost) and attempts is not None and attempts.settled:
             attempts.settled, attempts.offered = False, None
-        if not isinstance(message, Receipt):
+        if not isinstance(message, Ack):
             return
         error = None if message.error is None else message.error.rebuild()
         if message.outcome == "committed":

@@ -176,7 +176,7 @@ class HostedEngine:
 
     @property
     def may_rewrite(self) -> bool:
-        """Whether views of the engine's memory are kept, which it could write to until the seal.
+        """Whether views of the engine's memory are kept, to which it could write until the vote.
 
         Not so for engines of our own that map, read or receive into memory which they do not touch
         again before the last view of it is gone; one that derives from them may do as it likes.

@@ -36,7 +36,7 @@ class Holder(Protocol):
         """Who that is, for errors."""
 
     def send(self, message: msgspec.Struct) -> None:
-        """Take the receipt. Called by the model's thread; must neither wait nor raise."""
+        """Take the ack. Called by the model's thread; must neither wait nor raise."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class Pending:
     """What ``commit_pending`` has to do: apply a verified set, or go back to the previous one."""
 
     link: Holder
-    """Who gets the receipt."""
+    """Who gets the ack."""
     round_id: str
     """Round."""
     held: Held
     """What the model shall consist of."""
     seconds: dict[str, float]
     """Seconds by stage so far."""
-    revert_reason: str | None = None
+    rollback_reason: str | None = None
     """Why to go back; None: it is a commit."""
     since: float = field(default_factory=time.monotonic)
     schema: Mapping[str, TensorSpec] | None = None
@@ -228,7 +228,7 @@ class Ledger:
                 self._previous = None
                 self.changed.notify_all()
 
-    def revert(self, link: Holder, round_id: str, reason: str) -> Pending | None:
+    def rollback(self, link: Holder, round_id: str, reason: str) -> Pending | None:
         """Take a commit back: leave the way back for the model's thread, or drop the set.
 
         Returns:
@@ -255,7 +255,7 @@ class Ledger:
         thread is applying it, `committed` finds that the set was dropped, and leaves the way back.
         """
         with self.changed:
-            self.revert(link, round_id, ORPHANED)
+            self.rollback(link, round_id, ORPHANED)
             self.changed.notify_all()
 
     # -- entered by the model's thread
@@ -273,7 +273,7 @@ class Ledger:
 
         Args:
             pending: What was applied.
-            previous: What the model had, for a revert.
+            previous: What the model had, for a rollback.
             keep: Whether the set may be needed again, should the next one fail.
         """
         with self.changed:
@@ -286,7 +286,7 @@ class Ledger:
             dropped = self.pending is not pending
             self.pending = self._applying = None
             if dropped and not self.closed:
-                self.revert(pending.link, pending.round_id, self._dropped_because)
+                self.rollback(pending.link, pending.round_id, self._dropped_because)
 
     def put_back(self, previous: Held, *, restored: bool) -> None:
         """Enter that the model has its previous set again, or, if that failed, nothing."""
@@ -316,7 +316,7 @@ class Ledger:
         """Drop a set that waits to be applied; return it. A way back cannot be dropped."""
         with self.changed:
             pending = self.pending
-            if pending is None or pending.revert_reason is not None:
+            if pending is None or pending.rollback_reason is not None:
                 return None
             self.pending = None
             self._behind = True

@@ -16,13 +16,13 @@ from wtransfer.weight_sync.messages import (
     Commit,
     Data,
     ErrorInfo,
+    Finish,
     Init,
     Plan,
+    Prepare,
     Ready,
     Refused,
-    Release,
-    Revert,
-    Seal,
+    Rollback,
 )
 from wtransfer.weight_sync.worker.ledger import Held, Pending
 from wtransfer.weight_sync.worker.reception import Reception
@@ -79,11 +79,11 @@ class Link:
             Init: self._on_init,
             Plan: self._on_plan,
             Data: self._on_data,
-            Seal: self._on_seal,
+            Prepare: self._on_prepare,
             Commit: self._on_commit,
             Abort: self._on_abort,
-            Release: self._on_release,
-            Revert: self._on_revert,
+            Finish: self._on_finish,
+            Rollback: self._on_rollback,
         }
         self._dialer = Dialer(
             CODEC,
@@ -142,7 +142,7 @@ class Link:
         self._end_reception("the engine is initialised anew")
         # An engine that hangs while it is made must not hold up the one that is asked for now.
         self._engine.abort_in_background(self._making)
-        # The answer is for who asked: a later publisher counts generations from one as well.
+        # The answer is for who asked: a later publisher counts epochs from one as well.
         asked_by = self._connection
         self._making = self._engine.submit(lambda: self._make_engine(init, asked_by))
 
@@ -152,9 +152,9 @@ class Link:
         except BaseException as error:
             if not isinstance(error, WTransferError):
                 logger.exception("engine %r could not be made", init.engine)
-            self._send_to(asked_by, Refused(init.generation, ErrorInfo.of(error)))
+            self._send_to(asked_by, Refused(init.epoch, ErrorInfo.of(error)))
         else:
-            self._send_to(asked_by, Ready(init.generation))
+            self._send_to(asked_by, Ready(init.epoch))
 
     def _on_plan(self, plan: Plan) -> None:
         # The publisher knows which of its rounds is alive: a new plan ends an older one.
@@ -190,12 +190,12 @@ class Link:
         else:
             self._drop(data)
 
-    def _on_seal(self, seal: Seal) -> None:
-        reception = self._current(seal.round_id)
+    def _on_prepare(self, prepare: Prepare) -> None:
+        reception = self._current(prepare.round_id)
         if reception is not None:
-            reception.seal(seal)
+            reception.prepare(prepare)
         else:
-            self._drop(seal)
+            self._drop(prepare)
 
     def _on_commit(self, commit: Commit) -> None:
         reception = self._current(commit.round_id)
@@ -227,13 +227,13 @@ class Link:
         # abort comes before the init of another, on the same connection, so the group is that one.
         self._engine.leave_group(self._making)
 
-    def _on_release(self, release: Release) -> None:
-        self._ledger.release(release.round_id)
+    def _on_finish(self, finish: Finish) -> None:
+        self._ledger.release(finish.round_id)
 
-    def _on_revert(self, revert: Revert) -> None:
-        dropped = self._ledger.revert(self, revert.round_id, revert.reason)
+    def _on_rollback(self, rollback: Rollback) -> None:
+        dropped = self._ledger.rollback(self, rollback.round_id, rollback.reason)
         if dropped is not None:
-            self._session.receipt(dropped, "discarded")
+            self._session.ack(dropped, "discarded")
 
     def _send_to(self, connection: Connection | None, message: msgspec.Struct) -> None:
         if connection is None:
@@ -249,7 +249,7 @@ class Link:
             return reception
         return None
 
-    def _drop(self, message: Data | Seal | Commit) -> None:
+    def _drop(self, message: Data | Prepare | Commit) -> None:
         self.num_dropped += 1
         logger.info(
             "dropped a late or repeated %s of round %s", type(message).__name__, message.round_id

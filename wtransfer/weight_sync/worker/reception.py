@@ -19,7 +19,7 @@ from wtransfer.weight_sync.messages import (
     Progress,
     Received,
     Refuse,
-    Verdict,
+    Vote,
 )
 from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
 from wtransfer.weight_sync.worker.staging import Staging
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import TensorSpec
     from wtransfer.transport.layout import TensorLayout
-    from wtransfer.weight_sync.messages import Data, Plan, Seal
+    from wtransfer.weight_sync.messages import Data, Plan, Prepare
     from wtransfer.weight_sync.worker.hosted import HostedEngine
     from wtransfer.weight_sync.worker.session import WorkerSession
 
@@ -119,11 +119,11 @@ class Reception:
         self._next_seq += 1
         self._queue(lambda: self._receive(data))
 
-    def seal(self, seal: Seal) -> None:
-        """Verify, and answer with `Verdict` or `Fault`."""
+    def prepare(self, prepare: Prepare) -> None:
+        """Verify, and answer with `Vote` or `Fault`."""
         if not self._sealed:
             self._sealed = True
-            self._queue(lambda: self._verify(seal))
+            self._queue(lambda: self._verify(prepare))
 
     def take(self) -> Mapping[str, torch.Tensor] | None:
         """Return the verified tensors, once; None if there are none to be had."""
@@ -255,20 +255,20 @@ class Reception:
         self.seconds["transfer"] = self.seconds.get("transfer", 0.0) + time.monotonic() - begun
         self._send(Received(self.plan.round_id, data.seq))
 
-    def _verify(self, seal: Seal) -> None:
+    def _verify(self, prepare: Prepare) -> None:
         begun = time.monotonic()
         self._engine.optional("finish_weight_update")
         staging = self._staged()
         if self._engine.may_rewrite:
             staging.digest_again()
-        digests = staging.verify(seal.digests, self._tied)
+        digests = staging.verify(prepare.digests, self._tied)
         self.fingerprint = self._layout_of(self.manifest).fingerprint(digests)
         self.seconds["verify"] = time.monotonic() - begun
         with self._lock:
             if self._over:
                 raise RoundAbortedError("the round was ended during its verification")
             self.verified = True
-        self._send(Verdict(self.plan.round_id, self.fingerprint, staging.nbytes, self.seconds))
+        self._send(Vote(self.plan.round_id, self.fingerprint, staging.nbytes, self.seconds))
 
     def _progress(self, nbytes: int) -> None:
         now = time.monotonic()

@@ -46,7 +46,7 @@ from wtransfer.transport.digests import digest
 from wtransfer.transport.handshake import resolve_token
 from wtransfer.transport.tensors import dtype_name, torch_dtype
 from wtransfer.weight_sync.close_at_exit import close_at_exit
-from wtransfer.weight_sync.messages import ErrorInfo, Hello, Lost, Receipt
+from wtransfer.weight_sync.messages import Ack, ErrorInfo, Hello, Lost
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
 from wtransfer.weight_sync.worker.hosted import HostedEngine
 from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
@@ -282,7 +282,7 @@ class WorkerSession:
         with self._changing_model():
             pending = self.ledger.discard()
         if pending is not None:
-            self.receipt(pending, "discarded")
+            self.ack(pending, "discarded")
         return pending is not None
 
     def weights_lost(self, reason: str) -> None:
@@ -465,11 +465,11 @@ class WorkerSession:
             return []
         return ["keeps no previous version: a failed commit empties it"]
 
-    def receipt(self, pending: Pending, outcome: str, error: WTransferError | None = None) -> None:
+    def ack(self, pending: Pending, outcome: str, error: WTransferError | None = None) -> None:
         """Tell the publisher what came of its round, and what is held now."""
         ledger = self.ledger
         with ledger.changed:
-            receipt = Receipt(
+            ack = Ack(
                 round_id=pending.round_id,
                 outcome=outcome,
                 version=ledger.held.version,
@@ -479,7 +479,7 @@ class WorkerSession:
                 error=None if error is None else ErrorInfo.of(error),
             )
             # Under the lock: publishers take the last message for what is held.
-            pending.link.send(receipt)
+            pending.link.send(ack)
 
     # -- applying
 
@@ -498,7 +498,7 @@ class WorkerSession:
             return False, None
         # KV cache of the old weights is not served from here on, nor any that is not surely new.
         with self._weights.changing(lambda: self.ledger.held.kv_name):
-            if pending.revert_reason is not None:
+            if pending.rollback_reason is not None:
                 return False, self._go_back(pending)
             failure = self._apply(pending)
             if failure is None and self.num_ranks > 1:
@@ -523,7 +523,7 @@ class WorkerSession:
             return self._restore(previous, pending, error, handed.last_read)
         self._last_error = None
         # Told first: the publisher waits, with a deadline, and observers may be slow.
-        self.receipt(pending, "committed")
+        self.ack(pending, "committed")
         hooks.notify(
             "wtransfer_weights_committed",
             version=pending.held.version,
@@ -589,7 +589,7 @@ class WorkerSession:
         )
         failure.restored = restored
         self._last_error = ErrorInfo.of(failure).rebuild()
-        self.receipt(pending, "restored" if restored else "empty", failure)
+        self.ack(pending, "restored" if restored else "empty", failure)
         return Failure(failure, cause) if isinstance(cause, Exception) else Failure(cause)
 
     def _put_back(self, previous: Held) -> bool:
@@ -609,14 +609,14 @@ class WorkerSession:
         restored = self._put_back(pending.held)
         self.ledger.put_back(pending.held, restored=restored)
         failure = CommitError(
-            f"{undone!r} was taken back: {pending.revert_reason}"
+            f"{undone!r} was taken back: {pending.rollback_reason}"
             + ("" if restored else "; the old version could not be restored: must not serve"),
             worker=self.name,
             round_id=pending.round_id,
         )
         failure.restored = restored
         self._last_error = ErrorInfo.of(failure).rebuild()
-        self.receipt(pending, "reverted" if restored else "empty", failure)
+        self.ack(pending, "reverted" if restored else "empty", failure)
         return Failure(failure)
 
     def _await_release(self, committed: Pending) -> Failure | None:
@@ -630,10 +630,10 @@ class WorkerSession:
             if not ledger.changed.wait_for(settled, self._deadline_s):
                 # Others may not have committed: this rank must not serve new weights alone.
                 reason = f"not released within {self._deadline_s:g} s"
-                ledger.revert(committed.link, committed.round_id, reason)
-            revert = ledger.pending
-        if revert is not None and revert.revert_reason is not None:
-            return self._go_back(revert)
+                ledger.rollback(committed.link, committed.round_id, reason)
+            rollback = ledger.pending
+        if rollback is not None and rollback.rollback_reason is not None:
+            return self._go_back(rollback)
         return None
 
     def _check_not_within(self) -> None:

@@ -139,7 +139,7 @@ class Staging:
         names = self._layout.names
         if len(digests) != len(names):
             raise ManifestError(
-                f"the seal has {len(digests)} digests, the plan has {len(names)} pieces"
+                f"the prepare message has {len(digests)} digests, the plan has {len(names)} pieces"
             )
         missing = [name for name in names if name not in self._digests]
         if missing:
