@@ -1,4 +1,4 @@
-"""The README's example, executed as the two processes that it shows."""
+"""The examples of the README and of the guides, executed as the processes that they show."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+CONNECTORS = (ROOT / "wtransfer/connectors/README.md").read_text("utf-8")
+GUIDES = [
+    ROOT / "README.md",
+    *(ROOT / "wtransfer" / kind / "README.md" for kind in ("engines", "connectors", "specs")),
+    *sorted(ROOT.glob("plugins/*/README.md")),
+]
 
 
-def example(name: str) -> str:
-    (code,) = re.findall(rf"```python\n(# {name}\n.*?)```", README, re.DOTALL)
+def example(name: str, text: str = README) -> str:
+    (code,) = re.findall(rf"```python\n(# {name}\n.*?)```", text, re.DOTALL)
     return code
 
 
@@ -59,12 +68,14 @@ def run_connectors_example(code: str, folder: Path) -> None:
 
 
 def test_the_connectors_example_runs(tmp_path):
-    run_connectors_example(example("kv.py").replace("/mnt/kv", str(tmp_path / "kv")), tmp_path)
+    run_connectors_example(
+        example("kv.py", CONNECTORS).replace("/mnt/kv", str(tmp_path / "kv")), tmp_path
+    )
     assert (tmp_path / "kv").is_dir()
 
 
 def test_the_connectors_example_runs_with_the_offloading_connector(tmp_path):
-    code = example("kv.py").replace("SharedStorageConnector", "OffloadingConnector")
+    code = example("kv.py", CONNECTORS).replace("SharedStorageConnector", "OffloadingConnector")
     code = code.replace('"shared_storage_path": "/mnt/kv"', '"cpu_bytes_to_use": 1 << 22')
     run_connectors_example(code, tmp_path)
 
@@ -75,3 +86,9 @@ def test_it_holds_exactly_two_set_up_commands():
         "pip install torch==2.13.0 . && wtransfer demo",
         'pip install torch==2.13.0 ".[test]" ./plugins/wtransfer-nccl && pytest',
     ]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
+def test_its_links_lead_to_files(guide):
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", guide.read_text("utf-8"))
+    assert [each for each in targets if not (guide.parent / each).exists()] == []
