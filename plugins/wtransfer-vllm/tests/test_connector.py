@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from wtransfer_vllm import names
+from wtransfer_vllm.plugin import is_ours, remember
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
@@ -99,9 +99,9 @@ def adapter(tmp_path, monkeypatch):
     """Maker of one side of the adapter over the scripted connector."""
     monkeypatch.setattr(Scripted, "answers", {"matched": (0, False), "stays": False})
     monkeypatch.setenv("WTRANSFER_CACHE", str(tmp_path))
-    if not names.is_ours("connectors", "scripted"):
+    if not is_ours("connectors", "scripted"):
         registry("connectors").register("scripted", Scripted)
-        names.remember("connectors", "scripted", "scripted")
+        remember("connectors", "scripted", "scripted")
         KVConnectorFactory.register_connector("scripted", "wtransfer_vllm.connector", "scripted")
     config = bag(
         kv_transfer_config=KVTransferConfig(kv_connector="scripted", kv_role="kv_both"),

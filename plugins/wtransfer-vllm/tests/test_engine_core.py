@@ -5,10 +5,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from wtransfer_vllm import names
-from wtransfer_vllm.engine_core import watch
-from wtransfer_vllm.generation import CURRENT, SEED
-from wtransfer_vllm.outcome import Outcome
+from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
+from wtransfer_vllm.messages import Outcome
+from wtransfer_vllm.plugin import remember
 
 bag = types.SimpleNamespace
 
@@ -22,9 +21,7 @@ class Worker:
 
     def __init__(self):
         self.called, self.lost = [], []
-        member = bag(
-            outcome=Outcome(), lose_weights=self._lose, has_left=False, commit=self._commit
-        )
+        member = bag(outcome=Outcome(), lose_weights=self._lose, pending=False, commit=self._commit)
         self.weight_transfer_engine = bag(member=member)
         self.vllm_config = bag(model_config=Model())
 
@@ -131,13 +128,13 @@ def names_of(worker):
 
 @pytest.fixture
 def make():
-    names.remember("engines", "shm", "shm")
-    names.remember("connectors", "ours", "ours")
+    remember("engines", "shm", "shm")
+    remember("connectors", "ours", "ours")
 
-    def make_core(generation=CURRENT, **options):
+    def make_core(commits_in=FINISH, **options):
         core_class = type("Core", (Core,), {})
-        watch(core_class, generation)
-        watch(core_class, generation)
+        watch(core_class, commits_in)
+        watch(core_class, commits_in)
         core = core_class(**options)
         return core, core.model_executor.workers
 
@@ -316,7 +313,7 @@ def test_what_was_ordered_in_sleep_is_committed_as_soon_as_there_is_memory(make)
     core, workers = make()
     core.sleep(2)
     for worker in workers:
-        worker.weight_transfer_engine.member.has_left = True
+        worker.weight_transfer_engine.member.pending = True
     assert core.wake_up(["kv_cache"]) is False
     assert (core.label, [names_of(worker) for worker in workers]) == ("empty", [[], []])
     for worker in workers:
@@ -332,7 +329,7 @@ def test_who_was_not_asleep_or_has_nothing_left_commits_nothing_when_woken(make)
     assert core.label == "empty"
     # Publishers hear of it again: now they can be of help.
     assert workers[0].lost == ["asleep at level 2", "awake without weights"]
-    workers[0].weight_transfer_engine.member.has_left = True
+    workers[0].weight_transfer_engine.member.pending = True
     core.wake_up()
     assert [names_of(worker) for worker in workers] == [[], []]
     assert len(workers[0].lost) == 2
@@ -352,7 +349,7 @@ def test_nothing_is_committed_between_the_order_to_sleep_and_the_sleep(make):
 
 
 def test_in_the_seed_era_a_commit_is_an_update(make):
-    core, workers = make(SEED)
+    core, workers = make(UPDATE)
     for worker in workers:
         worker.will(applied=True, touched=True, state="serving", version="b")
     core.collective_rpc("update_weights", None, (), {"update_info": {"is_checkpoint_format": True}})
@@ -360,11 +357,11 @@ def test_in_the_seed_era_a_commit_is_an_update(make):
 
 
 def test_in_the_seed_era_nothing_is_committed_but_in_an_update(make):
-    core, workers = make(SEED)
+    core, workers = make(UPDATE)
     invitation = {"wtransfer": {"address": "unix:@x"}}
     core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
     assert workers[0].called[0][1]["init_info"]["wtransfer"]["may_commit"] is False
-    workers[0].weight_transfer_engine.member.has_left = True
+    workers[0].weight_transfer_engine.member.pending = True
     core.sleep(2)
     core.wake_up()
     assert names_of(workers[0]) == ["init_weight_transfer_engine"]

@@ -9,8 +9,7 @@ import wtransfer
 from engines import await_commit
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
-from wtransfer_vllm.member import Member
-from wtransfer_vllm.place import Place, place_of
+from wtransfer_vllm.member import Member, Place, place_of
 
 
 @pytest.fixture
@@ -64,11 +63,11 @@ def test_an_order_of_a_publisher_that_is_still_there_waits_for_the_host_s_call(m
         first.wait_for_workers(1, timeout_s=20)
         round_ = first.publish("first", wait=False)
         await_commit(round_)
-        until(lambda: member.has_left)
+        until(lambda: member.pending)
         # The engine would not know that its caches belong to other weights.
         invite(member, second)
         assert (member.outcome.applied, member.outcome.error) == (False, None)
-        assert (member.has_left, member.session.version) == (True, None)
+        assert (member.pending, member.session.version) == (True, None)
         member.commit()
         assert (member.outcome.applied, member.outcome.version) == (True, "first")
         assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
@@ -101,10 +100,10 @@ def test_weights_that_were_lost_are_told_and_brought_again(member):
         outcome = member.outcome
         assert (outcome.touched, outcome.state, outcome.version) == (True, "empty", None)
         until(lambda: [each.version for each in publisher.workers()] == [None])
-        until(lambda: member.has_left)
+        until(lambda: member.pending)
         member.commit()
         assert (member.outcome.applied, member.outcome.version) == (True, "v")
-        assert not member.has_left
+        assert not member.pending
 
 
 def test_a_set_that_waits_is_still_there_after_the_loss(member):
@@ -113,16 +112,16 @@ def test_a_set_that_waits_is_still_there_after_the_loss(member):
         publisher.wait_for_workers(1, timeout_s=20)
         round_ = publisher.publish("v", wait=False)
         await_commit(round_)
-        until(lambda: member.has_left)
+        until(lambda: member.pending)
         member.lose_weights("reload_weights was called")
-        assert (member.has_left, member.outcome.state) == (True, "empty")
+        assert (member.pending, member.outcome.state) == (True, "empty")
         member.commit()
         assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
 
 
 def test_weights_that_were_lost_before_anybody_was_joined_are_not_the_way_back(member):
     member.lose_weights("reload_weights was called")
-    assert (member.session, member.has_left) == (None, False)
+    assert (member.session, member.pending) == (None, False)
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
         assert (member.outcome.state, member.outcome.error) == ("empty", None)

@@ -1,5 +1,6 @@
 """What vLLM's processes get: names, lazily, once, and never an exception."""
 
+import importlib
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from wtransfer_vllm.plugin import on_import
 
 STANDINS = Path(__file__).parent / "standins"
 
@@ -76,14 +79,14 @@ def test_a_name_of_vllms_own_stays_vllms(python):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
         factory.register_engine("ipc", "vllms", "Own")
         theirs = factory._registry["ipc"]
-        from wtransfer_vllm import names
+        from wtransfer_vllm import plugin
         from wtransfer_vllm.plugin import register
         register()
         print(json.dumps({
             "kept": factory._registry["ipc"] is theirs,
             "ours": sorted(each for each in factory._registry if each.startswith("wtransfer-")),
-            "means": names.our_name("engines", "wtransfer-ipc"),
-            "is_ours": [names.is_ours("engines", each) for each in ("ipc", "wtransfer-ipc")],
+            "means": plugin.our_name("engines", "wtransfer-ipc"),
+            "is_ours": [plugin.is_ours("engines", each) for each in ("ipc", "wtransfer-ipc")],
         }))
     """
     found = python("current", code)
@@ -233,3 +236,25 @@ def test_the_engine_of_each_generation_is_made_and_refuses_an_unknown_publisher_
     found = python(generation, code)
     assert found["class"] == {"seed": "SeedEngine", "current": "VllmEngine"}[generation]
     assert found["said"].startswith("init_info names no publisher of wtransfer")
+
+
+def test_a_module_is_shown_when_it_is_imported_and_once_only(tmp_path, monkeypatch):
+    (tmp_path / "wtv_later.py").write_text("VALUE = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    on_import("wtv_later", lambda module: seen.append(module.VALUE))
+    assert seen == []
+    module = importlib.import_module("wtv_later")
+    assert seen == [3]
+    on_import("wtv_later", lambda module: seen.append(module.VALUE + 1))
+    assert seen == [3, 4]
+    importlib.reload(module)
+    assert seen == [3, 4]
+    del sys.modules["wtv_later"]
+
+
+def test_a_module_that_does_not_exist_is_missing_as_ever(monkeypatch):
+    seen = []
+    on_import("wtv_never", seen.append)
+    assert importlib.util.find_spec("wtv_never") is None
+    assert seen == []

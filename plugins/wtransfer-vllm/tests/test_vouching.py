@@ -23,13 +23,11 @@ from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weights import ProcessWeights
 
-from wtransfer_vllm import fingerprints, vouching
-from wtransfer_vllm import member as member_module
-from wtransfer_vllm.fingerprints import CheckpointFiles
-from wtransfer_vllm.member import Member
-from wtransfer_vllm.place import Place
+from wtransfer_vllm import vouching
+from wtransfer_vllm.checkpoint import FileState
+from wtransfer_vllm.member import Member, Place
 from wtransfer_vllm.target import VllmTarget
-from wtransfer_vllm.vouching import vouch_for_checkpoint, weights_were_replaced
+from wtransfer_vllm.vouching import CheckpointFiles, vouch_for_checkpoint, weights_were_replaced
 
 F1 = "1" * 32
 PATIENCE_S = 20.0
@@ -96,8 +94,8 @@ def reads(monkeypatch):
         found.append(source)
         return describe(source)
 
-    describe = fingerprints.describe
-    monkeypatch.setattr(fingerprints, "describe", noted)
+    describe = vouching.describe
+    monkeypatch.setattr(vouching, "describe", noted)
     return found
 
 
@@ -109,7 +107,7 @@ def process(cache, monkeypatch):
 
 def new_process(monkeypatch):
     made = ProcessWeights()
-    for module in (vouching, member_module, session_module):
+    for module in (vouching, session_module):
         monkeypatch.setattr(module, "process_weights", made)
     return made
 
@@ -187,9 +185,9 @@ def test_until_the_digest_is_known_there_is_no_stamp(process, tmp_path, monkeypa
 
 def hold_up(monkeypatch):
     """Let digests wait; return what lets them go on."""
-    go, describe = threading.Event(), fingerprints.describe
+    go, describe = threading.Event(), vouching.describe
     monkeypatch.setattr(
-        fingerprints, "describe", lambda source: describe(source) if go.wait(PATIENCE_S) else None
+        vouching, "describe", lambda source: describe(source) if go.wait(PATIENCE_S) else None
     )
     return go
 
@@ -229,10 +227,10 @@ def test_it_is_read_by_one_of_several_processes_and_all_know_it(tmp_path, cache)
     code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_vouching import config_of, fingerprints, vouch_for_checkpoint
+from test_vouching import config_of, vouching, vouch_for_checkpoint
 from wtransfer.weights import process_weights
 
-describe = fingerprints.describe
+describe = vouching.describe
 
 def noted(source):
     with open({str(reads)!r}, "a") as file:
@@ -240,7 +238,7 @@ def noted(source):
     time.sleep(1.0)
     return describe(source)
 
-fingerprints.describe = noted
+vouching.describe = noted
 config = config_of({str(folder)!r})
 print("ready", flush=True)
 sys.stdin.readline()
@@ -323,7 +321,7 @@ def test_files_that_were_touched_are_read_again(vouched, reads, tmp_path):
     assert len(reads) == 2
 
 
-@pytest.mark.parametrize("field", range(5), ids=fingerprints.FileState.__struct_fields__)
+@pytest.mark.parametrize("field", range(5), ids=FileState.__struct_fields__)
 def test_what_was_stored_of_files_that_differ_in_anything_is_void(
     vouched, reads, tmp_path, cache, field
 ):
@@ -405,11 +403,9 @@ def test_a_seal_that_cannot_be_read_says_nothing(vouched, reads, tmp_path, damag
 def test_a_seal_of_the_same_moment_says_nothing(vouched, reads, tmp_path, monkeypatch):
     folder = write(tmp_path / "A")
     seal(folder)
-    state_of = fingerprints._state_of
     at = (folder / "wtransfer.json").stat().st_ctime_ns
-    monkeypatch.setattr(
-        fingerprints, "_state_of", lambda file: structs.replace(state_of(file), ctime_ns=at)
-    )
+    look = FileState.of
+    monkeypatch.setattr(FileState, "of", lambda file: structs.replace(look(file), ctime_ns=at))
     assert vouched(folder) == published(weights())
     assert len(reads) == 1
 
@@ -516,7 +512,7 @@ def test_a_process_that_is_killed_while_it_stores_leaves_nothing_that_is_believe
 import os, signal
 from pathlib import Path
 from wtransfer.transport import files
-from wtransfer_vllm.fingerprints import CheckpointFiles
+from wtransfer_vllm.vouching import CheckpointFiles
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -608,14 +604,14 @@ def test_a_model_that_is_not_on_this_disk_has_a_name_of_this_process_only(vouche
 
 
 def test_files_that_change_while_they_are_read_are_not_named(vouched, tmp_path, cache, monkeypatch):
-    folder, describe = write(tmp_path / "A"), fingerprints.describe
+    folder, describe = write(tmp_path / "A"), vouching.describe
 
     def described(source):
         found = describe(source)
         rewrite(folder)
         return found
 
-    monkeypatch.setattr(fingerprints, "describe", described)
+    monkeypatch.setattr(vouching, "describe", described)
     assert vouched(folder).startswith("local:")
     wait_for(vouching_has_ended)
     assert list(cache.rglob("fingerprint.json")) == []
@@ -661,7 +657,7 @@ def test_a_first_commit_replaces_the_name(process, tmp_path):
         publisher.wait_for_workers(1, timeout_s=20)
         assert process.stamp().fingerprint == name
         round_ = publisher.publish("v", wait=False)
-        wait_for(lambda: member.has_left)
+        wait_for(lambda: member.pending)
         member.commit()
         assert round_.result(20).ok
         assert process.stamp().fingerprint == member.session.fingerprint != name
@@ -687,7 +683,8 @@ def test_weights_that_are_lost_before_a_publisher_comes_are_not_vouched_for(proc
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     name, member = name_of(process), member_of(config)
-    member.lose_weights("asleep at level 2")
+    worker = Bag(vllm_config=config, weight_transfer_engine=Bag(member=member))
+    weights_were_replaced(worker, "asleep at level 2")
     assert process.stamp().fingerprint.startswith("local:")
     with Publisher({"w": torch.ones(4)}) as publisher:
         member.join({"wtransfer": {"address": publisher.address, "token": publisher.token}})
@@ -714,10 +711,10 @@ def test_a_process_that_waits_too_long_for_another_reads_for_itself(
     vouched, tmp_path, monkeypatch, log
 ):
     folder = write(tmp_path / "A")
-    monkeypatch.setattr(fingerprints, "LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(vouching, "LOCK_PATIENCE_S", 0.1)
     files = CheckpointFiles(folder)
     with files._opened_cache() as opened:
-        lock = fingerprints.FolderLock(opened)
+        lock = vouching.FolderLock(opened)
         assert vouched(folder) == published(weights())
         lock.release()
     assert "is in use by process" in log.text

@@ -1,6 +1,6 @@
 import pytest
 
-from wtransfer_vllm.invitation import Invitation, is_foreign, read_invitation
+from wtransfer_vllm.messages import Invitation, is_foreign, read_invitation
 
 
 def test_an_invitation_is_read():
@@ -39,5 +39,5 @@ def test_anything_else_is_refused(info):
         ([{}, {"names": []}], True),
     ],
 )
-def test_updates_that_carry_something_are_somebody_elses(update_info, expected):
+def test_updates_that_carry_something_are_foreign(update_info, expected):
     assert is_foreign(update_info) is expected
