@@ -27,13 +27,13 @@ def write(folder, tensors):
     return folder
 
 
-def test_the_schema_is_what_the_headers_say(tmp_path):
+def test_schema_equals_the_file_headers(tmp_path):
     tensors = tiny_models.weights(1)
     schema = find_checkpoint(config_of(write(tmp_path / "A", tensors))).schema()
     assert schema == {n: TensorSpec(t.dtype, tuple(t.shape)) for n, t in tensors.items()}
 
 
-def test_the_tensors_are_the_files(tmp_path):
+def test_tensors_equal_the_files(tmp_path):
     tensors = tiny_models.weights(1)
     found = find_checkpoint(config_of(write(tmp_path / "A", tensors)))
     assert len(found) == len(tensors)
@@ -41,12 +41,12 @@ def test_the_tensors_are_the_files(tmp_path):
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "gguf", "sharded_state"])
-def test_what_was_not_loaded_from_safetensors_has_no_checkpoint(tmp_path, load_format):
+def test_model_not_loaded_from_safetensors_has_no_checkpoint(tmp_path, load_format):
     folder = write(tmp_path / "A", tiny_models.weights(1))
     assert find_checkpoint(config_of(folder, load_format)) is None
 
 
-def test_a_folder_without_safetensors_has_no_checkpoint(tmp_path):
+def test_folder_without_safetensors_has_no_checkpoint(tmp_path):
     assert find_checkpoint(config_of(tmp_path)) is None
 
 
@@ -67,7 +67,7 @@ def removed(file, _other):
 
 
 @pytest.mark.parametrize("change", [replaced, overwritten, removed])
-def test_a_checkpoint_that_was_changed_is_known_to_be_and_refuses_to_be_read(tmp_path, change):
+def test_changed_checkpoint_is_detected_and_refuses_to_be_read(tmp_path, change):
     folder = write(tmp_path / "A", tiny_models.weights(1))
     checkpoint = Checkpoint(folder)
     assert checkpoint.unchanged()
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_was_changed_is_known_to_be_and_refuses_to_be_read(tmp
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_that_is_the_embedding_is_covered_by_either(tmp_path, tied):
+def test_tied_head_is_covered_by_either_name(tmp_path, tied):
     folder = write(tmp_path / "A", tiny_models.weights(1, tied=True))
     schema = find_checkpoint(config_of(folder), tied=tied).schema()
     assert ("lm_head.weight" in schema) is not tied

@@ -53,13 +53,13 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("engine_class", "calls"), CALLS)
-def test_an_engine_of_either_era_is_told_when_to_commit(engine_class, calls):
+def test_client_commits_by_the_calls_that_the_engine_has(engine_class, calls):
     engine = engine_class()
     invite_and_commit(LLMClient(engine))
     assert engine.calls == calls
 
 
-def test_an_async_engine_is_called_in_its_loop():
+def test_async_engine_is_called_in_its_loop():
     threads = set()
 
     class AsyncEngine(CurrentEngine):
@@ -85,7 +85,7 @@ def test_an_async_engine_is_called_in_its_loop():
     assert threads == {threading.get_ident()}
 
 
-def test_a_request_for_an_actor_becomes_vllms_where_it_arrives(monkeypatch):
+def test_request_for_an_actor_unpickles_as_vllms(monkeypatch):
     from vllm.distributed.weight_transfer import base
 
     sent = []
@@ -131,7 +131,7 @@ def client(worker):
     return HTTPVLLMWeightSyncClient(worker.url, timeout=20)
 
 
-def test_it_lets_our_worker_join_a_publisher(client, worker):
+def test_vllms_client_lets_a_worker_join_a_publisher(client, worker):
     new = {"a": torch.ones(2), "b": torch.ones(3)}
     with wtransfer.Publisher(new, token="t") as publisher:
         client.init_weight_transfer_engine({"wtransfer": {"address": publisher.address}})
@@ -143,7 +143,7 @@ def test_it_lets_our_worker_join_a_publisher(client, worker):
 
 
 @pytest.mark.parametrize("call", ["start_weight_update", "finish_weight_update"])
-def test_its_updates_are_refused(client, worker, call):
+def test_updates_of_vllms_client_are_refused(client, worker, call):
     import requests
 
     with pytest.raises(requests.HTTPError, match="403"):

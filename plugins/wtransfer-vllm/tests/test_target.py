@@ -70,7 +70,7 @@ def held(model):
     }
 
 
-def test_an_update_is_loaded_and_is_the_way_back_from_the_next(model, target):
+def test_applied_update_is_the_way_back_from_the_next(model, target):
     assert {name: spec.shape for name, spec in target.schema().items()} == {
         "layer.weight": (2, 2),
         "layer.bias": (2,),
@@ -82,14 +82,14 @@ def test_an_update_is_loaded_and_is_the_way_back_from_the_next(model, target):
     assert target.capture() is None
 
 
-def test_an_update_in_another_dtype_reaches_the_loaders_in_that_of_the_checkpoint(model, target):
+def test_update_in_another_dtype_is_cast_before_the_loaders(model, target):
     model.dtypes.clear()
     target.apply({name: tensor.double() for name, tensor in UPDATE.items()})
     assert model.dtypes == {torch.float32}
     assert held(model) == {"layer.weight": [2.0], "layer.bias": [2.0]}
 
 
-def test_a_load_that_failed_half_way_leaves_nothing_to_the_load_after_it(model, target):
+def test_failed_load_leaves_no_parts_to_the_next(model, target):
     way_back = target.capture()
     model.fails_after = 1
     with pytest.raises(OSError, match="half way"):
@@ -103,7 +103,7 @@ def test_a_load_that_failed_half_way_leaves_nothing_to_the_load_after_it(model, 
     assert held(model) == {"layer.weight": [1.0], "layer.bias": [1.0]}
 
 
-def test_a_checkpoint_that_was_overwritten_is_no_way_back(target, tmp_path):
+def test_overwritten_checkpoint_is_no_way_back(target, tmp_path):
     way_back = target.capture()
     save_file(UPDATE, tmp_path / "model.safetensors")
     assert target.capture() is None

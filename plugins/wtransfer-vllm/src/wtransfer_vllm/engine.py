@@ -16,12 +16,12 @@ thread commits. No call raises for a fault of a transfer: see `wtransfer_vllm.me
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from wtransfer_vllm.member import Member, place_of
-from wtransfer_vllm.messages import InitInfo, UpdateInfo
 from wtransfer_vllm.plugin import our_name
 from wtransfer_vllm.target import SeedTarget, VllmTarget
 
@@ -32,7 +32,29 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class VllmEngine(WeightTransferEngine):
+class _Engine(WeightTransferEngine):
+    """The calls that both shapes have."""
+
+    member: Member
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """Return it as it is: `Member.join` judges it, and does not raise."""
+        return init_dict
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Join the publisher."""
+        self.member.join(init_info)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:  # noqa: ARG002
+        """Return an empty info; in checkpoint format, for which the seed era reloads by layer."""
+        return types.SimpleNamespace(is_checkpoint_format=True)
+
+    def shutdown(self) -> None:
+        """Leave every publisher. The worker may be asked to join again."""
+        self.member.leave()
+
+
+class VllmEngine(_Engine):
     """Every engine of wtransfer, as vLLM's worker sees it.
 
     Args:
@@ -42,8 +64,6 @@ class VllmEngine(WeightTransferEngine):
         model: The model.
     """
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
     supports_draft_weight_update: ClassVar[bool] = False
 
     def __init__(
@@ -55,18 +75,6 @@ class VllmEngine(WeightTransferEngine):
             our_name("engines", config.backend),
             place_of(vllm_config.parallel_config, vllm_config.instance_id),
         )
-
-    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """Return it as it is; `init_transfer_engine` judges it, and does not raise."""
-        return init_dict
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-        """Return it as it is."""
-        return update_dict
-
-    def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the publisher."""
-        self.member.join(init_info)
 
     def start_weight_update(self) -> None:
         """Do nothing: the update is here already, staged and verified."""
@@ -81,12 +89,8 @@ class VllmEngine(WeightTransferEngine):
         """Commit."""
         self.member.commit()
 
-    def shutdown(self) -> None:
-        """Leave every publisher. The worker may be asked to join again."""
-        self.member.leave()
 
-
-class SeedEngine(WeightTransferEngine):
+class SeedEngine(_Engine):
     """Every engine of wtransfer, as the worker of vLLM 0.16 and 0.17 sees it.
 
     Commits in ``receive_weights``, the only call of that time in which a model is written: vLLM
@@ -97,9 +101,6 @@ class SeedEngine(WeightTransferEngine):
         parallel_config: vLLM's own; the model's is not to be had.
     """
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-
     def __init__(self, config: Any, parallel_config: Any) -> None:
         self.config = config
         self.parallel_config = parallel_config
@@ -107,26 +108,10 @@ class SeedEngine(WeightTransferEngine):
         engine = our_name("engines", config.backend)
         self.member = Member(self._target, engine, place_of(parallel_config, "seed"))
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        """Return it as it is; `init_transfer_engine` judges it, and does not raise."""
-        return init_dict
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:  # noqa: ARG002
-        """Return checkpoint format, so that vLLM reloads by layer."""
-        return UpdateInfo()
-
-    def init_transfer_engine(self, init_info: Any) -> None:
-        """Join the publisher."""
-        self.member.join(init_info)
-
     def receive_weights(self, update_info: Any, load_weights: Callable[..., Any]) -> None:  # noqa: ARG002
         """Commit."""
         with self._target.within(load_weights):
             self.member.commit()
-
-    def shutdown(self) -> None:
-        """Leave every publisher. The worker may be asked to join again."""
-        self.member.leave()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:

@@ -32,22 +32,6 @@ class Invitation:
     """Whether the weights have memory, so that an older order to commit may be carried out."""
 
 
-@dataclass
-class InitInfo:
-    """Init info in vLLM's form."""
-
-    wtransfer: dict[str, Any]
-    """The invitation's fields."""
-
-
-@dataclass
-class UpdateInfo:
-    """Update info in vLLM's form: empty, since tensors travel beside vLLM."""
-
-    is_checkpoint_format: bool = True
-    """The seed era's only field of its own."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What came of a call in one rank."""
