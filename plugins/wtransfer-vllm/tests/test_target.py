@@ -16,7 +16,7 @@ from wtransfer_vllm.target import VllmTarget
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # those of what vLLM imports
-    from vllm.model_executor.layers import vocab_parallel_embedding  # noqa: F401
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -53,12 +53,16 @@ def model():
 
 @pytest.fixture
 def target(model, tmp_path):
+    return make_target(model, tmp_path, CHECKPOINT)
+
+
+def make_target(model, folder, checkpoint):
     bag = types.SimpleNamespace
-    save_file(CHECKPOINT, tmp_path / "model.safetensors")
+    save_file(checkpoint, folder / "model.safetensors")
     return VllmTarget(
         model,
         bag(
-            model_config=bag(model=str(tmp_path), hf_config=bag(), dtype=torch.float32),
+            model_config=bag(model=str(folder), hf_config=bag(), dtype=torch.float32),
             load_config=bag(load_format="auto"),
         ),
     )
@@ -109,3 +113,29 @@ def test_overwritten_checkpoint_is_no_way_back(target, tmp_path):
     assert target.capture() is None
     with pytest.raises(SourceError, match="was overwritten since"):
         target.apply(way_back)
+
+
+class Packing(UnquantizedEmbeddingMethod):
+    """Keeps what a head consisted of when it was packed last, as the kernels of CPUs do."""
+
+    def process_weights_after_loading(self, layer):
+        layer.packed = layer.weight.detach().clone()
+
+
+class Tied(Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+        self.embed_tokens, self.lm_head = nn.Embedding(2, 2), nn.Linear(2, 2, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.lm_head.quant_method = Packing()
+
+
+def test_tied_head_is_packed_again_and_may_come_under_either_name(tmp_path):
+    model = Tied()
+    record_metadata_for_reloading(model)
+    ones = {"embed_tokens.weight": torch.ones(2, 2), "layer.weight": torch.ones(1, 1)}
+    target = make_target(model, tmp_path, ones | {"lm_head.weight": torch.ones(2, 2)})
+    assert target.schema()["embed_tokens.weight"].aliases == ("lm_head.weight",)
+    target.apply({name: 2 * tensor for name, tensor in ones.items()})
+    assert model.lm_head.packed.unique().tolist() == [2.0]

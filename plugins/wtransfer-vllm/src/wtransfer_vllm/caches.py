@@ -1,4 +1,4 @@
-"""Forget what was computed with old weights: vLLM's prefix and encoder caches, and connectors' KV.
+"""Invalidate KV of old weights: in vLLM's prefix and encoder caches, and in its connector.
 
 Called in the engine core between two steps, right after the weights have changed.
 """

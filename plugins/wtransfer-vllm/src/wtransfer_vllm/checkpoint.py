@@ -1,4 +1,4 @@
-"""The checkpoint that vLLM started from: what updates must look like, and a first way back."""
+"""The checkpoint that vLLM started from: the form of updates, and a first way back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOAD_FORMATS = frozenset(
 
 
 class FileState(msgspec.Struct, frozen=True, array_like=True):
-    """What tells a file from another one, or from what it was before."""
+    """State of a file, which differs once another file or other bytes are in its place."""
 
     name: str
     size: int
@@ -62,8 +62,8 @@ def file_states(files: Iterable[Path]) -> list[FileState]:
 class Checkpoint(Mapping[str, "torch.Tensor"]):
     """The tensors of safetensors files on disk, as they were when the engine started.
 
-    Each is read when it is asked for, into memory of its own: together they may be larger than
-    what is free beside a model. Once the files were changed, they are not read any more.
+    Each is read when it is asked for, into memory of its own: together they may be larger than the
+    memory that a model leaves free. Once the files were changed, they are not read any more.
 
     Args:
         folder: Where the files are.

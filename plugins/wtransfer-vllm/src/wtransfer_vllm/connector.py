@@ -124,7 +124,7 @@ class WTransferConnector(KVConnectorBase_V1):
                 "in --kv-transfer-config to compute them instead"
             )
 
-    # -- what vLLM asks before it makes anything
+    # -- class-level answers, before vLLM makes an instance
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -188,7 +188,6 @@ class WTransferConnector(KVConnectorBase_V1):
             self._next.sync_blocks.update(*blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """Return what the workers have to do in this step."""
         inner = self._inner.build_connector_meta(scheduler_output)
         step, self._next = self._next, StepMetadata()
         step.inner = inner
@@ -202,7 +201,7 @@ class WTransferConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the blocks of a request stay, and what goes to the next instance."""
+        """Return whether the request keeps its blocks, and its ``kv_transfer_params``."""
         stays, params = self._inner.request_finished(request, block_ids)
         request_id = request.request_id
         self._outlasts.pop(request_id, None)
@@ -340,7 +339,7 @@ def __getattr__(name: str) -> type[WTransferConnector]:
     """Return the adapter's class for a connector, by its name in vLLM; made when it is asked for.
 
     Raises:
-        AttributeError: vLLM knows no connector of ours by that name.
+        AttributeError: No connector of wtransfer has that name in vLLM.
     """
     if not is_ours("connectors", name):
         raise AttributeError(name)

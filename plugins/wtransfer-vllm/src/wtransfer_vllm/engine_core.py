@@ -1,4 +1,4 @@
-"""vLLM's engine core, watched: it forgets stale KV, and its label names what the workers hold.
+"""Watch vLLM's engine core: its caches and its label follow the weights that the workers hold.
 
 The engine core is the process that schedules. While a call to its workers runs it schedules
 nothing, so what is done right after a commit is done before any further step. It is also the only
@@ -105,7 +105,7 @@ def _member_of(worker: Any) -> Any:
 
 
 def outcome_of(worker: Any) -> dict[str, Any]:
-    """Return what came of the last call, and whether a verified update waits for a commit."""
+    """Return the outcome of the last call, and whether a verified update waits for a commit."""
     member = _member_of(worker)
     if member is None:
         outcome = Outcome(error="this worker has no engine of wtransfer")
@@ -122,14 +122,14 @@ def replaced_weights(worker: Any, why: str) -> None:
 
 
 def commit_pending(worker: Any) -> None:
-    """Commit what was ordered while the weights had no memory."""
+    """Commit an update that was ordered while the weights had no memory."""
     member = _member_of(worker)
     if member is not None:
         member.commit()
 
 
 class Watch:
-    """What one engine core's calls to its workers are led through.
+    """Stands between one engine core and its workers.
 
     Args:
         core: The engine core.
@@ -156,7 +156,7 @@ class Watch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """Call the workers, and do before and after what belongs to it.
+        """Call the workers, with the checks before and the follow-up after.
 
         Raises:
             ValueError: The call is not one of wtransfer's; no worker was called.
@@ -235,7 +235,7 @@ class Watch:
             raise RuntimeError(f"{FINISH} without {START} before it")
 
     def _settle(self) -> str | None:
-        """Act on what came of the call before in the workers; return what went wrong."""
+        """Act on the workers' outcomes of the call before; return the first error."""
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
             forget_kv(self._core)
@@ -287,9 +287,9 @@ class Watch:
     # -- the engine core's own methods, led through those of their names
 
     def set_weight_version(self, call: Callable[..., Any], weight_version: str) -> Any:
-        """Name the weights by what the ranks hold; before a commit, as the caller says.
+        """Name the weights by the version that the ranks hold; before a commit, as the caller does.
 
-        vLLM's front end names the weights after every finish, by what its caller has passed.
+        vLLM's front end names the weights after every finish, by the label that its caller passed.
         """
         if self._held is None or weight_version == self._held:
             return call(weight_version)
@@ -328,7 +328,7 @@ class Watch:
         )
 
     def wake_up(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `call` returns, and commit what was ordered while there was no memory.
+        """Return what `call` returns, and commit an update that was ordered in sleep.
 
         No step comes in between: this is still the same call of the engine core.
         """

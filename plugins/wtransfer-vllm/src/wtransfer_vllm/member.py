@@ -54,7 +54,7 @@ def place_of(parallel_config: Any, instance_id: str) -> Place:
 class Member:
     """Joins, commits and leaves on the worker's model thread, and never raises.
 
-    What comes of it travels to the publisher as a receipt, and to the engine core as `outcome`.
+    Each outcome goes to the publisher on the channel, and to the engine core as `outcome`.
 
     Args:
         target: vLLM's model.
@@ -64,7 +64,7 @@ class Member:
 
     def __init__(self, target: WeightTarget, engine: str, place: Place) -> None:
         self.outcome = Outcome()
-        """What came of the last call."""
+        """Outcome of the last call."""
         self.session: WorkerSession | None = None
         """None until a publisher asks this worker to join."""
         self._target = target
@@ -84,37 +84,33 @@ class Member:
         error = None
         try:
             invitation = read_invitation(init_info)
+            address = invitation.address
             if invitation.leave:
-                self._leave(invitation.address)
+                self._leave(address)
                 return
-            if invitation.may_commit and self.session is not None and self.session.orphaned:
+            session = self.session or self._open(invitation.instance)
+            if invitation.may_commit and session.orphaned:
                 # A publisher that was lost after its order to commit has left a verified set.
                 # From there it only goes forward, and this is the first moment between two steps.
                 self.commit(wait_s=0.0)
-            self._join(invitation)
+            if not session.connected:
+                # The publishers that were joined before are lost: this one takes their place.
+                self.leave()
+            if self._joined.get(address) != invitation:
+                self._leave(address)
+                session.join(address, token=invitation.token, host=invitation.host)
+                self._joined[address] = invitation
         except Exception as refused:
             error = str(refused)
             logger.error("cannot join the publisher: %s", error)  # noqa: TRY400  # said in full
         state = self.outcome.state if self.session is None else self.session.state
         self.outcome = replace(self.outcome, state=state, error=error)
 
-    def _join(self, invitation: Invitation) -> None:
-        if self.session is None:
-            self.session = self._open(invitation.instance)
-        elif not self.session.connected:
-            # The publishers that were joined before are lost: this one takes their place.
-            self.leave()
-        if self._joined.get(invitation.address) == invitation:
-            return
-        self._leave(invitation.address)
-        self.session.join(invitation.address, token=invitation.token, host=invitation.host)
-        self._joined[invitation.address] = invitation
-
     def _open(self, instance: str | None) -> WorkerSession:
         cast = os.environ.get(CAST_VARIABLE) or "0"
         if cast not in ("0", "1"):
             raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
-        session = WorkerSession(
+        self.session = session = WorkerSession(
             self._target,
             cast=cast == "1",
             engines={self._engine},
@@ -139,7 +135,7 @@ class Member:
             applied = touched = session.commit_pending(wait_s if session.connected else 0.0)
         except Exception as failed:
             touched, error = True, str(failed)
-            logger.error("%s", error)  # noqa: TRY400  # the session has said what to know of it
+            logger.error("%s", error)  # noqa: TRY400  # the session has logged the rest
         else:
             if applied:
                 logger.info("committed %r (%s)", session.version, session.fingerprint)

@@ -1,4 +1,4 @@
-"""What vLLM's calls carry: a publisher's invitation to the workers, and back what came of a call.
+"""Messages in vLLM's calls: a publisher's invitation to the workers, and their outcomes.
 
 vLLM's routes return nothing, and an exception in one rank leaves the answers of the other ranks in
 the executor's queues, where the next call takes them for its own. So a worker never raises: it
@@ -34,7 +34,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call in one rank."""
+    """Outcome of a call in one rank."""
 
     applied: bool = False
     """Whether the model consists of another version now."""
@@ -43,9 +43,9 @@ class Outcome:
     state: str = "fresh"
     """The session's."""
     version: str | None = None
-    """Label of what the model consists of."""
+    """Label of the weights that the model has."""
     error: str | None = None
-    """Why the call did not do what was asked."""
+    """Why the call failed."""
 
 
 def read_invitation(init_info: Any) -> Invitation:

@@ -1,4 +1,4 @@
-"""What to write in vLLM to get a backend of wtransfer: for ``wtransfer plugins show``."""
+"""Tell how a backend of wtransfer is configured in vLLM, for ``wtransfer plugins show``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which name KV cache has for the weights that vLLM has loaded, before a publisher sends others.
+"""Name KV cache by the checkpoint that vLLM has loaded, until a publisher sends other weights.
 
 A worker that has loaded a checkpoint from disk names its KV cache by the fingerprint that a push of
 that checkpoint would have. So instances that have loaded equal weights share it, a restarted one
@@ -125,11 +125,11 @@ class Known(msgspec.Struct, frozen=True):
     """The file of the cache."""
 
     format: Literal["wtransfer-fingerprint/1"]
-    """Says what this is, and how to read it."""
+    """Name and version of this format."""
     folder: str
     """The checkpoint's."""
     files: list[FileState]
-    """Of what the fingerprint was worked out."""
+    """The files that were digested."""
     fingerprint: Digest
     """Identity of the weights, as a push of the checkpoint has it."""
 
@@ -148,7 +148,7 @@ class CheckpointFiles:
         self.folder = Path(os.path.realpath(folder))
         """Where they are, without links."""
         self.states = self._look()
-        """What they are like, by name."""
+        """Their states, by name."""
 
     def _look(self) -> list[FileState]:
         index = self.folder / INDEX_NAME
