@@ -100,13 +100,14 @@ def _has_our_engine(core: Any) -> bool:
 # -- called in each worker, by the engine core
 
 
-def _member_of(worker: Any) -> Any:
+def member_of(worker: Any) -> Any:
+    """Return a worker's `Member`; None if its weight engine is not one of wtransfer."""
     return getattr(getattr(worker, "weight_transfer_engine", None), "member", None)
 
 
 def outcome_of(worker: Any) -> dict[str, Any]:
     """Return the outcome of the last call, and whether a verified update waits for a commit."""
-    member = _member_of(worker)
+    member = member_of(worker)
     if member is None:
         outcome = Outcome(error="this worker has no engine of wtransfer")
         return asdict(outcome) | {"pending": False}
@@ -123,7 +124,7 @@ def replaced_weights(worker: Any, why: str) -> None:
 
 def commit_pending(worker: Any) -> None:
     """Commit an update that was ordered while the weights had no memory."""
-    member = _member_of(worker)
+    member = member_of(worker)
     if member is not None:
         member.commit()
 

@@ -30,6 +30,7 @@ from wtransfer.transport.files import Folder, FolderLock, storage_errors, tempor
 from wtransfer.weights import process_weights
 
 from wtransfer_vllm.checkpoint import FileState, checkpoint_folder, file_states
+from wtransfer_vllm.engine_core import member_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +116,7 @@ def weights_were_replaced(worker: Any, why: str) -> None:
         worker: vLLM's own.
         why: What became of the weights, for people.
     """
-    member = getattr(getattr(worker, "weight_transfer_engine", None), "member", None)
+    member = member_of(worker)
     if member is not None:
         member.lose_weights(why)
     process_weights.weights_replaced(worker.vllm_config.model_config)
