@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE / "live")]
 
 IS_INSTALLED = importlib.util.find_spec("wtransfer_vllm") is not None
 # Without the plug-in there is nothing to test; `test_installed.py` says so.
-collect_ignore_glob = [] if IS_INSTALLED else ["test_[!i]*.py", "test_invitation.py"]
+collect_ignore_glob = [] if IS_INSTALLED else ["test_[!i]*.py"]
 
 
 def pytest_collection_modifyitems(items):

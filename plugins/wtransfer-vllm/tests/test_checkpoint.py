@@ -1,3 +1,5 @@
+import os
+import time
 import types
 
 import pytest
@@ -25,48 +27,60 @@ def write(folder, tensors):
     return folder
 
 
-def test_the_schema_is_what_the_headers_say(tmp_path):
+def test_schema_equals_the_file_headers(tmp_path):
     tensors = tiny_models.weights(1)
     schema = find_checkpoint(config_of(write(tmp_path / "A", tensors))).schema()
     assert schema == {n: TensorSpec(t.dtype, tuple(t.shape)) for n, t in tensors.items()}
 
 
-def test_the_tensors_are_the_files(tmp_path):
+def test_tensors_equal_the_files(tmp_path):
     tensors = tiny_models.weights(1)
-    found = find_checkpoint(config_of(write(tmp_path / "A", tensors))).tensors()
+    found = find_checkpoint(config_of(write(tmp_path / "A", tensors)))
     assert len(found) == len(tensors)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "gguf", "sharded_state"])
-def test_what_was_not_loaded_from_safetensors_has_no_checkpoint(tmp_path, load_format):
+def test_model_not_loaded_from_safetensors_has_no_checkpoint(tmp_path, load_format):
     folder = write(tmp_path / "A", tiny_models.weights(1))
     assert find_checkpoint(config_of(folder, load_format)) is None
 
 
-def test_a_folder_without_safetensors_has_no_checkpoint(tmp_path):
+def test_folder_without_safetensors_has_no_checkpoint(tmp_path):
     assert find_checkpoint(config_of(tmp_path)) is None
 
 
-def test_a_checkpoint_that_was_replaced_is_no_way_back(tmp_path):
+def replaced(file, other):
+    other.rename(file)
+
+
+def overwritten(file, other):
+    """Write other bytes of the same size in place, and set the time of change back."""
+    before = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(other.read_bytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def removed(file, _other):
+    file.unlink()
+
+
+@pytest.mark.parametrize("change", [replaced, overwritten, removed])
+def test_changed_checkpoint_is_detected_and_refuses_to_be_read(tmp_path, change):
     folder = write(tmp_path / "A", tiny_models.weights(1))
     checkpoint = Checkpoint(folder)
-    save_file(tiny_models.weights(2), folder / "new")
-    (folder / "new").rename(folder / "model.safetensors")
-    assert checkpoint.tensors() is None
-
-
-def test_a_checkpoint_that_was_overwritten_after_it_was_captured_refuses_to_be_read(tmp_path):
-    folder = write(tmp_path / "A", tiny_models.weights(1))
-    captured = Checkpoint(folder).tensors()
-    bytes_of_b = write(tmp_path / "B", tiny_models.weights(2)) / "model.safetensors"
-    (folder / "model.safetensors").write_bytes(bytes_of_b.read_bytes())
+    assert checkpoint.unchanged()
+    time.sleep(0.02)  # the kernel's clock for files has ticks
+    other = write(tmp_path / "B", tiny_models.weights(2))
+    change(folder / "model.safetensors", other / "model.safetensors")
+    assert not checkpoint.unchanged()
     with pytest.raises(SourceError, match="was overwritten since"):
-        dict(captured)
+        dict(checkpoint)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_head_that_is_the_embedding_is_covered_by_either(tmp_path, tied):
+def test_tied_head_is_covered_by_either_name(tmp_path, tied):
     folder = write(tmp_path / "A", tiny_models.weights(1, tied=True))
     schema = find_checkpoint(config_of(folder), tied=tied).schema()
     assert ("lm_head.weight" in schema) is not tied

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from wtransfer_vllm import names
+from wtransfer_vllm.plugin import is_ours, remember
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 
@@ -99,9 +99,9 @@ def adapter(tmp_path, monkeypatch):
     """Maker of one side of the adapter over the scripted connector."""
     monkeypatch.setattr(Scripted, "answers", {"matched": (0, False), "stays": False})
     monkeypatch.setenv("WTRANSFER_CACHE", str(tmp_path))
-    if not names.is_ours("connectors", "scripted"):
+    if not is_ours("connectors", "scripted"):
         registry("connectors").register("scripted", Scripted)
-        names.remember("connectors", "scripted", "scripted")
+        remember("connectors", "scripted", "scripted")
         KVConnectorFactory.register_connector("scripted", "wtransfer_vllm.connector", "scripted")
     config = bag(
         kv_transfer_config=KVTransferConfig(kv_connector="scripted", kv_role="kv_both"),
@@ -155,7 +155,7 @@ def step(worker, metadata, *, forward=True, finished=()):
     return results, errors
 
 
-def test_a_step_over_blocks_that_could_not_be_loaded_is_not_saved(adapter):
+def test_step_over_failed_loads_is_not_saved(adapter):
     (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers["matched"] = (16, False)
     metadata = plan(scheduler, name="sync", ids=(2, 3), num_tokens=16)
@@ -165,7 +165,7 @@ def test_a_step_over_blocks_that_could_not_be_loaded_is_not_saved(adapter):
     assert "saved" not in inner.calls
 
 
-def test_a_failed_load_of_a_request_that_waits_does_not_keep_others_from_being_saved(adapter):
+def test_failed_asynchronous_load_does_not_prevent_saving(adapter):
     (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers["matched"] = (16, True)
     metadata = plan(scheduler, name="waiting", ids=(2, 3), num_tokens=16)
@@ -178,7 +178,7 @@ def test_a_failed_load_of_a_request_that_waits_does_not_keep_others_from_being_s
     assert (errors, inner.calls.count("saved")) == (set(), 2)
 
 
-def test_loads_of_every_layer_end_where_no_forward_pass_waits_for_them(adapter):
+def test_layer_loads_are_awaited_without_a_forward_pass(adapter):
     (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
     step(worker, plan(scheduler), forward=False)
     assert inner.calls == ["load", "saved", "wait layer.0", "wait layer.1"]
@@ -190,7 +190,7 @@ def test_loads_of_every_layer_end_where_no_forward_pass_waits_for_them(adapter):
     ]
 
 
-def test_with_speculative_decoding_saves_come_before_what_is_asked_and_once(adapter):
+def test_deferred_save_precedes_get_finished_and_happens_once(adapter):
     (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER")
     worker.bind_connector_metadata(plan(scheduler))
     worker.start_load_kv(None)
@@ -203,7 +203,7 @@ def test_with_speculative_decoding_saves_come_before_what_is_asked_and_once(adap
     assert inner.calls.count("saved") == 1
 
 
-def test_a_step_planned_before_a_failed_load_was_heard_of_is_not_saved_either(adapter):
+def test_step_planned_before_a_failed_load_was_reported_is_not_saved(adapter):
     (scheduler, _), (worker, inner) = adapter("SCHEDULER"), adapter("WORKER", batches=2)
     Scripted.answers["matched"] = (16, False)
     metadata = plan(scheduler, name="sync", ids=(2, 3), num_tokens=16)
@@ -215,18 +215,18 @@ def test_a_step_planned_before_a_failed_load_was_heard_of_is_not_saved_either(ad
     assert "saved" in inner.calls
 
 
-def test_layers_of_a_draft_model_are_refused_where_they_would_be_saved_one_by_one(adapter):
+def test_draft_model_is_refused_under_a_layerwise_connector(adapter):
     with pytest.raises(ConnectorOptionError, match="saves KV layer by layer, and the draft model"):
         adapter("WORKER", draft=bag(draft_model_config=bag()))
     adapter("WORKER", draft=bag(draft_model_config=None))
 
 
-def test_a_pause_of_vllm_empties_no_store(adapter):
+def test_reset_cache_keeps_stored_kv(adapter):
     side, _ = adapter("SCHEDULER")
     assert side.reset_cache() is None
 
 
-def test_an_identity_that_is_used_again_is_not_received_by_a_word_of_before(adapter):
+def test_early_report_does_not_end_a_reused_request_id(adapter):
     (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers["finished"] = (None, {"again"})
     step(worker, plan(scheduler))
@@ -235,14 +235,14 @@ def test_an_identity_that_is_used_again_is_not_received_by_a_word_of_before(adap
     assert results.finished_recving == set()
 
 
-def test_a_request_that_vllm_does_not_wait_for_is_not_named(adapter):
+def test_unawaited_request_is_not_reported(adapter):
     (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers["finished"] = ({"never heard of"}, {"nor of this"})
     results, _ = step(worker, plan(scheduler), finished={"never heard of"})
     assert (results.finished_sending, results.finished_recving) == (set(), set())
 
 
-def test_a_request_that_stays_is_named_once_however_often_the_connector_names_it(adapter):
+def test_finished_request_is_reported_once(adapter):
     (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers["stays"] = True
     assert scheduler.request_finished(request("one"), [1]) == (True, None)
@@ -254,7 +254,7 @@ def test_a_request_that_stays_is_named_once_however_often_the_connector_names_it
     assert (results.finished_sending, results.finished_recving) == (set(), set())
 
 
-def test_a_request_named_in_the_step_after_which_it_ends_is_named_when_it_is_known_to_stay(adapter):
+def test_early_report_is_kept_until_the_request_has_ended(adapter):
     (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers["finished"] = ({"early", "freed"}, None)
     results, _ = step(worker, plan(scheduler))
@@ -269,7 +269,7 @@ def test_a_request_named_in_the_step_after_which_it_ends_is_named_when_it_is_kno
 
 
 @pytest.mark.parametrize("named_as", [0, 1], ids=["sent", "received"])
-def test_a_request_that_ends_while_it_is_loaded_is_named_as_received_and_once(adapter, named_as):
+def test_request_aborted_during_its_load_is_reported_as_received_once(adapter, named_as):
     (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers |= {"matched": (16, True), "stays": True}
     step(worker, plan(scheduler, name="aborted", ids=(1, 2), num_tokens=16))
@@ -284,7 +284,7 @@ def test_a_request_that_ends_while_it_is_loaded_is_named_as_received_and_once(ad
     assert (results.finished_sending, results.finished_recving) == (set(), set())
 
 
-def test_models_whose_cache_cannot_be_moved_are_refused_in_a_sentence(adapter):
+def test_unsupported_kv_caches_are_refused(adapter):
     with pytest.raises(ConnectorOptionError, match=r"2 groups of layers \(a hybrid model\)"):
         adapter("SCHEDULER", cache_config(num_groups=2))
     window = SlidingWindowSpec(
@@ -299,20 +299,20 @@ def test_models_whose_cache_cannot_be_moved_are_refused_in_a_sentence(adapter):
         adapter("WORKER", cache_config(blocks_of_32))
 
 
-def test_a_cache_whose_first_dimension_does_not_count_blocks_is_refused(adapter):
+def test_cache_whose_first_dimension_is_not_blocks_is_refused(adapter):
     worker, _ = adapter("WORKER")
     with pytest.raises(ConnectorOptionError, match=r"layer 'x' has shape \(2, 4, 16\)"):
         worker.register_kv_caches({"x": torch.zeros(2, 4, 16)})
 
 
-def test_the_connector_sees_its_own_name_and_the_shape_of_the_cache(adapter):
+def test_connector_gets_its_own_name_and_the_cache_shape(adapter):
     _, inner = adapter("WORKER")
     assert inner.config.kv_transfer_config.kv_connector == "scripted"
     shape = inner.kv_cache_config
     assert (shape.num_blocks, shape.block_size, shape.bytes_per_block) == (4, 16, 2048)
 
 
-def test_statistics_add_up_over_ranks_and_intervals_and_gauges_do_not(adapter, monkeypatch):
+def test_counters_add_up_over_ranks_and_intervals_and_gauges_do_not(adapter, monkeypatch):
     (worker, _), (other, _) = adapter("WORKER"), adapter("WORKER")
     monkeypatch.setattr("wtransfer_vllm.kv_stats.INTERVAL_S", 0.0)
     build = type(worker).build_kv_connector_stats
@@ -334,7 +334,7 @@ def test_statistics_add_up_over_ranks_and_intervals_and_gauges_do_not(adapter, m
     assert not together.is_empty()
 
 
-def test_what_vllm_asks_before_it_makes_anything(adapter):
+def test_class_level_answers_of_the_adapter(adapter):
     side, _ = adapter("SCHEDULER")
     cls = type(side)
     assert (cls.__name__, cls.__module__) == ("scripted", "wtransfer_vllm.connector")
@@ -368,7 +368,7 @@ LEFT = {
 """Of vLLM's base class, what the adapter leaves as it is, and why."""
 
 
-def test_every_method_of_vllms_connectors_is_passed_on_or_left_for_a_reason(adapter):
+def test_every_method_of_vllms_base_class_is_adapted_or_left_for_a_reason(adapter):
     side, _ = adapter("SCHEDULER")
     adapted = type(side).__mro__[1]
     base = adapted.__mro__[1]

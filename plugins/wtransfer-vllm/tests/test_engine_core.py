@@ -5,10 +5,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from wtransfer_vllm import names
-from wtransfer_vllm.engine_core import watch
-from wtransfer_vllm.generation import CURRENT, SEED
-from wtransfer_vllm.outcome import Outcome
+from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
+from wtransfer_vllm.messages import Outcome
+from wtransfer_vllm.plugin import remember
 
 bag = types.SimpleNamespace
 
@@ -22,9 +21,7 @@ class Worker:
 
     def __init__(self):
         self.called, self.lost = [], []
-        member = bag(
-            outcome=Outcome(), lose_weights=self._lose, has_left=False, commit=self._commit
-        )
+        member = bag(outcome=Outcome(), lose_weights=self._lose, pending=False, commit=self._commit)
         self.weight_transfer_engine = bag(member=member)
         self.vllm_config = bag(model_config=Model())
 
@@ -125,30 +122,34 @@ def finish(core):
     core.collective_rpc("finish_weight_update")
 
 
+def commit(core, workers):
+    for worker in workers:
+        worker.will(applied=True, touched=True, state="serving", version="b")
+    finish(core)
+
+
 def names_of(worker):
     return [name for name, _ in worker.called]
 
 
 @pytest.fixture
 def make():
-    names.remember("engines", "shm", "shm")
-    names.remember("connectors", "ours", "ours")
+    remember("engines", "shm", "shm")
+    remember("connectors", "ours", "ours")
 
-    def make_core(generation=CURRENT, **options):
+    def make_core(commits_in=FINISH, **options):
         core_class = type("Core", (Core,), {})
-        watch(core_class, generation)
-        watch(core_class, generation)
+        watch(core_class, commits_in)
+        watch(core_class, commits_in)
         core = core_class(**options)
         return core, core.model_executor.workers
 
     return make_core
 
 
-def test_a_commit_of_all_ranks_resets_every_cache_and_sets_the_label(make):
+def test_commit_of_all_ranks_resets_every_cache_and_sets_the_label(make):
     core, workers = make()
-    for worker in workers:
-        worker.will(applied=True, touched=True, state="serving", version="b")
-    finish(core)
+    commit(core, workers)
     assert core.resets == [("prefix", True, False), "encoder"]
     assert core.label == "b"
     for worker in workers:
@@ -175,7 +176,7 @@ def test_nothing_committed_is_an_error_and_leaves_caches_and_label(make):
 
 
 @pytest.mark.parametrize("refused", [False, RuntimeError("blocks are in use")], ids=str)
-def test_a_cache_that_cannot_be_reset_is_not_read_until_it_can(make, refused):
+def test_cache_that_cannot_be_reset_is_not_read_until_it_can(make, refused):
     core, workers = make()
 
     def refuse():
@@ -184,9 +185,7 @@ def test_a_cache_that_cannot_be_reset_is_not_read_until_it_can(make, refused):
         raise refused
 
     core.prefix_reset = refuse
-    for worker in workers:
-        worker.will(applied=True, touched=True, state="serving", version="b")
-    finish(core)
+    commit(core, workers)
     assert core.scheduler.kv_cache_manager.enable_caching is False
     assert core.label == "b"
     core.prefix_reset = lambda: True
@@ -195,7 +194,7 @@ def test_a_cache_that_cannot_be_reset_is_not_read_until_it_can(make, refused):
 
 
 @pytest.mark.parametrize("silent", [None, False, OSError("the store is gone")], ids=repr)
-def test_a_connector_that_does_not_say_that_it_forgot_is_not_asked_until_it_does(make, silent):
+def test_silent_connector_is_suspended_until_it_confirms_a_reset(make, silent):
     core, workers = make()
     connector = core.scheduler.connector = Connector(silent)
     for forgets, found in ((silent, (0, False)), (True, (16, True))):
@@ -207,12 +206,10 @@ def test_a_connector_that_does_not_say_that_it_forgot_is_not_asked_until_it_does
         assert core.label == "b"
 
 
-def test_a_cache_that_was_never_on_stays_off(make):
+def test_disabled_prefix_cache_stays_disabled(make):
     core, workers = make()
     core.scheduler.kv_cache_manager.enable_caching = False
-    for worker in workers:
-        worker.will(applied=True, touched=True, state="serving", version="b")
-    finish(core)
+    commit(core, workers)
     assert core.scheduler.kv_cache_manager.enable_caching is False
 
 
@@ -230,7 +227,7 @@ def test_weights_without_memory_are_not_written_to(make):
     assert [names_of(worker) for worker in workers] == [["start_weight_update"]] * 2
 
 
-def test_who_joins_in_sleep_commits_nothing_that_was_left(make):
+def test_join_in_sleep_commits_no_orphaned_update(make):
     core, workers = make()
     core.model_executor.sleeping_tags = {"weights"}
     invitation = {"wtransfer": {"address": "unix:@x"}}
@@ -238,7 +235,7 @@ def test_who_joins_in_sleep_commits_nothing_that_was_left(make):
     assert workers[0].called[0][1]["init_info"]["wtransfer"]["may_commit"] is False
 
 
-def test_an_update_that_nobody_ended_is_ended_by_the_next_start(make):
+def test_next_start_ends_an_abandoned_update(make):
     core, workers = make()
     core.collective_rpc("start_weight_update")
     for worker in workers:
@@ -253,7 +250,7 @@ def test_an_update_that_nobody_ended_is_ended_by_the_next_start(make):
     assert (core.label, core.resets) == ("b", [("prefix", True, False), "encoder"])
 
 
-def test_a_worker_is_not_left_with_a_started_update_when_it_is_shut_down(make):
+def test_shutdown_ends_a_started_update(make):
     core, workers = make()
     core.collective_rpc("start_weight_update")
     core.collective_rpc("shutdown_weight_transfer_engine")
@@ -271,14 +268,14 @@ def test_a_worker_is_not_left_with_a_started_update_when_it_is_shut_down(make):
         ("start_draft_weight_update", "does not update draft models"),
     ],
 )
-def test_what_every_worker_would_raise_is_raised_before_any_is_called(make, method, words):
+def test_invalid_call_is_refused_before_any_worker_is_called(make, method, words):
     core, workers = make()
     with pytest.raises(RuntimeError, match=words):
         core.collective_rpc(method)
     assert [names_of(worker) for worker in workers] == [[], []]
 
 
-def test_ranks_are_told_the_same_instance_and_replicas_another(make):
+def test_ranks_share_an_instance_and_replicas_do_not(make):
     invitation = {"wtransfer": {"address": "unix:@x", "token": "t"}}
     expected = {"address": "unix:@x", "token": "t", "may_commit": True}
     named = []
@@ -292,7 +289,7 @@ def test_ranks_are_told_the_same_instance_and_replicas_another(make):
     assert len(set(named)) == 2
 
 
-def test_what_is_not_ours_reaches_no_worker(make):
+def test_foreign_init_and_update_reach_no_worker(make):
     core, workers = make()
     with pytest.raises(ValueError, match="names no publisher"):
         core.collective_rpc("init_weight_transfer_engine", None, ({"master_port": 1},))
@@ -312,11 +309,11 @@ def test_sleep_at_level_2_empties_the_label_and_level_1_keeps_it(make):
     assert core.resets[-1] == "sleep 2 abort"
 
 
-def test_what_was_ordered_in_sleep_is_committed_as_soon_as_there_is_memory(make):
+def test_update_ordered_in_sleep_is_committed_on_wake_up(make):
     core, workers = make()
     core.sleep(2)
     for worker in workers:
-        worker.weight_transfer_engine.member.has_left = True
+        worker.weight_transfer_engine.member.pending = True
     assert core.wake_up(["kv_cache"]) is False
     assert (core.label, [names_of(worker) for worker in workers]) == ("empty", [[], []])
     for worker in workers:
@@ -325,14 +322,14 @@ def test_what_was_ordered_in_sleep_is_committed_as_soon_as_there_is_memory(make)
     assert (core.label, [names_of(worker) for worker in workers]) == ("b", [["commit"]] * 2)
 
 
-def test_who_was_not_asleep_or_has_nothing_left_commits_nothing_when_woken(make):
+def test_wake_up_without_a_pending_update_commits_nothing(make):
     core, workers = make()
     core.sleep(2)
     core.wake_up()
     assert core.label == "empty"
     # Publishers hear of it again: now they can be of help.
     assert workers[0].lost == ["asleep at level 2", "awake without weights"]
-    workers[0].weight_transfer_engine.member.has_left = True
+    workers[0].weight_transfer_engine.member.pending = True
     core.wake_up()
     assert [names_of(worker) for worker in workers] == [[], []]
     assert len(workers[0].lost) == 2
@@ -351,38 +348,36 @@ def test_nothing_is_committed_between_the_order_to_sleep_and_the_sleep(make):
     assert [names_of(worker) for worker in workers] == [["start_weight_update"]] * 2
 
 
-def test_in_the_seed_era_a_commit_is_an_update(make):
-    core, workers = make(SEED)
+def test_seed_era_commits_in_update_weights(make):
+    core, workers = make(UPDATE)
     for worker in workers:
         worker.will(applied=True, touched=True, state="serving", version="b")
     core.collective_rpc("update_weights", None, (), {"update_info": {"is_checkpoint_format": True}})
     assert (core.label, core.resets) == ("b", [("prefix", True, False), "encoder"])
 
 
-def test_in_the_seed_era_nothing_is_committed_but_in_an_update(make):
-    core, workers = make(SEED)
+def test_seed_era_commits_in_no_other_call(make):
+    core, workers = make(UPDATE)
     invitation = {"wtransfer": {"address": "unix:@x"}}
     core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
     assert workers[0].called[0][1]["init_info"]["wtransfer"]["may_commit"] is False
-    workers[0].weight_transfer_engine.member.has_left = True
+    workers[0].weight_transfer_engine.member.pending = True
     core.sleep(2)
     core.wake_up()
     assert names_of(workers[0]) == ["init_weight_transfer_engine"]
 
 
-def test_a_label_that_a_caller_gives_does_not_name_other_weights(make):
+def test_label_of_a_caller_does_not_rename_committed_weights(make):
     core, workers = make()
     core.set_weight_version("as it was started")
     assert core.label == "as it was started"
-    for worker in workers:
-        worker.will(applied=True, touched=True, state="serving", version="b")
-    finish(core)
+    commit(core, workers)
     core.set_weight_version("theirs")
     assert core.label == "b"
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "reset_weights"])
-def test_weights_that_are_replaced_are_lost_before_that_can_fail(make, method):
+def test_replaced_weights_are_lost_before_the_call_can_fail(make, method):
     core, workers = make()
     core.model_executor.fails_in = method
     with pytest.raises(OSError, match="half way"):
@@ -428,13 +423,7 @@ def serve(make, monkeypatch):
     return make_core
 
 
-def commit(core, workers):
-    for worker in workers:
-        worker.will(applied=True, touched=True, state="serving", version="b")
-    finish(core)
-
-
-def test_a_connector_of_ours_hears_of_the_weights_before_vllm_forgets_and_is_asked_on(serve):
+def test_connector_is_told_of_new_weights_before_vllm_resets_its_cache(serve):
     core, workers = serve()
     known_at_reset = []
     core.prefix_reset = lambda: known_at_reset.append(len(core.scheduler.connector.told)) or True
@@ -445,7 +434,7 @@ def test_a_connector_of_ours_hears_of_the_weights_before_vllm_forgets_and_is_ask
     assert core.scheduler.connector.get_num_new_matched_tokens(object(), 0) == (16, True)
 
 
-def test_a_connector_that_cannot_be_told_is_not_asked_until_it_can(serve):
+def test_connector_that_cannot_be_told_is_suspended_until_it_can(serve):
     core, workers = serve()
     connector = core.scheduler.connector
     connector.deaf = True
@@ -456,7 +445,7 @@ def test_a_connector_that_cannot_be_told_is_not_asked_until_it_can(serve):
     assert connector.get_num_new_matched_tokens(object(), 0) == (16, True)
 
 
-def test_a_connector_by_module_path_is_none_of_ours_whatever_its_name(serve):
+def test_connector_by_module_path_is_foreign_whatever_its_name(serve):
     core, workers = serve()
     core.vllm_config.kv_transfer_config.kv_connector_module_path = "somebody.elses"
     commit(core, workers)
@@ -464,7 +453,7 @@ def test_a_connector_by_module_path_is_none_of_ours_whatever_its_name(serve):
     assert core.scheduler.connector.get_num_new_matched_tokens(object(), 0) == (0, False)
 
 
-def test_the_children_of_vllms_multi_connector_are_asked_one_by_one(make):
+def test_sub_connectors_of_vllms_multi_connector_are_reset_one_by_one(make):
     core, workers = make()
     core.scheduler.connector = multi = Connector(forgets=True)
     multi.sub_connectors = [Connector(forgets=True), Connector(forgets=None)]
@@ -475,7 +464,7 @@ def test_the_children_of_vllms_multi_connector_are_asked_one_by_one(make):
     assert multi.get_num_new_matched_tokens(object(), 0) == (16, True)
 
 
-def test_who_joins_may_name_the_weights_anew_so_the_connector_is_told(serve):
+def test_connector_is_told_of_the_weights_after_a_join(serve):
     core, _ = serve()
     invitation = {"wtransfer": {"address": "unix:@x"}}
     core.collective_rpc("init_weight_transfer_engine", None, (), {"init_info": invitation})
@@ -483,7 +472,7 @@ def test_who_joins_may_name_the_weights_anew_so_the_connector_is_told(serve):
     assert core.resets == []
 
 
-def test_requests_that_wait_for_kv_start_over_and_others_are_left_alone(serve):
+def test_requests_that_wait_for_kv_start_over(serve):
     core, workers = serve()
     statuses = ("WAITING_FOR_REMOTE_KVS", "RUNNING", "WAITING")
     core.scheduler.requests = {
@@ -496,7 +485,7 @@ def test_requests_that_wait_for_kv_start_over_and_others_are_left_alone(serve):
     assert left == {"WAITING_FOR_REMOTE_KVS": 0, "RUNNING": 64, "WAITING": 64}
 
 
-def test_blocks_that_are_held_lose_their_hashes_and_prefix_caching_stays_on(serve):
+def test_held_blocks_lose_their_hashes_and_prefix_caching_stays_on(serve):
     core, workers = serve()
     evicted = []
     manager = core.scheduler.kv_cache_manager
@@ -511,7 +500,7 @@ def test_blocks_that_are_held_lose_their_hashes_and_prefix_caching_stays_on(serv
 
 
 @pytest.mark.parametrize("config", [None, bag(backend="nccl")], ids=["no backend", "another"])
-def test_weights_that_another_backend_writes_rename_kv_before_and_after(serve, config):
+def test_update_of_another_backend_renames_kv_before_and_after(serve, config):
     core, workers = serve()
     core.vllm_config.weight_transfer_config = config
     for method in ("start_weight_update", "update_weights"):
@@ -535,7 +524,7 @@ def test_weights_that_another_backend_writes_rename_kv_before_and_after(serve, c
     assert core.label == "theirs"
 
 
-def test_weights_that_are_reloaded_half_way_are_renamed_all_the_same(serve):
+def test_failed_reload_renames_kv(serve):
     core, workers = serve()
     core.vllm_config.weight_transfer_config = None
     core.model_executor.fails_in = "reload_weights"
@@ -545,7 +534,7 @@ def test_weights_that_are_reloaded_half_way_are_renamed_all_the_same(serve):
     assert core.resets == [("prefix", True, False), "encoder"]
 
 
-def test_the_pause_of_a_commit_is_logged_when_the_next_tokens_are_there(make, caplog):
+def test_pause_of_a_commit_is_logged_with_the_next_tokens(make, caplog):
     core, workers = make()
     core.scheduler.running = [object(), object()]
     results = iter([({}, True), ({0: "tokens"}, True), ({0: "more"}, True)])

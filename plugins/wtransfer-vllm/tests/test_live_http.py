@@ -125,7 +125,7 @@ def gaps_of_streams(server, running, since, until):
     return gaps
 
 
-def test_the_servers_own_words_reach_who_sends_another_trainers_init(server):
+def test_foreign_init_gets_the_workers_error(server):
     with pytest.raises(RemoteError, match="names no publisher of wtransfer"):
         HttpClient(server.url).init_weight_transfer_engine({"master_address": "127.0.0.1"})
 

@@ -222,7 +222,7 @@ def test_a_trainer_that_ends_in_mid_round_does_not_stop_generation(
     engine.do("shutdown_engine")
 
 
-def test_somebody_elses_update_is_refused_and_changes_nothing(engine, trainer, weights, fresh):
+def test_foreign_update_is_refused_and_changes_nothing(engine, trainer, weights, fresh):
     publisher, held = trainer
     label = engine.do("label")
     engine.do("start")
@@ -382,7 +382,7 @@ def test_a_reload_that_fails_takes_the_label_with_it(engine, trainer, weights, f
     assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["B"], "b")
 
 
-def test_a_label_is_that_of_the_weights_and_not_of_who_calls(engine, trainer, weights, fresh):
+def test_label_is_that_of_the_weights_and_not_of_the_caller(engine, trainer, weights, fresh):
     publisher, held = trainer
     become(held, weights["B"])
     round_ = publisher.publish("b", wait=False)

@@ -99,7 +99,7 @@ def test_a_publisher_takes_an_actor_from_one_version_to_the_next(run, fresh):
     }
 
 
-def test_what_the_actor_raised_reaches_the_publisher_in_its_words(run):
+def test_exception_of_an_actor_reaches_the_publisher(run):
     said = run["refusals"]["foreign"]
     assert said["type"] == "RemoteError"
     assert "ValueError: init_info names no publisher of wtransfer" in said["text"]
@@ -125,5 +125,5 @@ def test_an_actor_that_died_is_named_within_the_deadline(run):
     assert published["type"] in {"PeerLostError", "RoundAbortedError", "NoWorkersError"}
 
 
-def test_nothing_is_left_of_it(run):
+def test_ray_leaves_nothing_behind(run):
     assert run["left"] == []

@@ -62,7 +62,7 @@ def test_asleep_at_level_2_it_is_empty_and_serves_under_no_label(engine, trainer
     engine.do("wake_up")
 
 
-def test_what_the_publisher_brings_again_in_sleep_is_there_when_it_wakes(engine, trainer, fresh):
+def test_version_brought_again_in_sleep_serves_after_wake_up(engine, trainer, fresh):
     publisher, _ = trainer
     fall_asleep(engine)
     until(lambda: [each.state for each in publisher.workers()] == ["pending"])
@@ -114,7 +114,7 @@ def test_sleep_at_level_1_keeps_weights_and_label(engine, trainer, fresh):
 
 
 @pytest.mark.nightly
-def test_without_anybody_to_ask_it_stays_empty(engine, fresh):
+def test_engine_without_publisher_stays_empty(engine, fresh):
     fall_asleep(engine)
     assert engine.do("wake_up") is True
     assert (engine.do("label"), engine.do("session")["state"]) == ("empty", "empty")

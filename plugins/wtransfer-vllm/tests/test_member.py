@@ -9,8 +9,7 @@ import wtransfer
 from engines import await_commit
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
-from wtransfer_vllm.member import Member
-from wtransfer_vllm.place import Place, place_of
+from wtransfer_vllm.member import Member, Place, place_of
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def invite(member, publisher, **more):
 
 
 @pytest.mark.parametrize("may_commit", [True, False])
-def test_what_a_lost_publisher_has_left_is_committed_where_there_is_memory(member, may_commit):
+def test_orphaned_update_is_committed_where_the_weights_have_memory(member, may_commit):
     with wtransfer.Publisher({"w": torch.ones(4)}, deadline_s=1.0) as lost:
         invite(member, lost)
         lost.wait_for_workers(1, timeout_s=20)
@@ -40,7 +39,7 @@ def test_what_a_lost_publisher_has_left_is_committed_where_there_is_memory(membe
         assert member.session.version == ("left" if may_commit else None)
 
 
-def test_a_publisher_that_is_still_there_is_not_left_for_another(member):
+def test_connected_publisher_is_not_left_for_another(member):
     with (
         wtransfer.Publisher({"w": torch.ones(4)}) as first,
         wtransfer.Publisher({"w": torch.zeros(4)}) as second,
@@ -55,7 +54,7 @@ def test_a_publisher_that_is_still_there_is_not_left_for_another(member):
         assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
 
 
-def test_an_order_of_a_publisher_that_is_still_there_waits_for_the_host_s_call(member):
+def test_order_of_a_connected_publisher_waits_for_the_host_call(member):
     with (
         wtransfer.Publisher({"w": torch.ones(4)}) as first,
         wtransfer.Publisher({"w": torch.zeros(4)}) as second,
@@ -64,17 +63,17 @@ def test_an_order_of_a_publisher_that_is_still_there_waits_for_the_host_s_call(m
         first.wait_for_workers(1, timeout_s=20)
         round_ = first.publish("first", wait=False)
         await_commit(round_)
-        until(lambda: member.has_left)
+        until(lambda: member.pending)
         # The engine would not know that its caches belong to other weights.
         invite(member, second)
         assert (member.outcome.applied, member.outcome.error) == (False, None)
-        assert (member.has_left, member.session.version) == (True, None)
+        assert (member.pending, member.session.version) == (True, None)
         member.commit()
         assert (member.outcome.applied, member.outcome.version) == (True, "first")
         assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
 
 
-def test_an_engine_that_the_host_was_not_started_with_is_refused(member, tmp_path):
+def test_engine_that_the_host_was_not_started_with_is_refused(member, tmp_path):
     with wtransfer.Publisher(
         {"w": torch.ones(4)}, engine="file", options={"path": str(tmp_path)}
     ) as other:
@@ -84,12 +83,12 @@ def test_an_engine_that_the_host_was_not_started_with_is_refused(member, tmp_pat
             other.publish("x")
 
 
-def test_who_was_never_invited_has_nothing_to_commit(member):
+def test_commit_without_invitation_is_an_error(member):
     member.commit()
     assert member.outcome.error == "no publisher has asked this worker to join"
 
 
-def test_weights_that_were_lost_are_told_and_brought_again(member):
+def test_lost_weights_are_reported_and_brought_again(member):
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
         publisher.wait_for_workers(1, timeout_s=20)
@@ -101,28 +100,28 @@ def test_weights_that_were_lost_are_told_and_brought_again(member):
         outcome = member.outcome
         assert (outcome.touched, outcome.state, outcome.version) == (True, "empty", None)
         until(lambda: [each.version for each in publisher.workers()] == [None])
-        until(lambda: member.has_left)
+        until(lambda: member.pending)
         member.commit()
         assert (member.outcome.applied, member.outcome.version) == (True, "v")
-        assert not member.has_left
+        assert not member.pending
 
 
-def test_a_set_that_waits_is_still_there_after_the_loss(member):
+def test_pending_update_outlives_the_loss_of_the_weights(member):
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
         publisher.wait_for_workers(1, timeout_s=20)
         round_ = publisher.publish("v", wait=False)
         await_commit(round_)
-        until(lambda: member.has_left)
+        until(lambda: member.pending)
         member.lose_weights("reload_weights was called")
-        assert (member.has_left, member.outcome.state) == (True, "empty")
+        assert (member.pending, member.outcome.state) == (True, "empty")
         member.commit()
         assert [worker.outcome for worker in round_.result(20).workers] == ["committed"]
 
 
-def test_weights_that_were_lost_before_anybody_was_joined_are_not_the_way_back(member):
+def test_weights_lost_before_the_first_join_leave_the_session_empty(member):
     member.lose_weights("reload_weights was called")
-    assert (member.session, member.has_left) == (None, False)
+    assert (member.session, member.pending) == (None, False)
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
         assert (member.outcome.state, member.outcome.error) == ("empty", None)
@@ -130,7 +129,7 @@ def test_weights_that_were_lost_before_anybody_was_joined_are_not_the_way_back(m
         assert [worker.state for worker in publisher.workers()] == ["empty"]
 
 
-def test_who_has_ended_loses_nothing(member):
+def test_lost_weights_of_a_closed_session_are_ignored(member):
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
     member.session.close()
@@ -138,7 +137,7 @@ def test_who_has_ended_loses_nothing(member):
     assert member.outcome.state == "fresh"
 
 
-def test_an_invitation_that_is_taken_back_leaves_that_publisher_and_no_other(member):
+def test_leave_invitation_leaves_that_publisher_only(member):
     with (
         wtransfer.Publisher({"w": torch.ones(4)}) as first,
         wtransfer.Publisher({"w": torch.zeros(4)}) as second,
@@ -153,7 +152,7 @@ def test_an_invitation_that_is_taken_back_leaves_that_publisher_and_no_other(mem
         assert len(first.workers()) == 1
 
 
-def test_whatever_goes_wrong_in_joining_is_noted_and_not_raised(member, monkeypatch):
+def test_failed_join_is_an_outcome_and_not_raised(member, monkeypatch):
     monkeypatch.setattr(wtransfer.WorkerSession, "join", _no_threads)
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
@@ -165,7 +164,7 @@ def _no_threads(*_, **__):
 
 
 @pytest.mark.parametrize(("value", "casts"), [(None, False), ("0", False), ("1", True)])
-def test_the_environment_says_whether_dtypes_may_differ(member, monkeypatch, value, casts):
+def test_environment_allows_other_floating_dtypes(member, monkeypatch, value, casts):
     if value is not None:
         monkeypatch.setenv("WTRANSFER_VLLM_CAST", value)
     with wtransfer.Publisher({"w": torch.ones(4, dtype=torch.float64)}) as publisher:
@@ -181,7 +180,7 @@ def test_the_environment_says_whether_dtypes_may_differ(member, monkeypatch, val
                 publisher.publish("v")
 
 
-def test_a_word_that_is_neither_yes_nor_no_is_refused(member, monkeypatch):
+def test_cast_variable_other_than_0_or_1_is_refused(member, monkeypatch):
     monkeypatch.setenv("WTRANSFER_VLLM_CAST", "maybe")
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher)
@@ -192,7 +191,7 @@ def test_a_word_that_is_neither_yes_nor_no_is_refused(member, monkeypatch):
     ("local_engines_only", "size_local", "host_ranks"),
     [(False, 4, None), (True, 1, 2), (True, 4, 8)],
 )
-def test_only_a_server_of_a_group_of_servers_has_its_ranks_counted_by_its_workers(
+def test_host_ranks_are_known_where_several_servers_are_one_group(
     local_engines_only, size_local, host_ranks
 ):
     config = types.SimpleNamespace(

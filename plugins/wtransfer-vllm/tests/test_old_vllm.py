@@ -78,7 +78,7 @@ def test_its_own_factory_makes_our_engine_under_a_name_that_its_config_takes(run
     assert {"file", "shm"} <= set(run["names"][2:])
 
 
-def test_a_name_that_nobody_has_is_still_refused_by_its_config(run):
+def test_unknown_backend_is_still_refused_by_its_config(run):
     assert "Input should be 'nccl', 'ipc'," in run["unknown"]
     assert "input_value='none'" in run["unknown"]
 

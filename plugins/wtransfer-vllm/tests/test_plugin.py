@@ -1,5 +1,6 @@
 """What vLLM's processes get: names, lazily, once, and never an exception."""
 
+import importlib
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from wtransfer_vllm.plugin import on_import
 
 STANDINS = Path(__file__).parent / "standins"
 
@@ -68,7 +71,7 @@ def test_every_engine_is_registered_once_without_importing_it(python, generation
     assert len(re.findall(rf"DEBUG:.*no weight transfer backend{took}", found["log"])) == 1
 
 
-def test_a_name_of_vllms_own_stays_vllms(python):
+def test_name_of_a_vllm_backend_stays_vllms(python):
     code = """
         import json, sys, types
         from wtransfer.registry.registry import registry
@@ -76,14 +79,14 @@ def test_a_name_of_vllms_own_stays_vllms(python):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
         factory.register_engine("ipc", "vllms", "Own")
         theirs = factory._registry["ipc"]
-        from wtransfer_vllm import names
+        from wtransfer_vllm import plugin
         from wtransfer_vllm.plugin import register
         register()
         print(json.dumps({
             "kept": factory._registry["ipc"] is theirs,
             "ours": sorted(each for each in factory._registry if each.startswith("wtransfer-")),
-            "means": names.our_name("engines", "wtransfer-ipc"),
-            "is_ours": [names.is_ours("engines", each) for each in ("ipc", "wtransfer-ipc")],
+            "means": plugin.our_name("engines", "wtransfer-ipc"),
+            "is_ours": [plugin.is_ours("engines", each) for each in ("ipc", "wtransfer-ipc")],
         }))
     """
     found = python("current", code)
@@ -144,7 +147,7 @@ def test_connectors_and_specs_are_registered_when_vllm_imports_its_factories(pyt
         )
 
 
-def test_vllms_multi_connector_refuses_ours_as_children(python):
+def test_vllms_multi_connector_refuses_sub_connectors_of_wtransfer(python):
     code = """
         import json, types
         from wtransfer_vllm.plugin import register
@@ -172,20 +175,20 @@ def test_vllms_multi_connector_refuses_ours_as_children(python):
     )
 
 
-def test_a_shape_that_is_not_known_is_left_alone_and_said(python):
+def test_unknown_engine_shape_is_reported_and_left_alone(python):
     found = python("other", NAMES)
     assert found["backends"] == ["nccl"]
     assert "does not know" in found["log"]
 
 
-def test_a_setting_that_cannot_be_read_does_not_stop_vllm(python):
+def test_invalid_setting_does_not_stop_vllm(python):
     found = python("current", NAMES, WTRANSFER_PIN="no pin at all")
     assert found["backends"] == ["nccl"]
     assert "vLLM goes on without" in found["log"]
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["core first", "plug-in first"])
-def test_the_engine_core_is_watched_whenever_it_is_imported(python, before):
+def test_engine_core_is_watched_whenever_it_is_imported(python, before):
     code = f"""
         import json, sys
         from wtransfer_vllm.plugin import register
@@ -206,7 +209,7 @@ def test_the_engine_core_is_watched_whenever_it_is_imported(python, before):
     ("generation", "arguments"),
     [("seed", "place"), ("current", "whole, None, model")],
 )
-def test_the_engine_of_each_generation_is_made_and_refuses_an_unknown_publisher_quietly(
+def test_engine_of_each_shape_reports_an_invalid_invitation_without_raising(
     python, generation, arguments, tmp_path
 ):
     code = f"""
@@ -233,3 +236,25 @@ def test_the_engine_of_each_generation_is_made_and_refuses_an_unknown_publisher_
     found = python(generation, code)
     assert found["class"] == {"seed": "SeedEngine", "current": "VllmEngine"}[generation]
     assert found["said"].startswith("init_info names no publisher of wtransfer")
+
+
+def test_callback_runs_once_when_its_module_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "wtv_later.py").write_text("VALUE = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    on_import("wtv_later", lambda module: seen.append(module.VALUE))
+    assert seen == []
+    module = importlib.import_module("wtv_later")
+    assert seen == [3]
+    on_import("wtv_later", lambda module: seen.append(module.VALUE + 1))
+    assert seen == [3, 4]
+    importlib.reload(module)
+    assert seen == [3, 4]
+    del sys.modules["wtv_later"]
+
+
+def test_callback_of_a_missing_module_never_runs(monkeypatch):
+    seen = []
+    on_import("wtv_never", seen.append)
+    assert importlib.util.find_spec("wtv_never") is None
+    assert seen == []

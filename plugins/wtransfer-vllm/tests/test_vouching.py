@@ -23,13 +23,11 @@ from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weights import ProcessWeights
 
-from wtransfer_vllm import fingerprints, vouching
-from wtransfer_vllm import member as member_module
-from wtransfer_vllm.fingerprints import CheckpointFiles
-from wtransfer_vllm.member import Member
-from wtransfer_vllm.place import Place
+from wtransfer_vllm import vouching
+from wtransfer_vllm.checkpoint import FileState
+from wtransfer_vllm.member import Member, Place
 from wtransfer_vllm.target import VllmTarget
-from wtransfer_vllm.vouching import vouch_for_checkpoint, weights_were_replaced
+from wtransfer_vllm.vouching import CheckpointFiles, vouch_for_checkpoint, weights_were_replaced
 
 F1 = "1" * 32
 PATIENCE_S = 20.0
@@ -96,8 +94,8 @@ def reads(monkeypatch):
         found.append(source)
         return describe(source)
 
-    describe = fingerprints.describe
-    monkeypatch.setattr(fingerprints, "describe", noted)
+    describe = vouching.describe
+    monkeypatch.setattr(vouching, "describe", noted)
     return found
 
 
@@ -109,7 +107,7 @@ def process(cache, monkeypatch):
 
 def new_process(monkeypatch):
     made = ProcessWeights()
-    for module in (vouching, member_module, session_module):
+    for module in (vouching, session_module):
         monkeypatch.setattr(module, "process_weights", made)
     return made
 
@@ -139,13 +137,13 @@ def entry(cache):
 # -- which name ------------------------------------------------------------------------------------
 
 
-def test_it_is_the_name_that_an_update_of_equal_weights_gives(vouched, tmp_path):
+def test_vouched_name_equals_that_of_an_update_of_equal_weights(vouched, tmp_path):
     names = [vouched(write(tmp_path / "A", value)) for value in (1.0, 2.0)]
     assert names == [published(weights(1.0)), published(weights(2.0))]
     assert vouched(write(tmp_path / "another place", 1.0)) == names[0]
 
 
-def test_it_is_the_name_that_a_push_of_the_checkpoint_gives(vouched, tmp_path):
+def test_vouched_name_equals_that_of_a_push_of_the_checkpoint(vouched, tmp_path):
     folder = tmp_path / "A"
     folder.mkdir()
     parts = {"one.safetensors": {"a": torch.ones(2)}, "two.safetensors": {"b": torch.zeros(3)}}
@@ -159,7 +157,9 @@ def test_it_is_the_name_that_a_push_of_the_checkpoint_gives(vouched, tmp_path):
         assert vouched(folder) == member.session.fingerprint
 
 
-def test_what_is_stored_is_the_name_before_the_call_returns(vouched, reads, tmp_path, monkeypatch):
+def test_stored_fingerprint_is_the_name_before_the_call_returns(
+    vouched, reads, tmp_path, monkeypatch
+):
     folder = write(tmp_path / "A")
     name = vouched(folder)
     process, config = new_process(monkeypatch), config_of(folder)
@@ -168,14 +168,14 @@ def test_what_is_stored_is_the_name_before_the_call_returns(vouched, reads, tmp_
     assert len(reads) == 1
 
 
-def test_a_folder_that_is_reached_by_a_link_is_the_same(vouched, reads, tmp_path):
+def test_folder_behind_a_link_is_the_same_checkpoint(vouched, reads, tmp_path):
     name = vouched(write(tmp_path / "A"))
     (tmp_path / "link").symlink_to(tmp_path / "A")
     assert vouched(tmp_path / "link") == name
     assert len(reads) == 1
 
 
-def test_until_the_digest_is_known_there_is_no_stamp(process, tmp_path, monkeypatch):
+def test_no_stamp_until_the_digest_is_known(process, tmp_path, monkeypatch):
     go = hold_up(monkeypatch)
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
@@ -187,9 +187,9 @@ def test_until_the_digest_is_known_there_is_no_stamp(process, tmp_path, monkeypa
 
 def hold_up(monkeypatch):
     """Let digests wait; return what lets them go on."""
-    go, describe = threading.Event(), fingerprints.describe
+    go, describe = threading.Event(), vouching.describe
     monkeypatch.setattr(
-        fingerprints, "describe", lambda source: describe(source) if go.wait(PATIENCE_S) else None
+        vouching, "describe", lambda source: describe(source) if go.wait(PATIENCE_S) else None
     )
     return go
 
@@ -211,9 +211,7 @@ def replace(process, config):
 
 
 @pytest.mark.parametrize("meanwhile", [commit, lose, replace])
-def test_what_becomes_of_the_weights_while_they_are_digested_counts(
-    process, tmp_path, monkeypatch, meanwhile
-):
+def test_change_of_the_weights_during_the_digest_wins(process, tmp_path, monkeypatch, meanwhile):
     go = hold_up(monkeypatch)
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
@@ -224,15 +222,15 @@ def test_what_becomes_of_the_weights_while_they_are_digested_counts(
     assert process.stamp().fingerprint == before != published(weights())
 
 
-def test_it_is_read_by_one_of_several_processes_and_all_know_it(tmp_path, cache):
+def test_one_of_several_processes_reads_for_all(tmp_path, cache):
     folder, reads = write(tmp_path / "A"), tmp_path / "reads"
     code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_vouching import config_of, fingerprints, vouch_for_checkpoint
+from test_vouching import config_of, vouching, vouch_for_checkpoint
 from wtransfer.weights import process_weights
 
-describe = fingerprints.describe
+describe = vouching.describe
 
 def noted(source):
     with open({str(reads)!r}, "a") as file:
@@ -240,7 +238,7 @@ def noted(source):
     time.sleep(1.0)
     return describe(source)
 
-fingerprints.describe = noted
+vouching.describe = noted
 config = config_of({str(folder)!r})
 print("ready", flush=True)
 sys.stdin.readline()
@@ -304,7 +302,7 @@ def grow(folder):
 
 @pytest.mark.parametrize("change", [rewrite, rewrite_as_old, put_another_there, grow])
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_checkpoint_with_other_weights_has_another_name(vouched, tmp_path, change, sealed):
+def test_changed_checkpoint_has_another_name(vouched, tmp_path, change, sealed):
     folder = write(tmp_path / "A")
     if sealed:
         seal(folder)
@@ -315,7 +313,7 @@ def test_a_checkpoint_with_other_weights_has_another_name(vouched, tmp_path, cha
     assert vouched(folder) == published(tensors) != before
 
 
-def test_files_that_were_touched_are_read_again(vouched, reads, tmp_path):
+def test_touched_files_are_read_again(vouched, reads, tmp_path):
     folder = write(tmp_path / "A")
     name = vouched(folder)
     os.utime(folder / "model.safetensors")
@@ -323,8 +321,8 @@ def test_files_that_were_touched_are_read_again(vouched, reads, tmp_path):
     assert len(reads) == 2
 
 
-@pytest.mark.parametrize("field", range(5), ids=fingerprints.FileState.__struct_fields__)
-def test_what_was_stored_of_files_that_differ_in_anything_is_void(
+@pytest.mark.parametrize("field", range(5), ids=FileState.__struct_fields__)
+def test_stored_fingerprint_of_files_that_differ_in_any_field_is_void(
     vouched, reads, tmp_path, cache, field
 ):
     folder = write(tmp_path / "A")
@@ -367,7 +365,7 @@ def empty(_known):
 @pytest.mark.parametrize(
     "damage", [of_another_folder, of_fewer_files, of_another_format, with_a_label, cut, empty]
 )
-def test_a_stored_file_that_is_damaged_is_replaced(vouched, reads, tmp_path, cache, damage):
+def test_damaged_cache_entry_is_replaced(vouched, reads, tmp_path, cache, damage):
     folder = write(tmp_path / "A")
     name = vouched(folder)
     entry(cache).write_text(damage(json.loads(entry(cache).read_text())))
@@ -375,7 +373,7 @@ def test_a_stored_file_that_is_damaged_is_replaced(vouched, reads, tmp_path, cac
     assert len(reads) == 2
 
 
-def test_a_link_in_place_of_the_stored_file_is_not_followed(vouched, reads, tmp_path, cache):
+def test_link_in_place_of_the_cache_entry_is_not_followed(vouched, reads, tmp_path, cache):
     folder = write(tmp_path / "A")
     name = vouched(folder)
     planted = tmp_path / "planted"
@@ -386,7 +384,7 @@ def test_a_link_in_place_of_the_stored_file_is_not_followed(vouched, reads, tmp_
     assert not entry(cache).is_symlink()
 
 
-def test_a_sealed_checkpoint_is_not_read(vouched, reads, tmp_path, cache):
+def test_sealed_checkpoint_is_not_read(vouched, reads, tmp_path, cache):
     folder = write(tmp_path / "A")
     written = seal(folder)
     assert vouched(folder) == written.fingerprint == published(weights())
@@ -394,7 +392,7 @@ def test_a_sealed_checkpoint_is_not_read(vouched, reads, tmp_path, cache):
 
 
 @pytest.mark.parametrize("damage", ["{", "[]"])
-def test_a_seal_that_cannot_be_read_says_nothing(vouched, reads, tmp_path, damage):
+def test_unreadable_seal_is_ignored(vouched, reads, tmp_path, damage):
     folder = write(tmp_path / "A")
     seal(folder)
     (folder / "wtransfer.json").write_text(damage)
@@ -402,19 +400,17 @@ def test_a_seal_that_cannot_be_read_says_nothing(vouched, reads, tmp_path, damag
     assert len(reads) == 1
 
 
-def test_a_seal_of_the_same_moment_says_nothing(vouched, reads, tmp_path, monkeypatch):
+def test_seal_of_the_same_clock_tick_is_ignored(vouched, reads, tmp_path, monkeypatch):
     folder = write(tmp_path / "A")
     seal(folder)
-    state_of = fingerprints._state_of
     at = (folder / "wtransfer.json").stat().st_ctime_ns
-    monkeypatch.setattr(
-        fingerprints, "_state_of", lambda file: structs.replace(state_of(file), ctime_ns=at)
-    )
+    look = FileState.of
+    monkeypatch.setattr(FileState, "of", lambda file: structs.replace(look(file), ctime_ns=at))
     assert vouched(folder) == published(weights())
     assert len(reads) == 1
 
 
-def test_a_seal_of_another_size_says_nothing(vouched, tmp_path):
+def test_seal_of_other_tensors_is_ignored(vouched, tmp_path):
     folder, other = write(tmp_path / "A"), write(tmp_path / "B")
     grow(other)
     seal(other)
@@ -425,7 +421,7 @@ def test_a_seal_of_another_size_says_nothing(vouched, tmp_path):
 # -- the cache's folder ----------------------------------------------------------------------------
 
 
-def test_the_cache_is_its_user_s_alone(vouched, tmp_path, cache):
+def test_cache_is_readable_by_its_user_only(vouched, tmp_path, cache):
     umask = os.umask(0)
     try:
         vouched(write(tmp_path / "A"))
@@ -445,9 +441,7 @@ def test_the_cache_is_its_user_s_alone(vouched, tmp_path, cache):
         ({"WTRANSFER_CACHE": "w", "XDG_CACHE_HOME": "x"}, "w"),
     ],
 )
-def test_the_environment_says_where_the_cache_is(
-    vouched, tmp_path, monkeypatch, environment, place
-):
+def test_environment_names_the_cache_folder(vouched, tmp_path, monkeypatch, environment, place):
     for name in ("WTRANSFER_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -478,7 +472,7 @@ def a_link(cache):
 
 
 @pytest.mark.parametrize("spoil", [a_file, a_file_within, open_to_others, a_link])
-def test_without_a_cache_each_process_reads_for_itself(vouched, reads, cache, log, spoil):
+def test_without_a_cache_each_process_reads(vouched, reads, cache, log, spoil):
     spoil(cache)
     folder = write(cache.parent / "A")
     assert [vouched(folder), vouched(folder)] == [published(weights())] * 2
@@ -487,7 +481,7 @@ def test_without_a_cache_each_process_reads_for_itself(vouched, reads, cache, lo
     assert list(cache.parent.rglob("fingerprint.json")) == []
 
 
-def test_another_user_s_folder_is_not_believed(vouched, reads, tmp_path, cache, monkeypatch):
+def test_cache_of_another_user_is_ignored(vouched, reads, tmp_path, cache, monkeypatch):
     folder = write(tmp_path / "A")
     name = vouched(folder)
     entry(cache).write_text(entry(cache).read_text().replace(name, F1))
@@ -496,7 +490,7 @@ def test_another_user_s_folder_is_not_believed(vouched, reads, tmp_path, cache, 
     assert len(reads) == 2
 
 
-def test_a_disk_that_is_full_costs_only_the_storing(vouched, tmp_path, cache, log, monkeypatch):
+def test_full_disk_prevents_only_the_storing(vouched, tmp_path, cache, log, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -508,7 +502,7 @@ def test_a_disk_that_is_full_costs_only_the_storing(vouched, tmp_path, cache, lo
 
 
 @pytest.mark.parametrize("at", ["half of it is written", "it is written", "it is there"])
-def test_a_process_that_is_killed_while_it_stores_leaves_nothing_that_is_believed(
+def test_process_killed_while_storing_leaves_no_valid_entry_of_other_bytes(
     vouched, reads, tmp_path, cache, at
 ):
     folder = write(tmp_path / "A")
@@ -516,7 +510,7 @@ def test_a_process_that_is_killed_while_it_stores_leaves_nothing_that_is_believe
 import os, signal
 from pathlib import Path
 from wtransfer.transport import files
-from wtransfer_vllm.fingerprints import CheckpointFiles
+from wtransfer_vllm.vouching import CheckpointFiles
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -566,7 +560,7 @@ def no_file(folder):
 
 
 @pytest.mark.parametrize("spoil", [two_files, a_consolidated_file_as_well, cut_off, no_file])
-def test_what_cannot_be_known_has_a_name_of_this_process_only(vouched, tmp_path, log, spoil):
+def test_unknown_weights_have_a_local_name(vouched, tmp_path, log, spoil):
     folder = write(tmp_path / "A")
     spoil(folder)
     names = {vouched(folder) for _ in range(2)}
@@ -587,41 +581,39 @@ def test_what_cannot_be_known_has_a_name_of_this_process_only(vouched, tmp_path,
         ),
     ],
 )
-def test_what_does_not_consist_of_the_checkpoint_alone_is_not_named_by_it(
-    vouched, tmp_path, log, more, why
-):
+def test_model_of_more_than_its_checkpoint_has_a_local_name(vouched, tmp_path, log, more, why):
     assert vouched(write(tmp_path / "A"), **more).startswith("local:")
     assert log.messages == [
         f"KV cache is not shared with other processes until the next weight update: {why}"
     ]
 
 
-def test_a_draft_that_is_a_part_of_the_model_changes_nothing(vouched, tmp_path):
+def test_draft_within_the_model_keeps_the_name(vouched, tmp_path):
     folder = write(tmp_path / "A")
     own = Bag(draft_model_config=Bag(model=str(folder)))
     assert vouched(folder, speculative_config=own) == published(weights())
 
 
-def test_a_model_that_is_not_on_this_disk_has_a_name_of_this_process_only(vouched, monkeypatch):
+def test_model_that_is_not_on_disk_has_a_local_name(vouched, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert vouched("nobody/nothing").startswith("local:")
 
 
-def test_files_that_change_while_they_are_read_are_not_named(vouched, tmp_path, cache, monkeypatch):
-    folder, describe = write(tmp_path / "A"), fingerprints.describe
+def test_files_changed_during_the_digest_have_a_local_name(vouched, tmp_path, cache, monkeypatch):
+    folder, describe = write(tmp_path / "A"), vouching.describe
 
     def described(source):
         found = describe(source)
         rewrite(folder)
         return found
 
-    monkeypatch.setattr(fingerprints, "describe", described)
+    monkeypatch.setattr(vouching, "describe", described)
     assert vouched(folder).startswith("local:")
     wait_for(vouching_has_ended)
     assert list(cache.rglob("fingerprint.json")) == []
 
 
-def test_where_no_thread_can_be_started_the_name_is_local(vouched, tmp_path, monkeypatch):
+def test_without_a_thread_the_name_is_local(vouched, tmp_path, monkeypatch):
     def start(_thread):
         raise RuntimeError("can't start new thread")
 
@@ -633,7 +625,7 @@ def test_where_no_thread_can_be_started_the_name_is_local(vouched, tmp_path, mon
 # -- sessions, and weights that were replaced ------------------------------------------------------
 
 
-def test_a_session_of_vllm_s_model_keeps_the_name_that_was_vouched_for(process, tmp_path):
+def test_session_keeps_the_vouched_name(process, tmp_path):
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     name = name_of(process)
@@ -652,7 +644,7 @@ def member_of(config):
     return Member(target, "shm", Place("i", 0, 1))
 
 
-def test_a_first_commit_replaces_the_name(process, tmp_path):
+def test_first_commit_replaces_the_vouched_name(process, tmp_path):
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     name, member = name_of(process), member_of(config)
@@ -661,7 +653,7 @@ def test_a_first_commit_replaces_the_name(process, tmp_path):
         publisher.wait_for_workers(1, timeout_s=20)
         assert process.stamp().fingerprint == name
         round_ = publisher.publish("v", wait=False)
-        wait_for(lambda: member.has_left)
+        wait_for(lambda: member.pending)
         member.commit()
         assert round_.result(20).ok
         assert process.stamp().fingerprint == member.session.fingerprint != name
@@ -669,7 +661,7 @@ def test_a_first_commit_replaces_the_name(process, tmp_path):
 
 
 @pytest.mark.parametrize("with_an_engine", [False, True])
-def test_replaced_weights_have_a_name_of_this_process_only(process, tmp_path, with_an_engine):
+def test_replaced_weights_have_a_local_name(process, tmp_path, with_an_engine):
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     names = [name_of(process)]
@@ -683,11 +675,12 @@ def test_replaced_weights_have_a_name_of_this_process_only(process, tmp_path, wi
     assert all(name.startswith("local:") for name in names[1:])
 
 
-def test_weights_that_are_lost_before_a_publisher_comes_are_not_vouched_for(process, tmp_path):
+def test_weights_lost_before_the_first_join_have_a_local_name(process, tmp_path):
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     name, member = name_of(process), member_of(config)
-    member.lose_weights("asleep at level 2")
+    worker = Bag(vllm_config=config, weight_transfer_engine=Bag(member=member))
+    weights_were_replaced(worker, "asleep at level 2")
     assert process.stamp().fingerprint.startswith("local:")
     with Publisher({"w": torch.ones(4)}) as publisher:
         member.join({"wtransfer": {"address": publisher.address, "token": publisher.token}})
@@ -696,7 +689,7 @@ def test_weights_that_are_lost_before_a_publisher_comes_are_not_vouched_for(proc
     member.session.close()
 
 
-def test_replaced_weights_are_told_to_the_session(process, tmp_path):
+def test_replaced_weights_empty_the_session(process, tmp_path):
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     name, member = name_of(process), member_of(config)
@@ -710,14 +703,12 @@ def test_replaced_weights_are_told_to_the_session(process, tmp_path):
     member.session.close()
 
 
-def test_a_process_that_waits_too_long_for_another_reads_for_itself(
-    vouched, tmp_path, monkeypatch, log
-):
+def test_process_that_waits_too_long_for_the_lock_reads(vouched, tmp_path, monkeypatch, log):
     folder = write(tmp_path / "A")
-    monkeypatch.setattr(fingerprints, "LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(vouching, "LOCK_PATIENCE_S", 0.1)
     files = CheckpointFiles(folder)
     with files._opened_cache() as opened:
-        lock = fingerprints.FolderLock(opened)
+        lock = vouching.FolderLock(opened)
         assert vouched(folder) == published(weights())
         lock.release()
     assert "is in use by process" in log.text

@@ -1,13 +1,6 @@
-"""Forget what was computed with old weights: vLLM's prefix and encoder caches, and connectors' KV.
+"""Invalidate KV of old weights: in vLLM's prefix and encoder caches, and in its connector.
 
-Called in the engine core between two steps, right after the weights have changed. The order is what
-keeps every later step right:
-
-1.  The connector's scheduler side hears which weights the workers have now, so that whatever is
-    planned from here on is planned for them, and no worker has to refuse it.
-2.  Requests whose loads are under way start over once those loads have ended, whatever has come of
-    them: their blocks hold KV of the old weights.
-3.  Running requests are preempted and computed anew, and no block is found by its hash any more.
+Called in the engine core between two steps, right after the weights have changed.
 """
 
 from __future__ import annotations
@@ -15,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from wtransfer_vllm import names
+from wtransfer_vllm.plugin import is_ours
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
@@ -31,63 +24,45 @@ def forget_kv(core: Any) -> None:
         core: vLLM's ``EngineCore``.
     """
     scheduler = core.scheduler
+    # 1. The connector's scheduler side gets the weights that the workers have now, so that all that
+    #    is planned from here on is planned for them, and no worker has to refuse it.
     connector = getattr(scheduler, "connector", None)
     if has_our_connector(core):
         tell_connector(core)
     elif connector is not None:
-        _answer_nothing(connector, stale=not _forget_stored(connector))
-    _restart_loading(scheduler)
-    forgotten = _forget_blocks(core)
-    manager = getattr(scheduler, "kv_cache_manager", None)
-    if manager is not None:
-        _keep_from_serving(manager, keep=not forgotten)
-    if getattr(core.vllm_config.model_config, "is_multimodal_model", True):
-        core.reset_encoder_cache()
+        try:
+            # vLLM's MultiConnector takes silence for consent, so its sub-connectors are asked.
+            parts = getattr(connector, "sub_connectors", None) or [connector]
+            answers = [part.reset_cache() for part in parts]
+        except Exception as error:
+            logger.error("the KV connector could not forget: %s", error)  # noqa: TRY400
+            answers = [False]
+        _suspend(connector, suspended=not all(answer is True for answer in answers))
 
-
-def has_our_connector(core: Any) -> bool:
-    """Whether vLLM's KV connector is one of wtransfer's."""
-    transfer = getattr(core.vllm_config, "kv_transfer_config", None)
-    # A module path wins over the names in vLLM's factory.
-    return (
-        transfer is not None
-        and not getattr(transfer, "kv_connector_module_path", None)
-        and names.is_ours("connectors", transfer.kv_connector)
-    )
-
-
-def tell_connector(core: Any) -> None:
-    """Tell the connector's scheduler side which weights each worker has, as at the start.
-
-    If that fails, the connector is not asked for KV until it has worked.
-    """
-    connector = core.scheduler.connector
-    try:
-        by_rank: dict[Any, Any] = {}
-        for each in core.model_executor.get_kv_connector_handshake_metadata():
-            by_rank.update(each or {})
-        connector.set_xfer_handshake_metadata_pp_aware(by_rank)
-    except Exception:
-        logger.exception("the KV connector cannot be told of the weights' change")
-        _answer_nothing(connector, stale=True)
-    else:
-        _answer_nothing(connector, stale=False)
-
-
-def _restart_loading(scheduler: Any) -> None:
-    """Have requests that wait for KV start over when their loads have ended.
-
-    vLLM does so with a request whose load has failed. That none of its tokens counts as computed
-    also keeps its blocks from being looked for among those that a worker reports as not loaded, by
-    which ``kv_load_failure_policy`` would end the request with an error.
-    """
+    # 2. Requests whose loads are under way start over once those loads have ended, whatever has
+    #    come of them: their blocks hold KV of the old weights. vLLM does so with a request whose
+    #    load has failed. That none of its tokens counts as computed also keeps its blocks from
+    #    being looked for among those that a worker reports as not loaded, by which
+    #    `kv_load_failure_policy` would end the request with an error.
     for request in getattr(scheduler, "requests", {}).values():
         if request.status.name == "WAITING_FOR_REMOTE_KVS":
             request.num_computed_tokens = 0
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
 
+    # 3. Running requests are preempted and computed anew, and no block is found by its hash.
+    evicted = _evict_blocks(core)
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    if manager is not None and not evicted and manager.enable_caching:
+        manager.enable_caching = False
+        manager.wtransfer_stale = True
+    elif manager is not None and evicted and getattr(manager, "wtransfer_stale", False):
+        manager.enable_caching = True
+        manager.wtransfer_stale = False
+    if getattr(core.vllm_config.model_config, "is_multimodal_model", True):
+        core.reset_encoder_cache()
 
-def _forget_blocks(core: Any) -> bool:
+
+def _evict_blocks(core: Any) -> bool:
     try:
         # With the running requests: theirs would be served to others once they are full. Without
         # the connector, whose silence vLLM takes for consent, and which not every engine has.
@@ -108,24 +83,39 @@ def _forget_blocks(core: Any) -> bool:
     return False
 
 
-def _forget_stored(connector: Any) -> bool:
-    """Whether a connector says that what it has stored is gone; most of vLLM's say nothing.
+def has_our_connector(core: Any) -> bool:
+    """Return whether vLLM's KV connector is one of wtransfer's."""
+    transfer = getattr(core.vllm_config, "kv_transfer_config", None)
+    # A module path wins over the names in vLLM's factory.
+    return (
+        transfer is not None
+        and not getattr(transfer, "kv_connector_module_path", None)
+        and is_ours("connectors", transfer.kv_connector)
+    )
 
-    vLLM's MultiConnector takes silence for consent, so its children are asked.
+
+def tell_connector(core: Any) -> None:
+    """Tell the connector's scheduler side which weights each worker has, as at the start.
+
+    If that fails, the connector is not asked for KV until it has worked.
     """
+    connector = core.scheduler.connector
     try:
-        children = getattr(connector, "sub_connectors", None) or [connector]
-        answers = [each.reset_cache() for each in children]
-        return all(answer is True for answer in answers)
-    except Exception as error:
-        logger.error("the KV connector could not forget: %s", error)  # noqa: TRY400
-        return False
+        by_rank: dict[Any, Any] = {}
+        for metadata in core.model_executor.get_kv_connector_handshake_metadata():
+            by_rank.update(metadata or {})
+        connector.set_xfer_handshake_metadata_pp_aware(by_rank)
+    except Exception:
+        logger.exception("the KV connector cannot be told of the weights' change")
+        _suspend(connector, suspended=True)
+    else:
+        _suspend(connector, suspended=False)
 
 
-def _answer_nothing(connector: Any, *, stale: bool) -> None:
-    """Let a connector find nothing for any request, or take that back."""
+def _suspend(connector: Any, *, suspended: bool) -> None:
+    """Have a connector find nothing for any request, or take that back."""
     name = "get_num_new_matched_tokens"
-    if stale:
+    if suspended:
         logger.warning(
             "%s may have KV of other weights; it is not asked for KV until it is known not to",
             type(connector).__name__,
@@ -133,12 +123,3 @@ def _answer_nothing(connector: Any, *, stale: bool) -> None:
         setattr(connector, name, lambda *_args, **_kwargs: (0, False))
     else:
         vars(connector).pop(name, None)
-
-
-def _keep_from_serving(manager: Any, *, keep: bool) -> None:
-    if keep and manager.enable_caching:
-        manager.enable_caching = False
-        manager.wtransfer_stale = True
-    elif not keep and getattr(manager, "wtransfer_stale", False):
-        manager.enable_caching = True
-        manager.wtransfer_stale = False

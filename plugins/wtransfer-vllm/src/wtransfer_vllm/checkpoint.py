@@ -1,4 +1,4 @@
-"""The checkpoint that vLLM started from: what updates must look like, and a first way back."""
+"""The checkpoint that vLLM started from: the form of updates, and a first way back."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
-    from wtransfer.engines.interface import ParamMeta
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
@@ -26,11 +26,47 @@ LOAD_FORMATS = frozenset(
 """Load formats with which the model consists of what the safetensors files say."""
 
 
-class Checkpoint:
-    """Safetensors files on disk, as they were when the engine started.
+class FileState(msgspec.Struct, frozen=True, array_like=True):
+    """State of a file, which differs once another file or other bytes are in its place."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    """Changes also where a copy brings an older time of change with it."""
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> FileState:
+        """Look at a file.
+
+        Raises:
+            OSError: It cannot be looked at.
+        """
+        found = file.stat()
+        return cls(file.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+def file_states(files: Iterable[Path]) -> list[FileState]:
+    """Return the state of every file, by name.
+
+    Raises:
+        SourceError: One cannot be looked at.
+    """
+    try:
+        return [FileState.of(file) for file in sorted(files)]
+    except OSError as error:
+        raise SourceError(f"cannot look at a file of the checkpoint: {error}") from error
+
+
+class Checkpoint(Mapping[str, "torch.Tensor"]):
+    """The tensors of safetensors files on disk, as they were when the engine started.
+
+    Each is read when it is asked for, into memory of its own: together they may be larger than the
+    memory that a model leaves free. Once the files were changed, they are not read any more.
 
     Args:
-        folder: Where they are.
+        folder: Where the files are.
         tied: Whether the model's embeddings and its head are one tensor.
 
     Raises:
@@ -40,47 +76,34 @@ class Checkpoint:
     def __init__(self, folder: Path, *, tied: bool = False) -> None:
         self._source = CheckpointSource(folder, sealed=False)
         self._tied = tied
-        self._stamps = {file: _stamp(file) for file in sorted(folder.glob("*.safetensors"))}
+        self._states = file_states(self._source.files)
 
     def schema(self) -> dict[str, TensorSpec]:
-        """Return what the files' headers say: name -> dtype and shape."""
-        metas = {meta.name: meta for meta in self._source.metadata}
-        alias = _tied_head(metas) if self._tied else {}
-        return {
-            name: TensorSpec(meta.dtype, meta.shape, alias.get(name, ()))
-            for name, meta in metas.items()
-            if not any(name in names for names in alias.values())
-        }
+        """Return name -> dtype and shape, by the files' headers.
 
-    def tensors(self) -> Mapping[str, torch.Tensor] | None:
-        """Return the tensors, not read yet; None if a file is no longer the same."""
-        return CheckpointTensors(self, self._source) if self.unchanged() else None
+        Where a checkpoint has both parts of one tensor, embedding and head, either name will do.
+        """
+        specs = {meta.name: TensorSpec(meta.dtype, meta.shape) for meta in self._source.metadata}
+        embeddings = [name for name in specs if name.endswith("embed_tokens.weight")]
+        head = "lm_head.weight"
+        if self._tied and len(embeddings) == 1 and specs[embeddings[0]] == specs.get(head):
+            del specs[head]
+            spec = specs[embeddings[0]]
+            specs[embeddings[0]] = TensorSpec(spec.dtype, spec.shape, (head,))
+        return specs
 
     def unchanged(self) -> bool:
-        """Whether the files are those that the engine started from."""
-        return all(_stamp(file) == stamp for file, stamp in self._stamps.items())
-
-
-class CheckpointTensors(Mapping[str, "torch.Tensor"]):
-    """The tensors of a checkpoint, which refuse to be read once its files were changed.
-
-    Each is read when it is asked for, into memory of its own: together they may be larger than
-    what is free beside a model.
-
-    Args:
-        checkpoint: Knows its files.
-        source: Reads them.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, source: CheckpointSource) -> None:
-        self._checkpoint = checkpoint
-        self._source = source
+        """Return whether the files are those that the engine started from."""
+        try:
+            return file_states(self._source.files) == self._states
+        except SourceError:
+            return False
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._source.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        if not self._checkpoint.unchanged():
+        if not self.unchanged():
             raise SourceError(
                 "the checkpoint that vLLM started from was overwritten since; there is no way back "
                 "to those weights"
@@ -135,22 +158,3 @@ def checkpoint_folder(vllm_config: Any) -> Path:
     except Exception as error:
         raise SourceError(f"model {model!r} has no checkpoint on this disk: {error}") from error
     return Path(found)
-
-
-def _tied_head(metas: dict[str, ParamMeta]) -> dict[str, tuple[str, ...]]:
-    """Return embedding -> head where a checkpoint has both of one tensor: either will do."""
-    embeddings = [name for name in metas if name.endswith("embed_tokens.weight")]
-    head = metas.get("lm_head.weight")
-    if head is None or len(embeddings) != 1:
-        return {}
-    embedding = metas[embeddings[0]]
-    same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
-    return {embedding.name: (head.name,)} if same else {}
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,15 +1,95 @@
 """Reach vLLM engines of this process, for ``Publisher(hosts=[...])``.
 
-A server needs none of these: its URL will do. For Ray actors see `wtransfer_vllm.ray_client`.
+A server needs no client, its URL is enough. For Ray actors see `wtransfer_vllm.ray_client`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
-from wtransfer_vllm.engine_client import TIMEOUT_S, EngineClient
+from wtransfer_vllm.messages import KEY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TIMEOUT_S = 30.0
+
+
+class EngineClient(ABC):
+    """Reaches an engine whose methods are those of an ``LLM`` or an ``AsyncLLM``.
+
+    Engines of the seed era have one call for an update, ``update_weights``, and no start and no
+    finish; it is made where an update is to be committed.
+
+    Args:
+        engine: The engine, or a handle of it.
+        name: What errors and reports call it.
+        timeout_s: Longest wait for an answer, in seconds.
+    """
+
+    def __init__(self, engine: Any, name: str, timeout_s: float = TIMEOUT_S) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self._engine = engine
+        self._is_of_seed_era = not hasattr(engine, "finish_weight_update")
+
+    @abstractmethod
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the engine, and wait for the answer.
+
+        Args:
+            method: Its name.
+            *arguments: Its arguments.
+            timeout_s: Longest wait, in seconds; None: the client's.
+        """
+
+    def request(self, make: Callable[[dict[str, Any]], Any], info: dict[str, Any]) -> Any:
+        """Return vLLM's request of an info, as `call` takes it."""
+        return make(info)
+
+    def init_weight_transfer_engine(
+        self, init_info: dict[str, Any], *, timeout_s: float | None = None
+    ) -> None:
+        """Let every worker join a publisher."""
+        request = self.request(init_request, init_info)
+        self.call("init_weight_transfer_engine", request, timeout_s=timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        if not self._is_of_seed_era:
+            self.call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:  # noqa: B027  # it is all
+        """Do nothing: tensors travel beside vLLM."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commit what the publisher has ordered."""
+        if self._is_of_seed_era:
+            self.call("update_weights", self.request(update_request, {}))
+        else:
+            self.call("finish_weight_update", weight_version)
+
+    def leave(self, address: str, *, timeout_s: float | None = None) -> None:
+        """Let every worker leave one publisher."""
+        invitation = {KEY: {"address": address, "leave": True}}
+        self.init_weight_transfer_engine(invitation, timeout_s=timeout_s)
+
+
+def init_request(init_info: dict[str, Any]) -> Any:
+    """Return vLLM's request to initialise."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=init_info)
+
+
+def update_request(update_info: dict[str, Any]) -> Any:
+    """Return vLLM's request to update."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=update_info)
 
 
 class LLMClient(EngineClient):
@@ -34,7 +114,7 @@ class LLMClient(EngineClient):
         """Held while the publisher uses the ``LLM``."""
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:  # noqa: ARG002
-        """Call a method once nobody else does, however long that takes."""
+        """Call a method once no other thread does, however long that takes."""
         with self.lock:
             return getattr(self._engine, method)(*arguments)
 

@@ -4,13 +4,13 @@ vLLM's factory asks this module for a class by a connector's name, and gets one 
 adapter hands every call on to the connector, which wtransfer's factory makes. What differs between
 the two contracts is decided here and nowhere else:
 
-*   vLLM calls ``wait_for_save`` after every step, and with speculative decoding last of all; ours
-    is told only after a step that counts, all of whose own loads have come, and before it is asked
-    what has finished.
-*   vLLM calls ``wait_for_layer_load`` only within a forward pass; ours is told for every layer
-    before a step ends.
-*   vLLM's engine core ends if ``get_finished`` names a request that it does not wait for; ours may
-    name a request early, late or twice.
+*   vLLM calls ``wait_for_save`` after every step, and with speculative decoding last of all; a
+    connector of wtransfer gets that call only after a step whose own loads have all come, and
+    before ``get_finished``.
+*   vLLM calls ``wait_for_layer_load`` only within a forward pass; a connector of wtransfer gets it
+    for every layer before a step ends.
+*   vLLM's engine core ends if ``get_finished`` names a request that it does not wait for; a
+    connector of wtransfer may name a request early, late or twice.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from wtransfer.connectors.interface import KVConnectorRole as Role
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.registry import registry
 
-from wtransfer_vllm import names
 from wtransfer_vllm.kv_stats import KVPromMetrics, KVStats, KVStatsInterval
+from wtransfer_vllm.plugin import is_ours, our_name
 from wtransfer_vllm.vouching import vouch_for_checkpoint
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ WHOLE_PREFIX = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What the scheduler's side tells the workers for one step."""
+    """Connector metadata of one step, with what vLLM waits for."""
 
     inner: Any = None
     """The connector's own metadata."""
@@ -78,6 +78,17 @@ class WTransferConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        # vLLM computes a draft model's layers after the step in which their tokens are verified.
+        speculative = getattr(vllm_config, "speculative_config", None)
+        draft = getattr(speculative, "draft_model_config", None)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if draft is not None and self.requires_piecewise_for_cudagraph(options):
+            raise ConnectorOptionError(
+                f"{self.connector_name} saves KV layer by layer, and the draft model of "
+                "speculative_config has layers that vLLM computes later; use a connector that "
+                "moves whole blocks (OffloadingConnector, SharedStorageConnector), or speculate "
+                "without a draft model"
+            )
         self._num_blocks = kv_cache_config.num_blocks
         is_worker = role is KVConnectorRole.WORKER
         if is_worker:
@@ -87,7 +98,6 @@ class WTransferConnector(KVConnectorBase_V1):
             Role[role.name],
             cache_shape(vllm_config, kv_cache_config),
         )
-        self._refuse_draft_layers(vllm_config)
         self._tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._stats = KVStatsInterval("worker" if is_worker else "scheduler", self._inner.get_stats)
         # Scheduler's side.
@@ -103,8 +113,8 @@ class WTransferConnector(KVConnectorBase_V1):
         self._early: set[str] = set()
         self._load_errors: set[int] = set()
         self._is_judged = False
-        # A step may be planned before the failed load of an earlier one, on which it builds, is
-        # heard of.
+        # A step may be planned before the scheduler learns of the failed load of an earlier step on
+        # which it builds.
         self._num_overlapping = getattr(vllm_config, "max_concurrent_batches", 1) - 1
         self._num_doubtful = 0
         if not is_worker and self._kv_transfer_config.kv_load_failure_policy == "fail":
@@ -114,11 +124,10 @@ class WTransferConnector(KVConnectorBase_V1):
                 "in --kv-transfer-config to compute them instead"
             )
 
-    # -- what vLLM asks before it makes anything
+    # -- class-level answers, before vLLM makes an instance
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout of the KV cache that the connector needs; None: any."""
         config = with_our_names(vllm_config, cls.connector_name)
         layout: str | None = cls._connector_class().get_required_kvcache_layout(config)
         return layout
@@ -131,7 +140,6 @@ class WTransferConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStats:
-        """Return statistics that another process has sent, as an object."""
         return KVStats() if data is None else KVStats(data)
 
     @classmethod
@@ -142,29 +150,12 @@ class WTransferConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        """Return what shows the statistics at vLLM's Prometheus endpoint."""
         return KVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @property
     def requires_kv_delivery(self) -> bool:
         """Whether a request must hand its KV on. Not where a lost block is only a later miss."""
         return self._inner.requires_kv_delivery
-
-    def _refuse_draft_layers(self, vllm_config: Any) -> None:
-        """Refuse a draft model's own layers where a connector works layer by layer.
-
-        vLLM computes them after the step in which their tokens are verified.
-        """
-        speculative = getattr(vllm_config, "speculative_config", None)
-        draft = getattr(speculative, "draft_model_config", None)
-        options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if draft is not None and self.requires_piecewise_for_cudagraph(options):
-            raise ConnectorOptionError(
-                f"{self.connector_name} saves KV layer by layer, and the draft model of "
-                "speculative_config has layers that vLLM computes later; use a connector that "
-                "moves whole blocks (OffloadingConnector, SharedStorageConnector), or speculate "
-                "without a draft model"
-            )
 
     @classmethod
     def _connector_class(cls) -> Any:
@@ -173,7 +164,6 @@ class WTransferConnector(KVConnectorBase_V1):
     # -- the scheduler's side
 
     def on_new_request(self, request: Any) -> None:
-        """Record a new request."""
         self._inner.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -198,21 +188,20 @@ class WTransferConnector(KVConnectorBase_V1):
             self._next.sync_blocks.update(*blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """Return what the workers have to do in this step."""
         inner = self._inner.build_connector_meta(scheduler_output)
         step, self._next = self._next, StepMetadata()
         step.inner = inner
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers said after a step."""
+        """Take the worker metadata of a step."""
         self._loading -= connector_output.finished_recving or set()
         self._inner.update_connector_output(connector_output)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the blocks of a request stay, and what goes to the next instance."""
+        """Return whether the request keeps its blocks, and its ``kv_transfer_params``."""
         stays, params = self._inner.request_finished(request, block_ids)
         request_id = request.request_id
         self._outlasts.pop(request_id, None)
@@ -223,7 +212,7 @@ class WTransferConnector(KVConnectorBase_V1):
         return stays, params
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Take what the workers say before the first step and after a commit, by rank."""
+        """Take handshake metadata by rank, before the first step and after a commit."""
         self._inner.set_xfer_handshake_metadata(metadata)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
@@ -232,17 +221,15 @@ class WTransferConnector(KVConnectorBase_V1):
         self._inner.set_xfer_handshake_metadata(by_rank)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether steps are needed although no request is there."""
         return self._inner.has_pending_push_work()
 
     def get_finished_count(self) -> int | None:
-        """Return how many workers name a request before it counts; None: all."""
         return self._inner.get_finished_count()
 
     def reset_cache(self) -> bool | None:
-        """Forget nothing, and say so: vLLM asks at each pause and before it sleeps.
+        """Forget nothing, and return None for that: vLLM asks at each pause and before it sleeps.
 
-        What is kept is named by its weights, so it stays right, and others may share it.
+        Stored KV is named by its weights, so it stays right, and other instances may share it.
         """
         return None
 
@@ -265,18 +252,16 @@ class WTransferConnector(KVConnectorBase_V1):
         self._inner.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> Any:
-        """Return what the scheduler's side and other instances must know of this worker."""
         return self._inner.get_handshake_metadata()
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """Let go of blocks before they are overwritten."""
         self._inner.handle_preemptions(kv_connector_metadata.inner)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
-        """Take what the scheduler's side told for the step that begins."""
+        """Take the connector metadata of the step that begins."""
         super().bind_connector_metadata(connector_metadata)
         self._step, self._is_judged = connector_metadata, False
-        # What was named under the name of a request before it is not about this one.
+        # A request id may be used again: an early report was of the request before.
         self._early -= connector_metadata.loading
         self._awaited_received |= connector_metadata.loading
         self._awaited_sent |= connector_metadata.ended
@@ -292,18 +277,15 @@ class WTransferConnector(KVConnectorBase_V1):
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads of this step."""
         self._inner.start_load_kv(forward_context, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait until what this step needs of a layer is there, or has failed."""
         self._waited.add(layer_name)
         self._inner.wait_for_layer_load(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Begin to save a layer of this step."""
         self._inner.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
     def wait_for_save(self) -> None:
@@ -332,28 +314,24 @@ class WTransferConnector(KVConnectorBase_V1):
         done_sending = (named - done_receiving) & self._awaited_sent
         self._awaited_sent -= done_sending
         # A request may be named in the very step after which it turns out to have ended. Once it
-        # has ended, `ended` has said whether it is waited for.
+        # has ended, the metadata's `ended` tells whether vLLM waits for it.
         self._early = named - done_receiving - done_sending - finished_req_ids
         return done_sending, done_receiving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that could not be loaded."""
         errors = self._load_errors | self._inner.get_block_ids_with_load_errors()
         self._load_errors = set()
         return errors
 
     def build_connector_worker_meta(self) -> Any:
-        """Return what the scheduler's side shall hear."""
         return self._inner.build_connector_worker_meta()
 
     # -- both
 
     def get_kv_connector_stats(self) -> KVStats | None:
-        """Return what happened since the last interval; None while it is not over."""
         return self._stats.take()
 
     def shutdown(self) -> None:
-        """Let go of everything."""
         self._inner.shutdown()
 
 
@@ -361,20 +339,20 @@ def __getattr__(name: str) -> type[WTransferConnector]:
     """Return the adapter's class for a connector, by its name in vLLM; made when it is asked for.
 
     Raises:
-        AttributeError: vLLM knows no connector of ours by that name.
+        AttributeError: No connector of wtransfer has that name in vLLM.
     """
-    if not names.is_ours("connectors", name):
+    if not is_ours("connectors", name):
         raise AttributeError(name)
-    attributes = {"connector_name": names.our_name("connectors", name), "__module__": __name__}
+    attributes = {"connector_name": our_name("connectors", name), "__module__": __name__}
     made = globals()[name] = type(name, (WTransferConnector,), attributes)
     return made
 
 
 def with_our_names(vllm_config: Any, connector_name: str) -> Any:
-    """Return vLLM's configuration with the names that wtransfer's factories know.
+    """Return a copy of vLLM's configuration with the names that wtransfer's factories know.
 
     Args:
-        vllm_config: vLLM's own; it stays as it is.
+        vllm_config: vLLM's own.
         connector_name: The connector's name in wtransfer's registry.
     """
     config = copy.copy(vllm_config)
@@ -389,20 +367,23 @@ def with_our_names(vllm_config: Any, connector_name: str) -> Any:
 
 def _our_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options in which a spec and sub-connectors have their names in wtransfer."""
-    told = dict(options)
-    if "spec_name" in told:
-        told["spec_name"] = names.our_name("specs", told["spec_name"])
-    if isinstance(told.get("connectors"), list):
-        told["connectors"] = [_our_child(child) for child in told["connectors"]]
-    return told
-
-
-def _our_child(child: Any) -> Any:
-    if not isinstance(child, dict) or "kv_connector" not in child:
-        return child  # MultiConnector says what is wrong with it
-    options = _our_options(child.get("kv_connector_extra_config") or {})
-    name = names.our_name("connectors", child["kv_connector"])
-    return {**child, "kv_connector": name, "kv_connector_extra_config": options}
+    ours = dict(options)
+    if "spec_name" in ours:
+        ours["spec_name"] = our_name("specs", ours["spec_name"])
+    if isinstance(ours.get("connectors"), list):
+        ours["connectors"] = [
+            {
+                **sub_connector,
+                "kv_connector": our_name("connectors", sub_connector["kv_connector"]),
+                "kv_connector_extra_config": _our_options(
+                    sub_connector.get("kv_connector_extra_config") or {}
+                ),
+            }
+            if isinstance(sub_connector, dict) and "kv_connector" in sub_connector
+            else sub_connector  # MultiConnector says what is wrong with it
+            for sub_connector in ours["connectors"]
+        ]
+    return ours
 
 
 def cache_shape(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:

@@ -1,9 +1,9 @@
-"""vLLM's engine core, watched: it forgets stale KV, and tells the truth about labels.
+"""Watch vLLM's engine core: its caches and its label follow the weights that the workers hold.
 
 The engine core is the process that schedules. While a call to its workers runs it schedules
 nothing, so what is done right after a commit is done before any further step. It is also the only
 place where an update may be refused aloud: an exception in one of several workers would leave the
-others' answers lying, to be taken for those of the next call.
+others' answers in the executor's queues, to be taken for those of the next call.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ import secrets
 import socket
 import time
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from wtransfer_vllm.caches import forget_kv, has_our_connector, tell_connector
-from wtransfer_vllm.invitation import addressed, is_foreign, read_invitation
-from wtransfer_vllm.names import is_ours
-from wtransfer_vllm.outcome import commit_left, has_left, outcome_of, replaced_weights
+from wtransfer_vllm.messages import Outcome, addressed, is_foreign
+from wtransfer_vllm.plugin import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from wtransfer_vllm.generation import Generation
-
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 EMPTY_LABEL = "empty"
-"""What ``weight_info`` shows while the model consists of nothing that could be named."""
+"""What ``weight_info`` shows while the model has no version."""
 INIT = "init_weight_transfer_engine"
 START = "start_weight_update"
 DRAFT = "start_draft_weight_update"
@@ -38,28 +36,31 @@ UPDATE = "update_weights"
 FINISH = "finish_weight_update"
 SHUTDOWN = "shutdown_weight_transfer_engine"
 REPLACING = frozenset({"reload_weights", "reset_weights"})
-"""Workers' methods that put other weights into the model behind our back."""
+"""Workers' methods that put other weights into the model, beside every weight backend."""
 WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 """Workers' methods within which another weight backend writes into the model."""
 LED = ("sleep", "wake_up", "set_weight_version")
 """The engine core's methods that concern the weights, beside its calls to the workers."""
 
 
-def watch(engine_core: type[Any], generation: Generation) -> None:
-    """Stand between an engine core and its workers; a second call does nothing.
+def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
+    """Stand between an engine core and its workers; idempotent.
 
     Args:
         engine_core: vLLM's ``EngineCore``.
-        generation: Its weight transfer's.
+        commits_in: The workers' method in which a commit happens: `FINISH`, in the seed era
+            `UPDATE`.
     """
     if hasattr(engine_core.collective_rpc, "wtransfer_call"):
         return
     call_workers = engine_core.collective_rpc
 
     def watch_of(core: Any) -> Watch | None:
-        if not _is_watched(core):
-            return None
-        return Watch.of(core, functools.partial(call_workers, core), generation)
+        found: Watch | None = vars(core).get("_wtransfer_watch")
+        if found is None and (_has_our_engine(core) or has_our_connector(core)):
+            found = Watch(core, functools.partial(call_workers, core), commits_in)
+            core._wtransfer_watch = found  # noqa: SLF001  # the mark
+        return found
 
     @functools.wraps(call_workers)
     def collective_rpc(
@@ -73,31 +74,22 @@ def watch(engine_core: type[Any], generation: Generation) -> None:
             return call_workers(self, method, timeout, args, kwargs)
         return watching.pass_on(method, timeout, args, kwargs)
 
+    def lead(name: str, method: Callable[..., Any]) -> None:
+        """Lead a method through the `Watch` method of its name."""
+
+        @functools.wraps(method)
+        def led(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if (watching := watch_of(self)) is None:
+                return method(self, *args, **kwargs)
+            return getattr(watching, name)(functools.partial(method, self), *args, **kwargs)
+
+        setattr(engine_core, name, led)
+
     collective_rpc.wtransfer_call = call_workers  # type: ignore[attr-defined]  # the mark
     engine_core.collective_rpc = collective_rpc
     for name in LED:
-        _lead(engine_core, name, watch_of)
-
-
-def _lead(engine_core: type[Any], name: str, watch_of: Callable[[Any], Watch | None]) -> None:
-    """Lead a method through the `Watch` method of its name, where the engine core has it."""
-    method = getattr(engine_core, name, None)
-    if method is None:
-        return
-
-    @functools.wraps(method)
-    def led(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(method, self)
-        watching = watch_of(self)
-        if watching is None:
-            return call(*args, **kwargs)
-        return getattr(watching, name)(call, *args, **kwargs)
-
-    setattr(engine_core, name, led)
-
-
-def _is_watched(core: Any) -> bool:
-    return _has_our_engine(core) or has_our_connector(core)
+        if hasattr(engine_core, name):
+            lead(name, getattr(engine_core, name))
 
 
 def _has_our_engine(core: Any) -> bool:
@@ -105,34 +97,58 @@ def _has_our_engine(core: Any) -> bool:
     return config is not None and is_ours("engines", config.backend)
 
 
+# -- called in each worker, by the engine core
+
+
+def member_of(worker: Any) -> Any:
+    """Return a worker's `Member`; None if its weight engine is not one of wtransfer."""
+    return getattr(getattr(worker, "weight_transfer_engine", None), "member", None)
+
+
+def outcome_of(worker: Any) -> dict[str, Any]:
+    """Return the outcome of the last call, and whether a verified update waits for a commit."""
+    member = member_of(worker)
+    if member is None:
+        outcome = Outcome(error="this worker has no engine of wtransfer")
+        return asdict(outcome) | {"pending": False}
+    return asdict(member.outcome) | {"pending": member.pending}
+
+
+def replaced_weights(worker: Any, why: str) -> None:
+    """Record that the model does not consist of the last commit any more."""
+    # With torch and what reads checkpoints: not where vLLM's processes register their plug-ins.
+    from wtransfer_vllm.vouching import weights_were_replaced
+
+    weights_were_replaced(worker, why)
+
+
+def commit_pending(worker: Any) -> None:
+    """Commit an update that was ordered while the weights had no memory."""
+    member = member_of(worker)
+    if member is not None:
+        member.commit()
+
+
 class Watch:
-    """What one engine core's calls to its workers are led through.
+    """Stands between one engine core and its workers.
 
     Args:
         core: The engine core.
         call: Calls a method in every worker, unwatched.
-        generation: Names the method in which a commit happens.
+        commits_in: The workers' method in which a commit happens.
     """
 
-    def __init__(self, core: Any, call: Callable[..., Any], generation: Generation) -> None:
+    def __init__(self, core: Any, call: Callable[..., Any], commits_in: str) -> None:
         self._core = core
         self._call = call
-        self._commits_in = generation.commits_in
+        self._commits_in = commits_in
         # In the seed era the model can only be reached while vLLM itself reloads it.
-        self._commits_anytime = generation.commits_in == FINISH
+        self._commits_anytime = commits_in == FINISH
         self._has_our_engine = _has_our_engine(core)
         self._started = False
         self._falling_asleep = False
         self._held: str | None = None
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-
-    @classmethod
-    def of(cls, core: Any, call: Callable[..., Any], generation: Generation) -> Watch:
-        """Return an engine core's own, made at the first call."""
-        watch: Watch | None = vars(core).get("_wtransfer_watch")
-        if watch is None:
-            watch = core._wtransfer_watch = cls(core, call, generation)  # noqa: SLF001  # our mark
-        return watch
 
     def pass_on(
         self,
@@ -141,33 +157,105 @@ class Watch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """Call the workers, and do before and after what belongs to it.
+        """Call the workers, with the checks before and the follow-up after.
 
         Raises:
-            ValueError: What was to be passed on is nothing of ours; no worker was called.
-            RuntimeError: It is not its time, the model's memory is not there, or a commit did not
-                come about.
+            ValueError: The call is not one of wtransfer's; no worker was called.
+            RuntimeError: It is not its time, the model's memory is not there, or nothing was
+                committed.
         """
         if not self._has_our_engine:
             return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
-            args, kwargs = (), {"init_info": self._addressed(args, kwargs or {})}
-        elif method == UPDATE:
-            _refuse_foreign(*args, **(kwargs or {}))
+            init_info = args[0] if args else (kwargs or {}).get("init_info")
+            may_commit = self._commits_anytime and not self._asleep
+            invitation = addressed(init_info, self._instance, may_commit=may_commit)
+            args, kwargs = (), {"init_info": invitation}
+        elif method == UPDATE and is_foreign(*args, **(kwargs or {})):
+            raise ValueError(
+                "update_weights brings weights of another trainer: this backend takes rounds of "
+                "wtransfer.Publisher, whose tensors do not come this way. Nothing was changed; end "
+                "the update with finish_weight_update"
+            )
         self._check_time(method)
         if method in REPLACING:
             # Before: where it fails half way, the weights are gone all the same.
-            self.lose_weights(f"{method} was called")
-        begun, num_running = time.perf_counter(), self._num_running()
+            self._lose_weights(f"{method} was called")
+        # vLLM calls its workers before there is a scheduler.
+        num_running = len(getattr(getattr(self._core, "scheduler", None), "running", ()))
+        begun = time.perf_counter()
         result = self._call(method, timeout, args, kwargs)
-        self._note(method)
+        if method in (START, FINISH):
+            self._started = method == START
+        if method == INIT and has_our_connector(self._core):
+            # A session may give the weights another name than they had before it was there.
+            tell_connector(self._core)
+        if method in (INIT, self._commits_in):
+            error = self._settle()
+            if error is not None:
+                what = "the worker cannot join" if method == INIT else "nothing was committed"
+                raise RuntimeError(f"{what}: {error}")
         if method == self._commits_in and num_running:
             self._log_pause(begun, num_running)
         return result
 
-    def _num_running(self) -> int:
-        # vLLM calls its workers before there is a scheduler.
-        return len(getattr(getattr(self._core, "scheduler", None), "running", ()))
+    def _pass_on_foreign(self, method: Any, *arguments: Any) -> Any:
+        """Call the workers where a connector is wtransfer's and the weight engine is another one.
+
+        KV gets a name that only this process knows before anything is written, and another one when
+        that is done: what was computed in between is of no set of weights.
+        """
+        if method not in WRITING:
+            return self._call(method, *arguments)
+        why = f"{method} of another weight backend"
+        self._call(replaced_weights, None, (why,))
+        tell_connector(self._core)
+        try:
+            return self._call(method, *arguments)
+        finally:
+            if method == self._commits_in or method in REPLACING:
+                self._call(replaced_weights, None, (why,))
+                forget_kv(self._core)
+
+    def _check_time(self, method: Any) -> None:
+        """Raise here, once, what otherwise every worker would raise."""
+        if method == DRAFT:
+            raise RuntimeError("wtransfer does not update draft models")
+        commits = method in (START, self._commits_in) or (method == SHUTDOWN and self._started)
+        if commits and self._asleep:
+            raise RuntimeError(
+                "vLLM is asleep and the weights have no memory; wake it first "
+                '(wake_up(tags=["weights"])), then commit'
+            )
+        if method in (START, SHUTDOWN) and self._started:
+            # The trainer that began the update before is gone, or it would have ended it.
+            self._started = False
+            self._call(FINISH)
+            self._settle()
+        if method == FINISH and not self._started:
+            raise RuntimeError(f"{FINISH} without {START} before it")
+
+    def _settle(self) -> str | None:
+        """Act on the workers' outcomes of the call before; return the first error."""
+        outcomes = self._call(outcome_of)
+        if any(outcome["touched"] for outcome in outcomes):
+            forget_kv(self._core)
+            labels = {outcome["version"] for outcome in outcomes}
+            is_empty = any(outcome["state"] == "empty" for outcome in outcomes)
+            self._label(EMPTY_LABEL if is_empty or len(labels) > 1 else labels.pop())
+        return next((outcome["error"] for outcome in outcomes if outcome["error"]), None)
+
+    def _lose_weights(self, why: str) -> None:
+        """Record everywhere that the model has no version any more."""
+        self._call(replaced_weights, None, (why,))
+        forget_kv(self._core)
+        if self._has_our_engine:
+            self._label(EMPTY_LABEL)
+
+    def _label(self, label: str | None) -> None:
+        self._held = label or self._held
+        if label is not None and hasattr(self._core, "set_weight_version"):
+            self._core.set_weight_version(label)
 
     def _log_pause(self, begun: float, num_running: int) -> None:
         """Log how long a commit has kept requests from their next token, when that is there.
@@ -197,54 +285,12 @@ class Watch:
         step_after_commit.wtransfer_pause = True  # type: ignore[attr-defined]  # the mark
         core.step_fn = step_after_commit
 
-    def _pass_on_foreign(self, method: Any, *arguments: Any) -> Any:
-        """Call the workers where a connector is ours and the weight engine is another one, or none.
-
-        KV gets a name that only this process knows before anything is written, and another one when
-        that is done: what was computed in between is of no set of weights.
-        """
-        if method not in WRITING:
-            return self._call(method, *arguments)
-        why = f"{method} of another weight backend"
-        self._call(replaced_weights, None, (why,))
-        tell_connector(self._core)
-        try:
-            return self._call(method, *arguments)
-        finally:
-            if method == self._commits_in or method in REPLACING:
-                self._call(replaced_weights, None, (why,))
-                forget_kv(self._core)
-
-    def _check_time(self, method: Any) -> None:
-        """Raise here, once, what otherwise every worker would raise."""
-        if method == DRAFT:
-            raise RuntimeError("wtransfer does not update draft models")
-        if method in (START, self._commits_in) or (method == SHUTDOWN and self._started):
-            self._check_awake()
-        if method in (START, SHUTDOWN) and self._started:
-            # Whoever began the update before is gone, or it would have ended it.
-            self._started = False
-            self._call(FINISH)
-            self._settle()
-        if method == FINISH and not self._started:
-            raise RuntimeError(f"{FINISH} without {START} before it")
-
-    def _note(self, method: Any) -> None:
-        if method in (START, FINISH):
-            self._started = method == START
-        if method == INIT and has_our_connector(self._core):
-            # A session may give the weights another name than they had before it was there.
-            tell_connector(self._core)
-        if method in (INIT, self._commits_in):
-            error = self._settle()
-            if error is not None:
-                what = "the worker cannot join" if method == INIT else "nothing was committed"
-                raise RuntimeError(f"{what}: {error}")
+    # -- the engine core's own methods, led through those of their names
 
     def set_weight_version(self, call: Callable[..., Any], weight_version: str) -> Any:
-        """Name the weights by what the ranks hold, whatever a caller says; as he says before that.
+        """Name the weights by the version that the ranks hold; before a commit, as the caller does.
 
-        vLLM's front end names the weights after every finish, by what its caller has passed.
+        vLLM's front end names the weights after every finish, by the label that its caller passed.
         """
         if self._held is None or weight_version == self._held:
             return call(weight_version)
@@ -252,14 +298,14 @@ class Watch:
         return call(self._held)
 
     def sleep(self, call: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
-        """Say first that the weights go, if they do; return what `call` returns.
+        """Record first that the weights go, if they do; return what `call` returns.
 
-        That may be a promise: running requests are waited for. Nothing is committed from here on,
+        That may be a future: vLLM waits for running requests. Nothing is committed from here on,
         for it would go with the rest.
         """
         if level <= 1:
             return call(level, *args, **kwargs)
-        self.lose_weights("asleep at level 2")
+        self._lose_weights("asleep at level 2")
         self._falling_asleep = True
         try:
             promise = call(level, *args, **kwargs)
@@ -273,44 +319,8 @@ class Watch:
         return promise
 
     def _fell_asleep(self) -> None:
-        # From here on the executor's tags say it; where it failed, they say that.
+        # From here on the executor's tags tell, also where falling asleep has failed.
         self._falling_asleep = False
-
-    def wake_up(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what `call` returns, and commit what was ordered while there was no memory.
-
-        No step comes in between: this is still the same call of the engine core.
-        """
-        was_asleep = self._asleep
-        fully = call(*args, **kwargs)
-        may_commit = self._has_our_engine and self._commits_anytime
-        if was_asleep and not self._asleep and may_commit:
-            self._commit_left()
-        return fully
-
-    def _commit_left(self) -> None:
-        if any(self._call(has_left)):
-            self._call(commit_left)
-            error = self._settle()
-            if error is not None:
-                logger.error("an update that waited for this was not committed: %s", error)
-        elif any(outcome["state"] == "empty" for outcome in self._call(outcome_of)):
-            # Said again: publishers may have tried in vain while there was no memory.
-            self.lose_weights("awake without weights")
-
-    def lose_weights(self, why: str) -> None:
-        """Enter everywhere that the model has no version any more."""
-        self._call(replaced_weights, None, (why,))
-        forget_kv(self._core)
-        if self._has_our_engine:
-            self._label(EMPTY_LABEL)
-
-    def _addressed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        init_info = args[0] if args else kwargs.get("init_info")
-        read_invitation(init_info)
-        assert isinstance(init_info, dict)
-        may_commit = self._commits_anytime and not self._asleep
-        return addressed(init_info, self._instance, may_commit=may_commit)
 
     @property
     def _asleep(self) -> bool:
@@ -318,39 +328,22 @@ class Watch:
             self._core.model_executor, "sleeping_tags", ()
         )
 
-    def _check_awake(self) -> None:
-        if self._asleep:
-            raise RuntimeError(
-                "vLLM is asleep and the weights have no memory; wake it first "
-                '(wake_up(tags=["weights"])), then commit'
-            )
+    def wake_up(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what `call` returns, and commit an update that was ordered in sleep.
 
-    def _settle(self) -> str | None:
-        """Act on what the workers did in the call before; return what went wrong."""
+        No step comes in between: this is still the same call of the engine core.
+        """
+        was_asleep = self._asleep
+        fully = call(*args, **kwargs)
+        if not was_asleep or self._asleep or not (self._has_our_engine and self._commits_anytime):
+            return fully
         outcomes = self._call(outcome_of)
-        if any(outcome["touched"] for outcome in outcomes):
-            forget_kv(self._core)
-            self._label(_common_label(outcomes))
-        return next((outcome["error"] for outcome in outcomes if outcome["error"]), None)
-
-    def _label(self, label: str | None) -> None:
-        self._held = label or self._held
-        if label is not None and hasattr(self._core, "set_weight_version"):
-            self._core.set_weight_version(label)
-
-
-def _common_label(outcomes: list[dict[str, Any]]) -> str | None:
-    """Return what all ranks hold; None where that has no label."""
-    if any(outcome["state"] == "empty" for outcome in outcomes):
-        return EMPTY_LABEL
-    labels = {outcome["version"] for outcome in outcomes}
-    return labels.pop() if len(labels) == 1 else EMPTY_LABEL
-
-
-def _refuse_foreign(update_info: Any = None) -> None:
-    if is_foreign(update_info):
-        raise ValueError(
-            "update_weights brings weights of another trainer: this backend takes rounds of "
-            "wtransfer.Publisher, whose tensors do not come this way. Nothing was changed; end the "
-            "update with finish_weight_update"
-        )
+        if any(outcome["pending"] for outcome in outcomes):
+            self._call(commit_pending)
+            error = self._settle()
+            if error is not None:
+                logger.error("an update that waited for this was not committed: %s", error)
+        elif any(outcome["state"] == "empty" for outcome in outcomes):
+            # Once more: publishers may have tried in vain while there was no memory.
+            self._lose_weights("awake without weights")
+        return fully

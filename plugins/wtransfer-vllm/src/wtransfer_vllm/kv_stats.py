@@ -2,7 +2,7 @@
 
 A connector's ``get_stats`` returns plain numbers; those whose names end in ``_total`` only grow.
 Of these the increase within an interval travels, and adds up over ranks and intervals. All other
-numbers are gauges: the last one stands. What is no number is left out.
+numbers are gauges: the last one stands. Values that are no numbers are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KVStats(KVConnectorStats):
 
 
 class KVStatsInterval:
-    """What one side's numbers were, so that their increase can be told.
+    """The numbers of one side since the last interval.
 
     Args:
         side: ``scheduler`` or ``worker``.
@@ -73,23 +73,20 @@ class KVStatsInterval:
             return None
         self._due = now + INTERVAL_S
         try:
-            return self._increase()
+            numbers = self._get_stats()
+            stats = {name: n for name, n in numbers.items() if isinstance(n, int | float)}
         except Exception:
             # A third party's numbers are not worth the engine's step.
             if not self._has_failed:
                 logger.exception("the connector's statistics cannot be read")
             self._has_failed = True
             return None
-
-    def _increase(self) -> KVStats | None:
-        stats = {name: n for name, n in self._get_stats().items() if isinstance(n, int | float)}
-        changed = {name: n for name, n in stats.items() if n != self._before.get(name, 0)}
-        data = {
-            f"{self._side}_{name}": (
-                max(0, n - self._before.get(name, 0)) if name.endswith(TOTAL) else n
-            )
-            for name, n in changed.items()
-        }
+        data = {}
+        for name, number in stats.items():
+            before = self._before.get(name, 0)
+            if number != before:
+                is_counter = name.endswith(TOTAL)
+                data[f"{self._side}_{name}"] = max(0, number - before) if is_counter else number
         self._before |= stats
         return KVStats(data) if data else None
 

@@ -4,32 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from wtransfer import WorkerSession
 from wtransfer.errors import ClosedError
-from wtransfer.weights import process_weights
 
-from wtransfer_vllm.casting import HINT, may_cast
-from wtransfer_vllm.invitation import Invitation, read_invitation
-from wtransfer_vllm.outcome import Outcome
+from wtransfer_vllm.messages import Invitation, Outcome, read_invitation
 
 if TYPE_CHECKING:
     from wtransfer.engines.interface import WeightTarget
-
-    from wtransfer_vllm.place import Place
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 COMMIT_WAIT_S = 2.0
 """Longest wait for a commit whose order is still under way when the host's call is here."""
+CAST_VARIABLE = "WTRANSFER_VLLM_CAST"
+"""Environment variable of vLLM's processes: whether an update may have another floating dtype than
+the checkpoint. vLLM's configuration of weight transfer has no room for options."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands in its serving instance."""
+
+    instance: str
+    """The instance, where no engine core has named it."""
+    rank: int
+    """Rank, 0-based."""
+    num_ranks: int
+    """Ranks of the instance."""
+    host_ranks: int | None = None
+    """Ranks behind the server's address, where the server counts those of others as well."""
+
+
+def place_of(parallel_config: Any, instance_id: str) -> Place:
+    """Return a worker's place; each data-parallel replica is an instance of its own."""
+    replica = getattr(parallel_config, "data_parallel_index", 0)
+    num_ranks = int(parallel_config.world_size)
+    host_ranks = None
+    if getattr(parallel_config, "local_engines_only", False):
+        # Several servers are one data-parallel group: each of them reports the ranks of the whole
+        # group, but leads only to the replicas on its node.
+        host_ranks = num_ranks * int(getattr(parallel_config, "data_parallel_size_local", 1))
+    return Place(f"vllm-{instance_id}-{replica}", parallel_config.rank, num_ranks, host_ranks)
 
 
 class Member:
     """Joins, commits and leaves on the worker's model thread, and never raises.
 
-    What comes of it travels to the publisher as a receipt, and to the engine core as `outcome`.
+    Each outcome goes to the publisher on the channel, and to the engine core as `outcome`.
 
     Args:
         target: vLLM's model.
@@ -39,124 +64,104 @@ class Member:
 
     def __init__(self, target: WeightTarget, engine: str, place: Place) -> None:
         self.outcome = Outcome()
+        """Outcome of the last call."""
+        self.session: WorkerSession | None = None
+        """None until a publisher asks this worker to join."""
         self._target = target
         self._engine = engine
         self._place = place
-        self._session: WorkerSession | None = None
         self._joined: dict[str, Invitation] = {}
         self._lost: str | None = None
 
     @property
-    def session(self) -> WorkerSession | None:
-        """The session, once a publisher has asked this worker to join."""
-        return self._session
-
-    @property
-    def has_left(self) -> bool:
+    def pending(self) -> bool:
         """Whether a verified update waits for `commit`."""
-        return self._session is not None and self._session.pending
+        return self.session is not None and self.session.pending
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """Join a publisher; leave the one before if it is not there any more."""
+        """Join a publisher, or leave it, as the invitation says; leave those that are lost."""
         self.outcome = Outcome()
         error = None
         try:
             invitation = read_invitation(init_info)
+            address = invitation.address
             if invitation.leave:
-                self._leave(invitation.address)
+                self._leave(address)
                 return
-            if invitation.may_commit and self._session is not None and self._session.orphaned:
+            session = self.session or self._open(invitation.instance)
+            if invitation.may_commit and session.orphaned:
                 # A publisher that was lost after its order to commit has left a verified set.
                 # From there it only goes forward, and this is the first moment between two steps.
                 self.commit(wait_s=0.0)
-            self._join(invitation)
+            if not session.connected:
+                # The publishers that were joined before are lost: this one takes their place.
+                self.leave()
+            if self._joined.get(address) != invitation:
+                self._leave(address)
+                session.join(address, token=invitation.token, host=invitation.host)
+                self._joined[address] = invitation
         except Exception as refused:
             error = str(refused)
             logger.error("cannot join the publisher: %s", error)  # noqa: TRY400  # said in full
-        state = self.outcome.state if self._session is None else self._session.state
+        state = self.outcome.state if self.session is None else self.session.state
         self.outcome = replace(self.outcome, state=state, error=error)
+
+    def _open(self, instance: str | None) -> WorkerSession:
+        cast = os.environ.get(CAST_VARIABLE) or "0"
+        if cast not in ("0", "1"):
+            raise ValueError(f"{CAST_VARIABLE} is {cast!r}, expected 0 or 1")
+        self.session = session = WorkerSession(
+            self._target,
+            cast=cast == "1",
+            engines={self._engine},
+            instance=instance or self._place.instance,
+            rank=self._place.rank,
+            num_ranks=self._place.num_ranks,
+        )
+        session.cast_hint = f"{CAST_VARIABLE}=1 in the environment of vLLM"
+        session.host_ranks = self._place.host_ranks
+        if self._lost is not None:
+            session.weights_lost(self._lost)
+        return session
 
     def commit(self, wait_s: float = COMMIT_WAIT_S) -> None:
         """Apply what the publisher has ordered, if anything."""
-        session = self._session
+        session = self.session
         if session is None:
             self.outcome = Outcome(error="no publisher has asked this worker to join")
             return
+        applied, touched, error = False, False, None
         try:
-            applied = session.commit_pending(wait_s if session.connected else 0.0)
-        except Exception as error:
-            logger.error("%s", error)  # noqa: TRY400  # the session has said what to know of it
-            self.outcome = self._seen(session, touched=True, error=str(error))
+            applied = touched = session.commit_pending(wait_s if session.connected else 0.0)
+        except Exception as failed:
+            touched, error = True, str(failed)
+            logger.error("%s", error)  # noqa: TRY400  # the session has logged the rest
+        else:
+            if applied:
+                logger.info("committed %r (%s)", session.version, session.fingerprint)
+            else:
+                error = "no verified update was there to commit"
+        self.outcome = Outcome(applied, touched, session.state, session.version, error)
+
+    def lose_weights(self, why: str) -> None:
+        """Record that the model has no version any more, until the next commit."""
+        session = self.session
+        if session is None:
+            self._lost = why  # for the session that an invitation will open
             return
-        self.outcome = self._seen(
-            session,
-            applied=applied,
-            touched=applied,
-            error=None if applied else "no verified update was there to commit",
-        )
-        if applied:
-            logger.info("committed %r (%s)", session.version, session.fingerprint)
+        # Closed where the interpreter ends, when nothing asks for the weights any more.
+        with contextlib.suppress(ClosedError):
+            session.weights_lost(why)
+        self.outcome = Outcome(False, True, session.state, session.version)
 
     def leave(self) -> None:
-        """Leave every publisher; the model keeps its weights, the session its books."""
+        """Leave every publisher; model and session keep what they have."""
         for address in list(self._joined):
             self._leave(address)
 
-    def lose_weights(self, why: str) -> None:
-        """Enter that the model consists of nothing that could be named, until the next commit."""
-        session = self._session
-        if session is None:
-            # Said by the session that a publisher will ask for.
-            self._lost = why
-            process_weights.weights_replaced(getattr(self._target, "vouched_as", self._target))
-            return
-        # Closed where the interpreter ends: nobody asks any more.
-        with contextlib.suppress(ClosedError):
-            session.weights_lost(why)
-        self.outcome = self._seen(session, touched=True)
-
-    def _join(self, invitation: Invitation) -> None:
-        session = self._session or self._open(invitation)
-        if not session.connected:
-            # Those that were joined before are gone: the new one has taken their place.
-            self.leave()
-        known = self._joined.get(invitation.address)
-        if known == invitation:
-            return
-        if known is not None:
-            self._leave(invitation.address)
-        session.join(invitation.address, token=invitation.token, host=invitation.host)
-        self._joined[invitation.address] = invitation
-
     def _leave(self, address: str) -> None:
-        if self._joined.pop(address, None) is None or self._session is None:
+        if self._joined.pop(address, None) is None or self.session is None:
             return
         # Closed before its engine, where the interpreter ends: then it has left already.
         with contextlib.suppress(ClosedError):
-            self._session.leave(address)
-
-    def _open(self, invitation: Invitation) -> WorkerSession:
-        place = self._place
-        self._session = WorkerSession(
-            self._target,
-            cast=may_cast(),
-            engines={self._engine},
-            instance=invitation.instance or place.instance,
-            rank=place.rank,
-            num_ranks=place.num_ranks,
-        )
-        self._session.cast_hint = HINT
-        self._session.host_ranks = place.host_ranks
-        if self._lost is not None:
-            self._session.weights_lost(self._lost)
-        return self._session
-
-    @staticmethod
-    def _seen(
-        session: WorkerSession,
-        *,
-        applied: bool = False,
-        touched: bool = False,
-        error: str | None = None,
-    ) -> Outcome:
-        return Outcome(applied, touched, session.state, session.version, error)
+            self.session.leave(address)

@@ -1,13 +1,33 @@
-"""What vLLM calls in each of its processes: front end, engine core, and every worker."""
+"""Register every backend of wtransfer in vLLM's factories, in each of vLLM's processes.
+
+=========== ================================ ================= ==================================
+kind        vLLM's factory                   entered           what vLLM gets
+=========== ================================ ================= ==================================
+engines     ``WeightTransferEngineFactory``  at once           a class of `wtransfer_vllm.engine`
+connectors  ``KVConnectorFactory``           on its import     a class of its name, made by
+                                                               `wtransfer_vllm.connector`
+specs       ``OffloadingSpecFactory``        on its import     a refusal, made by this module
+=========== ================================ ================= ==================================
+
+This module is imported in every process of vLLM (front end, engine core, workers), so it imports
+neither torch nor a backend.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.abc
+import importlib.util
+import inspect
 import logging
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
@@ -15,29 +35,24 @@ ENGINE_CORE = "vllm.v1.engine.core"
 CONNECTOR_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 SPEC_FACTORY = "vllm.v1.kv_offload.factory"
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
-UNKNOWN = (
-    "this vLLM's weight transfer has a shape that wtransfer-vllm does not know, so its engines are "
-    "not registered; known are those of vLLM 0.16 to 0.17 and 0.27 to 0.33"
-)
 
 
 def register() -> None:
-    """Register our backends, and see that the engine core forgets stale KV. Never raises.
+    """Register the backends, and have the engine core forget stale KV. Never raises.
 
-    Whatever goes wrong here concerns our backends only: vLLM starts all the same, and says that
-    the backend is not known when somebody asks for it.
+    A failure concerns these backends only: vLLM starts without them, and reports an unknown backend
+    when one is asked for.
 
     Cost:
         Reads what is installed; imports no backend, and of vLLM only the weight engines' factory.
-        Connectors and specs are registered when vLLM imports their factories. How long it took
-        stands in its log line; a second call adds nothing and says so at debug level only.
+        The log line has the time. A second call adds nothing, and says so at debug level only.
     """
-    from wtransfer_vllm.on_import import on_import
-
-    _register("weight transfer backends", _engines)
-    on_import(CONNECTOR_FACTORY, lambda module: _register("KV connectors", _connectors, module))
-    on_import(SPEC_FACTORY, lambda module: _register("offloading specs", _specs, module))
-    on_import(MULTI_CONNECTOR, _guard_multi_connector)
+    _register("weight transfer backends", _register_engines)
+    on_import(
+        CONNECTOR_FACTORY, functools.partial(_register, "KV connectors", _register_connectors)
+    )
+    on_import(SPEC_FACTORY, functools.partial(_register, "offloading specs", _register_specs))
+    on_import(MULTI_CONNECTOR, _refuse_sub_connectors)
 
 
 def _register(what: str, add: Callable[..., list[str]], *factory: Any) -> None:
@@ -54,37 +69,208 @@ def _register(what: str, add: Callable[..., list[str]], *factory: Any) -> None:
         logger.debug("wtransfer: no %s to add (%.1f ms)", what, milliseconds)
 
 
-def _engines() -> list[str]:
+def _register_engines() -> list[str]:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from wtransfer_vllm.engine_core import watch
-    from wtransfer_vllm.generation import CURRENT, generation_of
-    from wtransfer_vllm.on_import import on_import
-    from wtransfer_vllm.registration import register_engines
+    from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
 
-    generation = generation_of(WeightTransferEngine)
-    # Connectors need the watch as well, whatever brings the weights.
-    on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, generation or CURRENT))
-    if generation is None:
-        logger.warning(UNKNOWN)
+    adapter = _adapter_of(WeightTransferEngine)
+    commits_in = UPDATE if adapter == "SeedEngine" else FINISH
+    # Also where no engine is registered: a connector needs it whatever brings the weights.
+    on_import(ENGINE_CORE, lambda module: watch(module.EngineCore, commits_in))
+    if adapter is None:
+        logger.warning(
+            "this vLLM's weight transfer has a shape that wtransfer-vllm does not know, so its "
+            "engines are not registered; known are those of vLLM 0.16 to 0.17 and 0.27 to 0.33"
+        )
         return []
-    return register_engines(WeightTransferEngineFactory, generation)
+    register_engine = WeightTransferEngineFactory.register_engine
+    added = _register_all(
+        "engines", lambda name, _: register_engine(name, "wtransfer_vllm.engine", adapter)
+    )
+    if adapter == "SeedEngine":
+        _allow_in_seed_config(added)
+    return added
 
 
-def _connectors(module: Any) -> list[str]:
-    from wtransfer_vllm.registration import register_connectors
+def _adapter_of(base: type[Any]) -> str | None:
+    """Return the adapter for vLLM's base class, told by its signatures and not by its version."""
+    constructor, receive = (
+        list(inspect.signature(function).parameters)[1:]
+        for function in (base.__init__, getattr(base, "receive_weights", base.__init__))
+    )
+    finishes = hasattr(base, "finish_weight_update")
+    if constructor == ["config", "vllm_config", "device", "model"] and finishes:
+        return "VllmEngine"
+    if constructor == ["config", "parallel_config"] and "load_weights" in receive and not finishes:
+        return "SeedEngine"
+    return None
 
-    return register_connectors(module.KVConnectorFactory)
+
+def _allow_in_seed_config(backends: Iterable[str]) -> None:
+    """Let the seed era's configuration, whose ``Literal`` names vLLM's backends, take these."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    known = get_args(WeightTransferConfig.__annotations__["backend"])
+    further = [name for name in backends if name not in known]
+    if not known or not further:
+        return
+    from pydantic.dataclasses import rebuild_dataclass
+
+    wider = Literal.__getitem__((*known, *further))  # 3.10 has no star within brackets
+    WeightTransferConfig.__annotations__["backend"] = wider
+    WeightTransferConfig.__dataclass_fields__["backend"].type = wider
+    rebuild_dataclass(WeightTransferConfig, force=True)
 
 
-def _guard_multi_connector(module: Any) -> None:
-    from wtransfer_vllm.registration import refuse_as_children
+def _register_connectors(module: Any) -> list[str]:
+    register_connector = module.KVConnectorFactory.register_connector
+    return _register_all(
+        "connectors", lambda name, _: register_connector(name, "wtransfer_vllm.connector", name)
+    )
 
-    refuse_as_children(module.MultiConnector)
+
+def _register_specs(module: Any) -> list[str]:
+    register_spec = module.OffloadingSpecFactory.register_spec
+    return _register_all("specs", lambda name, ours: register_spec(name, __name__, ours))
 
 
-def _specs(module: Any) -> list[str]:
-    from wtransfer_vllm.registration import register_specs
+def _refuse_sub_connectors(module: Any) -> None:
+    """Have vLLM's MultiConnector refuse connectors of wtransfer.
 
-    return register_specs(module.OffloadingSpecFactory)
+    It hands on the metadata of one sub-connector only, and takes the silence of one at a commit for
+    consent.
+    """
+    construct = module.MultiConnector.__init__
+
+    @functools.wraps(construct)
+    def checked(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        for sub_connector in options.get("connectors", ()):
+            name = sub_connector.get("kv_connector")
+            if is_ours("connectors", name):
+                multi = vllm_names("connectors").get("MultiConnector", "MultiConnector")
+                raise ValueError(
+                    f"{name!r} is wtransfer's connector and runs under wtransfer's MultiConnector: "
+                    f'set "kv_connector": "{multi}" in --kv-transfer-config'
+                )
+        construct(self, vllm_config, *args, **kwargs)
+
+    module.MultiConnector.__init__ = checked
+
+
+def __getattr__(name: str) -> Any:
+    """Refuse to be the class of an offloading spec, for which vLLM's factory looks here.
+
+    vLLM's connector ends its worker by an assertion when a job is refused, and refusing jobs that
+    were planned for other weights is how stale KV is kept out.
+
+    Raises:
+        ValueError: It names a spec; the text says what to configure instead.
+        AttributeError: It names none.
+    """
+    if name not in vllm_names("specs"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    connector = vllm_names("connectors").get("OffloadingConnector", "OffloadingConnector")
+    raise ValueError(
+        f"the offloading spec {name!r} is wtransfer's and runs under wtransfer's connector: set "
+        f'"kv_connector": "{connector}" and "spec_name": "{name}" in --kv-transfer-config'
+    )
+
+
+# -- names: that of a backend in vLLM is its own, or has a prefix where vLLM has one of that name
+
+PREFIX = "wtransfer-"
+_ours: dict[tuple[str, str], str] = {}
+"""(kind, name in vLLM) -> name in wtransfer's registry."""
+
+
+def _register_all(kind: str, register: Callable[[str, str], object]) -> list[str]:
+    from wtransfer.registry.registry import registry
+
+    added = []
+    for ours in registry(kind).names():
+        # A name that vLLM has given to a backend of its own stays vLLM's.
+        for name in (ours, f"{PREFIX}{ours}"):
+            if is_ours(kind, name):
+                break
+            try:
+                register(name, ours)
+            except ValueError:
+                continue
+            remember(kind, name, ours)
+            added.append(name)
+            break
+    return added
+
+
+def remember(kind: str, name: str, ours: str) -> None:
+    """Record under which name vLLM's factory has a backend.
+
+    Args:
+        kind: ``engines``, ``connectors`` or ``specs``.
+        name: Its name in vLLM.
+        ours: Its name in wtransfer's registry.
+    """
+    _ours[kind, name] = ours
+
+
+def is_ours(kind: str, name: str | None) -> bool:
+    """Return whether a name in vLLM is a backend of wtransfer; known in every process."""
+    return (kind, name) in _ours
+
+
+def our_name(kind: str, name: str) -> str:
+    """Return a backend's name in wtransfer's registry; of other backends the same name."""
+    return _ours.get((kind, name), name)
+
+
+def vllm_names(kind: str) -> dict[str, str]:
+    """Return name in wtransfer's registry -> name in vLLM, of one kind."""
+    return {ours: name for (of, name), ours in _ours.items() if of == kind}
+
+
+# -- modules that are not imported yet
+
+
+def on_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then` with a module: at once if it is imported, else right after its import.
+
+    vLLM's front end runs its plug-ins before it imports the engine core, and may fork that from
+    itself, where plug-ins are not run again. Importing it here would cost every process seconds.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        then(module)
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module once, as the other finders do, and has its loader call `then`."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  # the finder's contract
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,17 +1,20 @@
 """Reach a vLLM engine that is a Ray actor, for ``Publisher(hosts=[...])``.
 
 Ray carries the calls that say when; tensors travel beside it, as they do everywhere. Ray pickles
-what it carries, among the members of its own cluster; none of that is read by wtransfer.
+what it carries, among the members of its own cluster; wtransfer reads none of that.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from wtransfer.errors import PeerLostError, PluginError, RemoteError, StallError
 
-from wtransfer_vllm.engine_client import TIMEOUT_S, EngineClient
-from wtransfer_vllm.requests import InitRequest, UpdateRequest
+from wtransfer_vllm.clients import TIMEOUT_S, EngineClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class RayClient(EngineClient):
@@ -48,13 +51,9 @@ class RayClient(EngineClient):
             self._is_local = self.call("__ray_call__", _node_of) == _node_of()
         return self._is_local
 
-    def init_request(self, init_info: dict[str, Any]) -> Any:
-        """Return what becomes vLLM's in the actor's process."""
-        return InitRequest(init_info)
-
-    def update_request(self, update_info: dict[str, Any]) -> Any:
-        """Return what becomes vLLM's in the actor's process."""
-        return UpdateRequest(update_info)
+    def request(self, make: Callable[[dict[str, Any]], Any], info: dict[str, Any]) -> Any:
+        """Return what becomes vLLM's request in the actor's process."""
+        return RemoteRequest(make, info)
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the actor.
@@ -80,6 +79,20 @@ class RayClient(EngineClient):
         except ray.exceptions.RayError as error:
             text = f"{self.name} is gone: {type(error).__name__}: {error}"
             raise PeerLostError(text, worker=self.name) from error
+
+
+@dataclass(frozen=True)
+class RemoteRequest:
+    """Pickles as the call that makes vLLM's request, so that its sender needs no vLLM."""
+
+    make: Callable[[dict[str, Any]], Any]
+    """`init_request` or `update_request`."""
+    info: dict[str, Any] = field(repr=False)
+    """What the workers are told; the publisher's token may be in it."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[dict[str, Any]]]:
+        """Become vLLM's request where it is read."""
+        return self.make, (self.info,)
 
 
 def _node_of(actor: Any = None) -> str:  # noqa: ARG001  # Ray passes the actor in which this runs

@@ -1,9 +1,9 @@
 import pytest
 
-from wtransfer_vllm.invitation import Invitation, is_foreign, read_invitation
+from wtransfer_vllm.messages import Invitation, is_foreign, read_invitation
 
 
-def test_an_invitation_is_read():
+def test_invitation_is_read_and_its_token_not_shown():
     info = {"wtransfer": {"address": "unix:@x", "token": "t", "instance": "i"}}
     assert read_invitation(info) == Invitation("unix:@x", "t", instance="i")
     assert "t'" not in repr(read_invitation(info))
@@ -23,7 +23,7 @@ def test_an_invitation_is_read():
     ],
     ids=repr,
 )
-def test_anything_else_is_refused(info):
+def test_malformed_invitation_is_refused(info):
     with pytest.raises(ValueError, match="wtransfer"):
         read_invitation(info)
 
@@ -39,5 +39,5 @@ def test_anything_else_is_refused(info):
         ([{}, {"names": []}], True),
     ],
 )
-def test_updates_that_carry_something_are_somebody_elses(update_info, expected):
+def test_update_that_carries_anything_is_foreign(update_info, expected):
     assert is_foreign(update_info) is expected

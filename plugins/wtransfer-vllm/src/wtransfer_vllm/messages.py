@@ -1,4 +1,9 @@
-"""What ``init_weight_transfer_engine`` carries: where our publisher is."""
+"""Messages in vLLM's calls: a publisher's invitation to the workers, and their outcomes.
+
+vLLM's routes return nothing, and an exception in one rank leaves the answers of the other ranks in
+the executor's queues, where the next call takes them for its own. So a worker never raises: it
+records an `Outcome`, and the engine core asks all ranks for theirs with a call of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +23,29 @@ class Invitation:
     token: str | None = field(default=None, repr=False)
     """Its secret; None: the worker's environment has it."""
     host: str | None = None
-    """What the publisher calls this host."""
+    """The publisher's name of the host that it has asked."""
     instance: str | None = None
     """Serving instance, the same in all its ranks; the engine core names it."""
     leave: bool = field(default=False, compare=False)
-    """Whether it is taken back: this worker shall leave that publisher, and no other."""
+    """Whether the worker is asked to leave this publisher instead."""
     may_commit: bool = field(default=True, compare=False)
     """Whether the weights have memory, so that an older order to commit may be carried out."""
 
 
-@dataclass
-class InitInfo:
-    """Init info in vLLM's form."""
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a call in one rank."""
 
-    wtransfer: dict[str, Any]
-    """The invitation's fields."""
-
-
-@dataclass
-class UpdateInfo:
-    """Update info in vLLM's form: nothing, for tensors do not come this way."""
-
-    is_checkpoint_format: bool = True
-    """The seed era's only field of its own."""
+    applied: bool = False
+    """Whether the model consists of another version now."""
+    touched: bool = False
+    """Whether the model was written to, whatever it consists of now."""
+    state: str = "fresh"
+    """The session's."""
+    version: str | None = None
+    """Label of the weights that the model has."""
+    error: str | None = None
+    """Why the call failed."""
 
 
 def read_invitation(init_info: Any) -> Invitation:
@@ -56,34 +61,31 @@ def read_invitation(init_info: Any) -> Invitation:
             '{"wtransfer": {"address": ..., "token": ...}}, as Publisher(hosts=[...]) sends it. '
             "Trainers that speak another backend's protocol need that backend"
         )
-    known = {name: fields.get(name) for name in ("address", "token", "host", "instance")}
-    wrong = [n for n, value in known.items() if not (value is None or isinstance(value, str))]
+    texts: dict[str, Any] = {
+        name: fields.get(name) for name in ("address", "token", "host", "instance")
+    }
+    wrong = [n for n, value in texts.items() if not (value is None or isinstance(value, str))]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} in an invitation of wtransfer must be text")
-    may_commit = fields.get("may_commit") is not False
     return Invitation(
-        fields["address"],
-        known["token"],
-        known["host"],
-        known["instance"],
+        **texts,
         leave=fields.get("leave") is True,
-        may_commit=may_commit,
+        may_commit=fields.get("may_commit") is not False,
     )
 
 
-def taken_back(address: str) -> dict[str, Any]:
-    """Return what has workers leave one publisher."""
-    return {KEY: {"address": address, "leave": True}}
+def addressed(init_info: Any, instance: str, *, may_commit: bool) -> dict[str, Any]:
+    """Return an invitation addressed to the ranks of one instance.
+
+    Raises:
+        ValueError: As `read_invitation`.
+    """
+    read_invitation(init_info)
+    return {**init_info, KEY: {**init_info[KEY], "instance": instance, "may_commit": may_commit}}
 
 
-def addressed(init_info: dict[str, Any], instance: str, *, may_commit: bool) -> dict[str, Any]:
-    """Return the same invitation, addressed to the ranks of one instance."""
-    told = {**init_info[KEY], "instance": instance, "may_commit": may_commit}
-    return {**init_info, KEY: told}
-
-
-def is_foreign(update_info: Any) -> bool:
-    """Whether an update carries something: then it is no round of ours, whose updates are empty."""
+def is_foreign(update_info: Any = None) -> bool:
+    """Return whether an update carries anything, as those of wtransfer's rounds never do."""
     if isinstance(update_info, list):
         return any(map(is_foreign, update_info))
     return bool(update_info) and set(update_info) != {"is_checkpoint_format"}

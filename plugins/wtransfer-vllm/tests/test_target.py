@@ -1,0 +1,141 @@
+"""vLLM's own layerwise reload, on a model of one layer, from checkpoint to update and back."""
+
+import types
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
+
+from wtransfer.errors import SourceError
+
+from wtransfer_vllm.target import VllmTarget
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of what vLLM imports
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+CHECKPOINT = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.ones(2)}
+UPDATE = {"layer.weight": torch.full((2, 2), 2.0), "layer.bias": torch.full((2,), 2.0)}
+
+
+class Model(nn.Module):
+    """Loads as models of vLLM do, and fails after as many tensors as a test says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.fails_after = None
+        self.dtypes = set()
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for index, (name, tensor) in enumerate(weights):
+            if index == self.fails_after:
+                raise OSError("half way")
+            self.dtypes.add(tensor.dtype)
+            loader = getattr(parameters[name], "weight_loader", default_weight_loader)
+            loader(parameters[name], tensor)
+
+
+@pytest.fixture
+def model():
+    model = Model()
+    record_metadata_for_reloading(model)
+    model.load_weights(CHECKPOINT.items())
+    return model
+
+
+@pytest.fixture
+def target(model, tmp_path):
+    return make_target(model, tmp_path, CHECKPOINT)
+
+
+def make_target(model, folder, checkpoint):
+    bag = types.SimpleNamespace
+    save_file(checkpoint, folder / "model.safetensors")
+    return VllmTarget(
+        model,
+        bag(
+            model_config=bag(model=str(folder), hf_config=bag(), dtype=torch.float32),
+            load_config=bag(load_format="auto"),
+        ),
+    )
+
+
+def held(model):
+    return {
+        name: parameter.detach().unique().tolist() for name, parameter in model.state_dict().items()
+    }
+
+
+def test_applied_update_is_the_way_back_from_the_next(model, target):
+    assert {name: spec.shape for name, spec in target.schema().items()} == {
+        "layer.weight": (2, 2),
+        "layer.bias": (2,),
+    }
+    target.apply(UPDATE)
+    assert held(model) == {"layer.weight": [2.0], "layer.bias": [2.0]}
+    assert target.capture() is UPDATE
+    target.forget()
+    assert target.capture() is None
+
+
+def test_update_in_another_dtype_is_cast_before_the_loaders(model, target):
+    model.dtypes.clear()
+    target.apply({name: tensor.double() for name, tensor in UPDATE.items()})
+    assert model.dtypes == {torch.float32}
+    assert held(model) == {"layer.weight": [2.0], "layer.bias": [2.0]}
+
+
+def test_failed_load_leaves_no_parts_to_the_next(model, target):
+    way_back = target.capture()
+    model.fails_after = 1
+    with pytest.raises(OSError, match="half way"):
+        target.apply(UPDATE)
+    assert target.capture() is None
+    # Neither completed over memory that was never written ...
+    assert held(model) == {"layer.weight": [1.0], "layer.bias": [1.0]}
+    model.fails_after = None
+    target.apply(way_back)
+    # ... nor counted among the elements of the next load.
+    assert held(model) == {"layer.weight": [1.0], "layer.bias": [1.0]}
+
+
+def test_overwritten_checkpoint_is_no_way_back(target, tmp_path):
+    way_back = target.capture()
+    save_file(UPDATE, tmp_path / "model.safetensors")
+    assert target.capture() is None
+    with pytest.raises(SourceError, match="was overwritten since"):
+        target.apply(way_back)
+
+
+class Packing(UnquantizedEmbeddingMethod):
+    """Keeps what a head consisted of when it was packed last, as the kernels of CPUs do."""
+
+    def process_weights_after_loading(self, layer):
+        layer.packed = layer.weight.detach().clone()
+
+
+class Tied(Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+        self.embed_tokens, self.lm_head = nn.Embedding(2, 2), nn.Linear(2, 2, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.lm_head.quant_method = Packing()
+
+
+def test_tied_head_is_packed_again_and_may_come_under_either_name(tmp_path):
+    model = Tied()
+    record_metadata_for_reloading(model)
+    ones = {"embed_tokens.weight": torch.ones(2, 2), "layer.weight": torch.ones(1, 1)}
+    target = make_target(model, tmp_path, ones | {"lm_head.weight": torch.ones(2, 2)})
+    assert target.schema()["embed_tokens.weight"].aliases == ("lm_head.weight",)
+    target.apply({name: 2 * tensor for name, tensor in ones.items()})
+    assert model.lm_head.packed.unique().tolist() == [2.0]
