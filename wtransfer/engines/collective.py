@@ -59,8 +59,8 @@ NUM_AHEAD = 3
 """Parts received in advance, so that the next arrive while one is digested."""
 NUM_BUCKETS = 2
 """Buckets in the trainer's memory: one is filled while the other travels."""
-MAX_ABANDONED = 2
-"""Broken groups that may keep an update's memory in this process while another group forms."""
+MAX_ABANDONED = 1
+"""Broken groups that may keep the memory of an update while another group forms."""
 OPERATION_DEADLINES = 2
 """Deadlines of the publisher that an operation may take: gloo carries out two at a time, so one may
 wait for the bucket before its own as well."""

@@ -97,7 +97,7 @@ class GlooCommunicator:
     """A group of CPU ranks on one or several hosts, over TCP. It has to be closed.
 
     Args:
-        rendezvous: Where the ranks meet; used up by this group.
+        rendezvous: Where the ranks meet. Its host keeps it open until every rank has its group.
         rank: This process's rank.
         size: Ranks of the group.
         host: Address of this machine at which the other ranks reach it; nothing else listens.
