@@ -18,6 +18,7 @@ import collections
 import contextlib
 import datetime as dt
 import functools
+import logging
 import queue
 import threading
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from wtransfer.transport.rendezvous import Rendezvous
+
+logger = logging.getLogger(__name__)
 
 dist: Any = torch.distributed  # whose groups torch does not declare
 
@@ -234,8 +237,7 @@ class GlooCommunicator:
 
 def _await_abandoned(rank: int, most: int, deadline: Deadline) -> None:
     while len(left := list(_abandoned[rank])) > most:
+        what = f"the end of {len(left)} broken process groups of rank {rank}"
+        logger.warning("waiting for %s: gloo keeps them until its time-out", what)
         left[0].join(deadline.remaining())
-        deadline.check(
-            f"the end of {len(left)} broken process groups of rank {rank}, which gloo keeps until "
-            "its time-out (option timeout_s)"
-        )
+        deadline.check(f"{what}, which gloo keeps until its time-out (option timeout_s)")
