@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wtransfer.calls import start_future
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.collective import (
     CollectiveInitInfo,
@@ -245,6 +246,37 @@ def test_a_round_that_has_ended_ends_the_sending():
     for each in (transfer.engine, *transfer.workers):
         with contextlib.suppress(GroupError):
             each.shutdown()
+
+
+def test_an_abort_ends_the_workers_wait():
+    _trainer, group = memory_group(2)
+    worker = Worker(WeightTransferConfig("own"), ParallelConfig())
+    worker._communicator = group
+    worker.set_layout(TensorLayout.of_columns(["a"], ["uint8"], [[4]]))
+    worker._bucket_nbytes = 4
+    ended = aborted_soon_after(
+        worker, lambda: worker.receive_weights(CollectiveUpdateInfo(), lambda pairs: None)
+    )
+    with pytest.raises(GroupError, match="aborted"):
+        ended.result(5)
+
+
+def test_an_abort_ends_the_trainers_wait():
+    transfer = Transfer(filled([1000]), num_workers=1)
+    # Its worker never receives.
+    transfer.engine.client.update_weights = lambda info: None
+    transfer.source.plan("v")
+    with pytest.raises(GroupError, match="aborted"):
+        aborted_soon_after(transfer.engine, transfer.engine.send_weights).result(5)
+
+
+def aborted_soon_after(engine, call):
+    """Begin a call into an engine, abort the engine from here, and return the call's future."""
+    ended = start_future(call, "call")
+    time.sleep(0.2)
+    assert not ended.done()
+    engine.abort_weight_update()
+    return ended
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 
@@ -120,3 +121,37 @@ def test_a_stopped_trainer_is_given_up_and_may_come_back(flow, failing, serving,
         trainer.ask("result")
     assert {"PeerLostError", "StallError"} & set(lost.classes)
     flow.publish(trainer, 3, workers)
+
+
+@pytest.mark.parametrize("num_stops", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_worker_resumed_from_the_midst_of_a_bucket_cannot_write_into_a_later_version(
+    flow, failing, num_stops
+):
+    flow.size = {"num_tensors": 16, "numel": 1 << 20}  # 64 MiB
+    options = {"packed_buffer_size_bytes": 16 << 20}
+    trainer = flow.trainer(engine="gloo", options=options, deadline_s=DEADLINE_S)
+    # The second one sends on to the third.
+    workers = flow.workers(3)
+    trainer.ask("wait", n=3)
+    number = 1
+    flow.publish(trainer, number, workers)
+    moments = itertools.cycle([0.004, 0.015, 0.03])
+    num_hits = 0
+    for stopped in itertools.islice(itertools.cycle([workers[1], workers[0]]), num_stops):
+        rest = [worker for worker in workers if worker is not stopped]
+        trainer.ask("begin", number=number + 1)
+        flow.until(lambda stopped=stopped: stopped.phase in ("transfer", "midst"))
+        time.sleep(next(moments))
+        stopped.signal(signal.SIGSTOP)
+        num_hits += stopped.phase in ("transfer", "midst")
+        with failing("StallError") as stalled:
+            trainer.ask("result")
+        assert stopped.name == stalled.worker
+        # Memory takes turns: what the broken round has received into would be used again.
+        for later in (2, 3):
+            flow.publish(trainer, number + later, rest)
+        stopped.signal(signal.SIGCONT)
+        flow.serve(rest, number + 3, time.monotonic())
+        number += 4
+        flow.publish(trainer, number, workers)
+    assert num_hits, "none was stopped in a transfer"

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import xxhash
 
 from wtransfer.errors import GroupError
 from wtransfer.transport.process_group import GlooCommunicator
+from wtransfer.transport.recycling import RecycledMemory
 from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
 
 MAX_DATAGRAM = 1 << 16
@@ -56,7 +58,9 @@ class Rank:
         self.num_done = 0
         self.kept = []
         self.errors = []
-        self.connection = None
+        self.memory = RecycledMemory()
+        self.lent = {}
+        self.address = None
 
     # -- groups
 
@@ -68,8 +72,8 @@ class Rank:
     def join(self, at, port, name):
         self.meetings[name] = join_rendezvous(at, port, name)
 
-    def meet(self, name, rank, size, card, timeout_s=10.0):
-        return self.meetings[name].meet(rank, size, card, timeout_s)
+    def meet(self, name, rank, size, timeout_s=10.0):
+        self.meetings[name].meet(rank, size, timeout_s)
 
     def cancel(self, name):
         self.meetings[name].cancel()
@@ -79,7 +83,16 @@ class Rank:
         self.meetings.pop(name).close()
 
     def form(
-        self, group, name, *, rank, size, host="127.0.0.1", timeout_s=10.0, gloo_timeout_s=600.0
+        self,
+        group,
+        name,
+        *,
+        rank,
+        size,
+        host="127.0.0.1",
+        timeout_s=10.0,
+        gloo_timeout_s=600.0,
+        max_abandoned=None,
     ):
         self.groups[group] = GlooCommunicator(
             self.meetings[name],
@@ -88,6 +101,7 @@ class Rank:
             host=host,
             timeout_s=timeout_s,
             operation_timeout_s=gloo_timeout_s,
+            max_abandoned=max_abandoned,
         )
 
     def abort(self, group):
@@ -143,15 +157,27 @@ class Rank:
     def done(self):
         return self.num_done
 
-    # -- a connection of its own
+    # -- memory that is used again
 
-    def dial(self, host, port):
-        self.connection = socket.create_connection((host, port), 10.0)
+    def receive_recycled(self, group, nbytes, root):
+        lent = self.memory.take(nbytes)
+        lent[0] = lent[-1] = 0
+        self.lent[group], self.address = weakref.ref(lent), lent.ctypes.data
+        pending = self.groups[group].broadcast(torch.from_numpy(lent), root)
+        # An error of this call is kept, with this frame.
+        del lent
+        pending.wait()
 
-    def echo(self):
-        text = self.connection.recv(16)
-        self.connection.sendall(text)
-        return text.decode()
+    def until_first_byte(self, group):
+        while group not in self.lent or not self.lent[group]()[0]:
+            time.sleep(0.0005)
+
+    def has_last_byte(self, group):
+        return bool(self.lent[group]()[-1])
+
+    def takes_it_again(self):
+        """Return whether memory of the same size would lie where the last one lies."""
+        return self.memory.take(1).ctypes.data == self.address
 
     # -- what it holds
 

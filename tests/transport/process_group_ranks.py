@@ -109,6 +109,10 @@ class Rank:
             assert time.monotonic() < end, f"{self.name} does not stop"
             time.sleep(0.002)
 
+    def go_on(self):
+        """Let it go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
     def end(self):
         """Let it end: its other end of the socket is closed. A stopped one has to be killed."""
         self._socket.close()

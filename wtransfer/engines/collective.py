@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, P
 
 import torch
 
-from wtransfer.calls import Announcer, forget_frames
+from wtransfer.calls import Announcer
 from wtransfer.engines.interface import (
     RoundSource,
     TrainerInitInfo,
@@ -59,6 +59,11 @@ NUM_AHEAD = 3
 """Parts received in advance, so that the next arrive while one is digested."""
 NUM_BUCKETS = 2
 """Buckets in the trainer's memory: one is filled while the other travels."""
+MAX_ABANDONED = 1
+"""Broken groups that may keep the memory of an update while another group forms."""
+OPERATION_DEADLINES = 2
+"""Deadlines of the publisher that an operation may take: gloo carries out two at a time, so one may
+wait for the bucket before its own as well."""
 
 
 def parts(bucket: Bucket, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -399,9 +404,9 @@ class CollectiveTrainerInitInfo(TrainerInitInfo):
     """Ranks of the group, this one included; None: as many as workers take part, now and later."""
     packed_buffer_size_bytes: int = 16 << 20
     """Bytes of a bucket, about; two are kept, as large as the largest tensor at least."""
-    timeout_s: float = OPERATION_TIMEOUT_S
-    """When a rank gives a bucket up by itself, if no control channel does: longer than the source
-    may take for one."""
+    timeout_s: float | None = None
+    """When a rank gives a bucket up by itself, and lets go of the memory of a broken update, in
+    seconds; None: twice the publisher's deadline."""
 
     def __post_init__(self) -> None:
         # The CLI passes strings.
@@ -409,7 +414,8 @@ class CollectiveTrainerInitInfo(TrainerInitInfo):
         self.packed_buffer_size_bytes = _whole(
             "packed_buffer_size_bytes", self.packed_buffer_size_bytes, 1
         )
-        self.timeout_s = _seconds("timeout_s", self.timeout_s)
+        if self.timeout_s is not None:
+            self.timeout_s = _seconds("timeout_s", self.timeout_s)
         if self.world_size is not None:
             self.world_size = _whole("world_size", self.world_size, 2)
 
@@ -462,6 +468,8 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
                 "world_size, their number and one"
             )
         self._world_size = init_info.world_size or 1 + int(num_workers or 0)
+        deadline_s = getattr(client, "deadline_s", OPERATION_TIMEOUT_S / OPERATION_DEADLINES)
+        self.operation_timeout_s = init_info.timeout_s or OPERATION_DEADLINES * deadline_s
         self._rendezvous = host_rendezvous(init_info.host, init_info.port)
         self._communicator: Communicator | None = None
         self._memory: torch.Tensor | None = None
@@ -508,7 +516,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
             "rendezvous": self._rendezvous.name,
             "world_size": self._world_size,
             "packed_buffer_size_bytes": self.init_info.packed_buffer_size_bytes,
-            "timeout_s": self.init_info.timeout_s,
+            "timeout_s": self.operation_timeout_s,
         }
 
     def send_weights(self) -> None:
@@ -518,11 +526,12 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
             raise NotInitializedError("not initialized: no source, or no group to send it to")
         with Announcer(self.client.update_weights) as announcer:
             announcer.announce({})
-            broken = self._broadcast(source, communicator)
-            if broken is not None:
+            try:
+                self._broadcast(source, communicator)
+            except GroupError:
                 # The control channel knows which worker was lost or failed: that is the cause.
                 announcer.wait()
-                raise broken
+                raise
 
     def abort_weight_update(self) -> None:
         """Break the group: a running `send_weights` ends, and so do the workers' waits."""
@@ -539,12 +548,7 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
         if communicator is not None:
             communicator.close()
 
-    def _broadcast(self, source: RoundSource, communicator: Communicator) -> GroupError | None:
-        """Broadcast everything; return what broke the group, if it did.
-
-        Returned, not raised: the cause, which is raised for it, outlives the round, and with its
-        context would keep this call's frames. These hold the group, and that its rendezvous' port.
-        """
+    def _broadcast(self, source: RoundSource, communicator: Communicator) -> None:
         nbytes = self.init_info.packed_buffer_size_bytes
         buckets = list(source.layout.buckets(nbytes))
         room = aligned(max((bucket.nbytes for bucket in buckets), default=0))
@@ -568,24 +572,15 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
             content = places[number][: bucket.nbytes]
             return content.numpy() if content.is_cpu else content
 
-        try:
-            for number, bucket in enumerate(source.iter_buckets(nbytes, place_of)):
-                content = places[number % self.num_buckets]
-                under_way[number % self.num_buckets] = [
-                    communicator.broadcast(content[start:stop], communicator.rank)
-                    for start, stop in parts(bucket, nbytes)
-                ]
-            # The oldest first: that is the order in which they leave.
-            for n in range(self.num_buckets):
-                await_sent(under_way[(len(buckets) + n) % self.num_buckets])
-        except GroupError as error:
-            forget_frames(error)
-            return error
-        finally:
-            # What is still under way would keep the group, and that its port.
-            for pending in under_way:
-                pending.clear()
-        return None
+        for number, bucket in enumerate(source.iter_buckets(nbytes, place_of)):
+            content = places[number % self.num_buckets]
+            under_way[number % self.num_buckets] = [
+                communicator.broadcast(content[start:stop], communicator.rank)
+                for start, stop in parts(bucket, nbytes)
+            ]
+        # The oldest first: that is the order in which they leave.
+        for n in range(self.num_buckets):
+            await_sent(under_way[(len(buckets) + n) % self.num_buckets])
 
     def _meet_workers(self) -> None:
         """Form the group while the workers are asked to: all ranks have to come together."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from wtransfer.engines.collective import (
     JOIN_TIMEOUT_S,
+    MAX_ABANDONED,
     CollectiveInitInfo,
     CollectiveTrainerEngine,
     CollectiveTrainerInitInfo,
@@ -46,6 +47,7 @@ class GlooWeightTransferEngine(CollectiveWeightTransferEngine[CollectiveInitInfo
             host=own_address(rendezvous.host, rendezvous.port),
             timeout_s=JOIN_TIMEOUT_S,
             operation_timeout_s=init_info.timeout_s,
+            max_abandoned=MAX_ABANDONED,
         )
 
 
@@ -71,5 +73,6 @@ class GlooTrainerEngine(CollectiveTrainerEngine[GlooTrainerInitInfo]):
             world_size,
             host=rendezvous.host,
             timeout_s=JOIN_TIMEOUT_S,
-            operation_timeout_s=self.init_info.timeout_s,
+            operation_timeout_s=self.operation_timeout_s,
+            max_abandoned=MAX_ABANDONED,
         )

@@ -65,4 +65,4 @@ class Communicator(Protocol):
         """
 
     def close(self) -> None:
-        """Release everything. Called once, also after `abort`."""
+        """Release everything, without waiting for it. Called once, also after `abort`."""

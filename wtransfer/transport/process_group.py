@@ -1,163 +1,120 @@
-"""Process groups of one's own, on gloo: never torch's default group, and several in one process.
+"""Process groups on gloo: never torch's default group, and several in one process.
 
-Gloo's own collectives are not used. A connection that breaks in the midst of a tensor leaves their
-operation behind, since gloo only ends those that have not begun to move: one of its threads then
-waits for its time-out, and keeps the group's descriptors and the tensor's memory for as long.
+Gloo cannot be told to stop. An operation ends when its bytes have moved, or by the group's time-out
+(twice the publisher's deadline, unless an option says otherwise): a connection that breaks in the
+midst of a tensor ends it no sooner, and a group is not released before its operations have ended.
+So each group has one thread, which waits for its operations in order, holds their memory, and
+releases the group after the last one. Callers wait for that thread, and an abort ends their waits
+at once: what is left of the group then stays with its thread until gloo has ended. Until then the
+memory is in use, so it is never handed out again while a rank that is resumed could write to it.
 
-So operations are made of messages between two ranks, for which none of gloo's threads waits. Each
-is three: the content, an empty one after it on the same connection, and an empty one as answer.
-Only the empty ones are waited for. They have no midst, so gloo ends them as soon as the connection
-breaks; and where one has arrived, so has the content before it. A broadcast goes down a tree:
-whoever has received sends on.
+An abort also lets one operation of the group time out, at which gloo closes all connections of this
+rank. That ends whatever has not begun to move, here and in the ranks that wait for this one.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime as dt
+import functools
+import logging
 import queue
 import threading
-import time
-import weakref
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
+from wtransfer.deadline import Deadline
 from wtransfer.errors import GroupError
 from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
-from wtransfer.transport.connections import Endpoint, hang_up, listening
 from wtransfer.transport.rendezvous import GRACE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from wtransfer.transport.rendezvous import Rendezvous
 
-_ToDo: TypeAlias = "queue.SimpleQueue[GlooPending | None]"
+logger = logging.getLogger(__name__)
 
 dist: Any = torch.distributed  # whose groups torch does not declare
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest time that ranks take to connect to each other, after all have arrived."""
-CLOSE_TIMEOUT_S = 0.5
-"""Longest wait for what is under way in a group that is closed; it ends within milliseconds."""
-MAX_ANSWERS = 1024
-"""Answers that are kept until they are written: more than a rank has operations under way."""
-_CONTENT, _END, _ANSWER = range(3)
-_MAX_DEVICES = 5
-_MAX_LOOKS = 50
-_LOOK_S = 0.002
+_TAG, _UNUSED_TAG = range(2)
 
-_making_device = threading.Lock()
+_abandoned: collections.defaultdict[int, list[threading.Thread]] = collections.defaultdict(list)
+"""Rank -> threads of closed groups that have not ended, where their number is bounded."""
 
 
 class GlooPending:
-    """One rank's part in an operation: it receives from one rank or none, and sends to others.
-
-    Made by `GlooCommunicator`.
+    """One operation. Made by `GlooCommunicator`.
 
     Args:
-        communicator: The rank.
-        tensor: Kept until the end: torch's works do not always keep it.
-        source: Rank that it comes from; None: this one.
-        targets: Ranks that it is sent to.
+        work: Torch's.
+        timeout: Its time-out; None: it has the group's.
+        tensor: Its memory.
+        rank: This rank, for errors.
     """
 
     def __init__(
-        self,
-        communicator: GlooCommunicator,
-        tensor: torch.Tensor,
-        source: int | None,
-        targets: list[int],
+        self, work: Any, timeout: dt.timedelta | None, tensor: torch.Tensor, rank: str
     ) -> None:
-        self._communicator = communicator
+        self._work = work
+        self._timeout = timeout
         self._tensor: torch.Tensor | None = tensor
-        self._source = source
-        self._targets = targets
-        self._moving: list[Any] = []
-        self._answers: list[Any] = []
-        self._sent_on = threading.Event()
+        self._rank = rank
+        self._ended = threading.Event()
         self._error: str | None = None
 
     def wait(self) -> None:
-        """Wait for the end; a second call does nothing.
+        """Wait for the end; a second call returns or raises the same.
 
         Raises:
             GroupError: A rank is gone or late, or the group was aborted.
         """
-        # Without a time-out: what comes before it has its own, and ends.
-        self._sent_on.wait()
-        self._await_answers()
-        self._communicator.leave(self)
+        # Without a time-out: gloo has one, and an abort does not wait for that.
+        self._ended.wait()
         if self._error is not None:
-            raise self._communicator.failure(self._error)
+            raise GroupError(f"{self._rank}: {self._error}")
 
-    def post(self, group: Any) -> None:
-        """Tell gloo where the content goes to that another rank sends; does not wait."""
-        if self._source is not None:
-            self._moving = [
-                group.recv([self._tensor], self._source, _CONTENT),
-                group.recv([_nothing()], self._source, _END),
-            ]
-
-    def carry_out(self, group: Any) -> None:
-        """Wait for the content, if it is another rank's, answer, and send it on; does not raise."""
-        if self._communicator.aborted:  # which has failed this one, too
-            return
-        tensor, moving = self._tensor, self._moving  # an abort lets go of them at any time
+    def carry_out(self) -> None:
+        """Wait until gloo has ended, then let go of the memory; on the group's thread."""
+        error = None
         try:
-            if self._source is not None:
-                self._communicator.await_end(moving[-1])
-                self._communicator.keep(group.send([_nothing()], self._source, _ANSWER))
-            for target in self._targets:
-                # Asked for first, so that it can be written as soon as the content is there.
-                self._answers.append(group.recv([_nothing()], target, _ANSWER))
-                moving.append(group.send([tensor], target, _CONTENT))
-                moving.append(group.send([_nothing()], target, _END))
-        except Exception as error:
-            self.fail(f"{error}")
-        self._sent_on.set()
+            self._work.wait() if self._timeout is None else self._work.wait(self._timeout)
+        except RuntimeError as failed:
+            error = f"{failed}"
+        self._work = self._tensor = None
+        self.end(error)
 
-    def fail(self, why: str) -> None:
-        """Let whoever waits for it have an error."""
-        self._error = self._error or why
-        self._sent_on.set()
-
-    def forget(self) -> None:
-        """Let go of torch's works, which hold the group's connections; an error may hold this.
-
-        Of an operation that has ended gloo neither reads nor writes the tensor any more. Of one
-        that was made to fail while the thread is inside `carry_out` it may, until that returns:
-        its frame keeps works and tensor for as long, which is until their connections have ended.
-        """
-        self._moving, self._answers, self._tensor = [], [], None
-
-    def _await_answers(self) -> None:
-        try:
-            for answer in tuple(self._answers):
-                self._communicator.await_end(answer)
-        except RuntimeError as error:
-            self.fail(f"{error}")
-        # Of one that has come, gloo would wait for a second one.
-        self._answers = []
+    def end(self, error: str | None) -> None:
+        """End every wait for it; the first call counts."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
 
 
 class GlooCommunicator:
-    """A group of CPU ranks on one or several hosts, over TCP.
+    """A group of CPU ranks on one or several hosts, over TCP. It has to be closed.
 
     Args:
-        rendezvous: Where the ranks meet; used up by this group.
+        rendezvous: Where the ranks meet. Its host keeps it open until every rank has its group.
         rank: This process's rank.
         size: Ranks of the group.
         host: Address of this machine at which the other ranks reach it; nothing else listens.
         timeout_s: Longest wait for the other ranks to arrive, in seconds.
-        operation_timeout_s: When a rank gives an operation up by itself, in seconds.
+        operation_timeout_s: Gloo's time-out for an operation, in seconds.
+        max_abandoned: Closed groups of this process and rank that gloo may still keep, with their
+            memory, while this one forms; more are waited for. None: any number, and this one is
+            not counted later.
 
     Raises:
         GroupError: The rank is taken, or the ranks cannot connect to each other.
         PeerLostError: The rendezvous is gone.
-        StallError: Not all ranks have arrived in time.
+        StallError: Not all ranks have arrived in time, or closed groups of this process have not
+            ended in time.
     """
 
     def __init__(
@@ -169,190 +126,118 @@ class GlooCommunicator:
         host: str,
         timeout_s: float,
         operation_timeout_s: float = OPERATION_TIMEOUT_S,
+        max_abandoned: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
-        self.aborted = False
-        """Whether `abort` was called here."""
-        self._group: Any = None
-        self._limit = dt.timedelta(seconds=operation_timeout_s)
-        self._device, own = _device_at(host)
-        try:
-            cards = rendezvous.meet(rank, size, f"{own[0]} {own[1]}", timeout_s)
-            self._endpoints = {_endpoint(card) for card in cards}
-            self._group = self._connect(rendezvous)
-        finally:
-            # It listens for as long as anybody has it, and a frame of an error would.
-            self._device = None
-        self._changing = threading.Lock()
+        self._name = f"rank {rank} of {size}"
+        self._timeout = dt.timedelta(seconds=operation_timeout_s)
+        self._lock = threading.Lock()
+        self._aborted = False
         self._under_way: set[GlooPending] = set()
-        to_do: _ToDo = queue.SimpleQueue()
-        self._to_do = to_do
-        self._answers_sent: collections.deque[Any] = collections.deque(maxlen=MAX_ANSWERS)
-        # One after the other, in the order in which they were begun: what goes over a connection
-        # has no name. On a thread, since ranks answer and send on whatever their callers do. It has
-        # no communicator, so that it ends with one that nobody has closed.
-        self._thread = threading.Thread(
-            target=_carry_out_all, args=(to_do, self._group), name="wtransfer-gloo", daemon=True
+        self._to_do: queue.SimpleQueue[GlooPending | None] = queue.SimpleQueue()
+        deadline = Deadline(timeout_s)
+        self._is_counted = max_abandoned is not None
+        if max_abandoned is not None:
+            wait = functools.partial(_await_abandoned, rank, max_abandoned, deadline)
+            rendezvous.call(wait, "the end of broken process groups", timeout_s + GRACE_S)
+        rendezvous.meet(rank, size, deadline.remaining())
+        self._group = rendezvous.call(
+            lambda: self._connected(rendezvous.store, host),
+            f"connecting {self._name}",
+            CONNECT_TIMEOUT_S + GRACE_S,
         )
-        self._end_thread = weakref.finalize(self, to_do.put, None)
-        # At exit threads end anyhow, and a group must not be destroyed meanwhile.
-        self._end_thread.atexit = False
+        self._thread = threading.Thread(
+            target=self._carry_out, args=(self._group,), name="wtransfer-gloo", daemon=True
+        )
         self._thread.start()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> GlooPending:
         """Begin to copy from rank `root` to all."""
-        place = (self.rank - root) % self.size
-        source = None if place == 0 else (_before(place) + root) % self.size
-        targets = [(each + root) % self.size for each in _after(place, self.size)]
-        return self._begin(tensor, source, targets)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        return self._begin(lambda group: group.broadcast([tensor], options), tensor, None)
 
     def send(self, tensor: torch.Tensor, to: int) -> GlooPending:
         """Begin to send to one rank."""
-        return self._begin(tensor, None, [to])
+        return self._begin(lambda group: group.send([tensor], to, _TAG), tensor, self._timeout)
 
     def recv(self, tensor: torch.Tensor, source: int) -> GlooPending:
         """Begin to receive from one rank."""
-        return self._begin(tensor, source, [])
+        return self._begin(lambda group: group.recv([tensor], source, _TAG), tensor, self._timeout)
 
     def abort(self) -> None:
-        """End the connections, so that all that waits ends: here, and elsewhere for this rank.
-
-        Raises:
-            OSError: They cannot be found, since no descriptor is left. Everything under way has
-                failed nevertheless; what gloo itself waits for ends with the group, or in time.
-        """
-        with self._changing:
-            self.aborted = True
-            under_way = list(self._under_way)
-        try:
-            hang_up(self._endpoints)
-        finally:
-            for pending in under_way:
-                pending.fail("the group was aborted")
+        """End every wait of this rank, and its connections."""
+        with self._lock:
+            self._aborted = True
+            group, under_way = self._group, list(self._under_way)
+        for pending in under_way:
+            pending.end("the group was aborted")
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                never = torch.empty(1, dtype=torch.uint8, device="cpu")
+                group.recv_anysource([never], _UNUSED_TAG).wait(dt.timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Release the group; what is under way in it fails.
+        """Abort, and leave the group to its thread, which releases it once gloo has ended."""
+        self.abort()
+        with self._lock:
+            if self._group is not None:
+                self._group = None
+                if self._is_counted:
+                    _abandoned[self.rank].append(self._thread)
+                self._to_do.put(None)
 
-        Raises:
-            OSError: As `abort`; the group has been released all the same.
-        """
-        try:
-            self.abort()
-        finally:
-            self._end_thread()
-            self._thread.join(CLOSE_TIMEOUT_S)
-            with self._changing:
-                for pending in self._under_way:
-                    pending.forget()
-                self._under_way.clear()
-            self._answers_sent.clear()
-            self._group = None
-
-    # -- for its operations
-
-    def await_end(self, work: Any) -> None:
-        """Wait for one of torch's works, of an empty message.
-
-        Raises:
-            RuntimeError: Its connection is broken, or time is over; then the group is broken too.
-        """
-        work.wait(self._limit)
-
-    def keep(self, answer: Any) -> None:
-        """Keep torch's work of an answer until it is written, of which nobody tells."""
-        self._answers_sent.append(answer)
-
-    def leave(self, pending: GlooPending) -> None:
-        """Note that an operation has ended."""
-        with self._changing:
-            self._under_way.discard(pending)
-        pending.forget()
-
-    def failure(self, error: str) -> GroupError:
-        """Return our error for one of gloo's."""
-        why = "the group was aborted" if self.aborted else error
-        return GroupError(f"rank {self.rank} of {self.size}: {why}")
-
-    def _begin(self, tensor: torch.Tensor, source: int | None, targets: list[int]) -> GlooPending:
-        pending = GlooPending(self, tensor, source, targets)
-        with self._changing:
-            if self._group is None or self.aborted:
-                raise self.failure("the group was closed")
+    def _begin(
+        self,
+        begin: Callable[[Any], Any],
+        tensor: torch.Tensor,
+        timeout: dt.timedelta | None,
+    ) -> GlooPending:
+        with self._lock:
+            if self._group is None or self._aborted:
+                raise GroupError(f"{self._name}: the group was aborted")
             try:
-                pending.post(self._group)
+                work = begin(self._group)
             except RuntimeError as error:
                 # Its frames have torch's group, which would live as long as the error.
-                raise self.failure(f"{error}") from error.with_traceback(None)
+                raise GroupError(f"{self._name}: {error}") from error.with_traceback(None)
+            pending = GlooPending(work, timeout, tensor, self._name)
             self._under_way.add(pending)
             self._to_do.put(pending)
         return pending
 
-    def _connect(self, rendezvous: Rendezvous) -> Any:
+    def _carry_out(self, group: Any) -> None:
+        """Run the group's thread; its frame has the group until all operations have ended."""
+        for pending in iter(self._to_do.get, None):
+            pending.carry_out()
+            with self._lock:
+                self._under_way.discard(pending)
+            # Waiting for the next one, this frame would keep it.
+            del pending
+        del group
+        if self._is_counted:
+            _abandoned[self.rank].remove(threading.current_thread())
+
+    def _connected(self, store: Any, host: str) -> Any:
         options = dist.ProcessGroupGloo._Options()  # noqa: SLF001  # the only way to name a device
-        options._devices = [self._device]  # noqa: SLF001
+        try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+        except RuntimeError as error:
+            raise GroupError(f"gloo cannot listen at {host!r}: {error}") from error
         options._timeout = dt.timedelta(seconds=CONNECT_TIMEOUT_S)  # noqa: SLF001
         try:
-            # Gloo bounds its waits for ranks, but not those for the store's answers.
-            with rendezvous.waiting(CONNECT_TIMEOUT_S + GRACE_S, self._endpoints):
-                group = dist.ProcessGroupGloo(rendezvous.store, self.rank, self.size, options)
+            group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
-            raise GroupError(f"rank {self.rank} of {self.size} cannot connect: {error}") from error
-        except GroupError:
-            # Called off just when it was made: this frame would keep it as long as the error.
-            group = None
-            raise
-        finally:
-            options._devices = []  # noqa: SLF001
+            raise GroupError(f"{self._name} cannot connect: {error}") from error
+        group._set_default_timeout(self._timeout)  # noqa: SLF001  # of broadcasts alone
         return group
 
 
-def _carry_out_all(to_do: _ToDo, group: Any) -> None:
-    for pending in iter(to_do.get, None):
-        pending.carry_out(group)
-        # Waiting for the next one, this frame would keep it, its tensor, and its communicator.
-        del pending
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _before(place: int) -> int:
-    """Return who sends to a place of the tree; 0 is its root."""
-    return place - (1 << (place.bit_length() - 1))
-
-
-def _after(place: int, size: int) -> Iterator[int]:
-    """Yield to whom a place of the tree sends, whoever has the most after it first."""
-    step = 1 << place.bit_length()
-    while place + step < size:
-        yield place + step
-        step *= 2
-
-
-def _device_at(host: str) -> tuple[object, Endpoint]:
-    """Return a gloo device that listens at one address, and where: it does not say so itself."""
-    for _ in range(_MAX_DEVICES):
-        with _making_device:
-            before = listening()
-            try:
-                device = dist.ProcessGroupGloo.create_device(hostname=host)
-            except RuntimeError as error:
-                raise GroupError(f"gloo cannot listen at {host!r}: {error}") from error
-            new = {endpoint for endpoint in listening() - before if endpoint[0] == host}
-            # What else began to listen in between may go again; gloo's stays.
-            for _ in range(_MAX_LOOKS):
-                if len(new) <= 1:
-                    break
-                time.sleep(_LOOK_S)
-                new &= listening()
-        if len(new) == 1:
-            return device, new.pop()
-        # Something else in this process stays, too: which one is gloo's?
-    raise GroupError(f"cannot tell where gloo listens at {host!r}: other listeners come and go")
-
-
-def _endpoint(card: str) -> Endpoint:
-    host, _, port = card.partition(" ")
-    return host, int(port)
+def _await_abandoned(rank: int, most: int, deadline: Deadline) -> None:
+    while len(left := list(_abandoned[rank])) > most:
+        what = f"the end of {len(left)} broken process groups of rank {rank}"
+        logger.warning("waiting for %s: gloo keeps them until its time-out", what)
+        left[0].join(deadline.remaining())
+        deadline.check(f"{what}, which gloo keeps until its time-out (option timeout_s)")

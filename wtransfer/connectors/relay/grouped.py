@@ -10,7 +10,6 @@ Whoever loses the channel aborts the group, so that nobody waits in it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -71,17 +70,14 @@ class Pair:
         Raises:
             WTransferError: The other end does not come, or this one was aborted.
         """
-        try:
-            group = GlooCommunicator(
-                self._rendezvous,
-                self._rank,
-                _SIZE,
-                host=self._host,
-                timeout_s=self._timeout_s,
-                operation_timeout_s=self._timeout_s,
-            )
-        finally:
-            self._rendezvous.close()
+        group = GlooCommunicator(
+            self._rendezvous,
+            self._rank,
+            _SIZE,
+            host=self._host,
+            timeout_s=self._timeout_s,
+            operation_timeout_s=self._timeout_s,
+        )
         with self._lock:
             self._group = group
             aborted = self._aborted
@@ -96,11 +92,10 @@ class Pair:
                 return
             self._aborted = True
             group = self._group
-        with contextlib.suppress(OSError):
-            if group is None:
-                self._rendezvous.cancel()
-            else:
-                group.abort()
+        if group is None:
+            self._rendezvous.cancel()
+        else:
+            group.abort()
 
     def close(self) -> None:
         """Release it; only after `meet` has returned or raised."""
@@ -108,8 +103,9 @@ class Pair:
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(OSError):
-                group.close()
+            group.close()
+        # Only now: the other end may still connect when this one has.
+        self._rendezvous.close()
 
 
 class _Sender:

@@ -250,6 +250,11 @@ class Round:
         return 0 if self._layout is None else self._layout.manifest.nbytes
 
     @property
+    def deadline_s(self) -> float:
+        """Longest time in which nothing moves, in seconds."""
+        return self._rules.deadline_s
+
+    @property
     def done(self) -> bool:
         """Whether the round is over."""
         return self._done.is_set()

@@ -47,6 +47,11 @@ class RoundClient:
         """Workers of the round."""
         return len(self._current().members)
 
+    @property
+    def deadline_s(self) -> float:
+        """Longest time in which nothing moves in the round, in seconds."""
+        return self._current().deadline_s
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Initialise the engine of every worker of the round; returns when all are ready."""
         self._current().init_workers(init_info)

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
+from wtransfer.calls import on_callers_stream
 from wtransfer.deadline import Deadline
+from wtransfer.engines.collective import MAX_ABANDONED
 from wtransfer.errors import GroupError
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import GRACE_S, own_address
@@ -78,6 +80,7 @@ def form(
         host=rendezvous.host if rank == 0 else own_address(rendezvous.host, rendezvous.port),
         timeout_s=timeout_s,
         operation_timeout_s=operation_timeout_s,
+        max_abandoned=MAX_ABANDONED,
     )
 
 
@@ -159,13 +162,17 @@ class NCCLCommunicator:
         self._lock = threading.Lock()
         deadline = Deadline(timeout_s)
         # NCCL waits for missing ranks without saying which: so it is asked when all are there.
-        rendezvous.meet(rank, size, f"{device}", timeout_s)
+        rendezvous.meet(rank, size, timeout_s)
         self._group: Any = None
         try:
             # Where NCCL waits for the store's answers, it waits without a bound.
-            with rendezvous.waiting(deadline.remaining() + GRACE_S):
-                self._group = self._make(rendezvous.store, operation_timeout_s)
-                self._connect(device, rendezvous, deadline)
+            rendezvous.call(
+                on_callers_stream(
+                    lambda: self._connect(device, rendezvous, deadline, operation_timeout_s)
+                ),
+                "forming an NCCL group",
+                deadline.remaining() + GRACE_S,
+            )
         except BaseException:
             self.close()
             raise
@@ -228,8 +235,19 @@ class NCCLCommunicator:
         except (RuntimeError, ValueError) as error:
             raise self.failure(f"NCCL cannot be started: {error}") from error
 
-    def _connect(self, device: torch.device, rendezvous: Rendezvous, deadline: Deadline) -> None:
+    def _connect(
+        self,
+        device: torch.device,
+        rendezvous: Rendezvous,
+        deadline: Deadline,
+        operation_timeout_s: float,
+    ) -> None:
         """Broadcast one byte: at its first operation NCCL connects, and shows what is wrong."""
+        group = self._make(rendezvous.store, operation_timeout_s)
+        with self._lock:
+            self._group, aborted = group, self._aborted
+        if aborted:  # by the caller, which has left this thread behind
+            _abort(group)
 
         def check() -> None:
             rendezvous.check()

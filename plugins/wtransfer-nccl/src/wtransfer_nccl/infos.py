@@ -102,9 +102,9 @@ class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):
 
     packed_buffer_size_bytes: int = BUCKET_NBYTES
     """Bytes of a bucket, about; each is as large as the largest tensor at least."""
-    timeout_s: float = OPERATION_TIMEOUT_S
-    """When a rank gives a bucket up by itself, if no control channel does: longer than the source
-    may take for one."""
+    timeout_s: float | None = None
+    """When a rank gives a bucket up by itself, if no control channel does, in seconds; None: 600
+    for NCCL, for gloo twice the publisher's deadline."""
     master_address: str = ""
     """The field's name for `host`."""
     master_port: int = 0
@@ -129,6 +129,8 @@ class NCCLTrainerInitInfo(CollectiveTrainerInitInfo):
             check_rendezvous(self.master_address, self.master_port, self.nccl_unique_id_b64)
             raise ValueError(f"{no_unique_id()}")
         check_choices(self.communicator, self.atomic, packed=self.packed)
+        if self.timeout_s is None and self.communicator == "nccl":
+            self.timeout_s = OPERATION_TIMEOUT_S
         self.packed_num_buffers = int(self.packed_num_buffers)
         if self.packed_num_buffers < 2:  # noqa: PLR2004  # one to fill, one that travels
             raise ValueError(

@@ -56,7 +56,7 @@ class NCCLTrainerEngine(CollectiveTrainerEngine[NCCLTrainerInitInfo]):
                 world_size,
                 device=self._lane.device,
                 timeout_s=JOIN_TIMEOUT_S,
-                operation_timeout_s=self.init_info.timeout_s,
+                operation_timeout_s=self.operation_timeout_s,
             )
 
     def worker_init_info(self) -> dict[str, Any]:
