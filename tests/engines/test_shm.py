@@ -1,10 +1,19 @@
-"""The shm engine passes the kit that third parties get."""
+"""The shm engine passes the kit that third parties get, and keeps no memory past its use."""
 
+from __future__ import annotations
+
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.shm import ShmTrainerEngine, ShmWeightTransferEngine
+from wtransfer.errors import EngineError
 from wtransfer.testing.engine import EngineConformance
+from wtransfer.testing.faults import Fault
+from wtransfer.testing.leftovers import Leftovers
 
 
 class TestShm(EngineConformance):
@@ -15,3 +24,64 @@ class TestShm(EngineConformance):
 class TestShmInSmallBuckets(EngineConformance):
     engine = "shm"
     options: ClassVar = {"bucket_nbytes": 100}
+
+
+def segments(sharing):
+    """Return the inodes of the segments mapped here: "s" by a trainer, "p" by a worker."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text("utf-8").splitlines()]
+    return {each[4] for each in lines if "/memfd:wtransfer" in each and each[1][3] == sharing}
+
+
+def test_worker_without_a_previous_version_ends_its_lease_with_the_round(fleet, weights):
+    made = fleet(weights)
+    made.join(commit="copy", keep_previous=False)
+    for version in ("v1", "v2", "v3"):
+        assert made.publish(version).ok
+        assert segments("p") == set()
+        assert len(segments("s")) <= 2
+
+
+@pytest.mark.parametrize("commit", ["adopt", "copy"])
+def test_aborted_rounds_take_no_more_segments(fleet, engines, faults, commit):
+    # Large enough to be adopted.
+    made = fleet({f"w{i}": torch.zeros(1 << 14) for i in range(4)}, engine=engines["shm"])
+    for _ in range(2):
+        made.join(commit=commit)
+    used = set()
+    for number in range(4):
+        faults.arm(Fault("raise", tensor=2, worker=number % 2))
+        with pytest.raises(EngineError, match="injected"):
+            made.publish("fails")
+        assert made.publish(f"v{number}").ok
+        used |= segments("s")
+    assert len(used) == 2
+
+
+def test_shutdown_frees_everything_though_engines_are_still_referenced(fleet, faults, weights):
+    kept = []
+
+    class KeptTrainer(ShmTrainerEngine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            kept.append(self)
+
+    class KeptWorker(ShmWeightTransferEngine):
+        trainer_cls = KeptTrainer
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            kept.append(self)
+
+    WeightTransferEngineFactory.register_engine("tests-shm-kept", faults.wrap(KeptWorker))
+    leftovers = Leftovers()
+    made = fleet(weights, engine="tests-shm-kept")
+    made.join(commit="copy")
+    for version in ("v1", "v2"):
+        assert made.publish(version).ok
+    # An aborted round leaves a mapping for shutdown to end.
+    faults.arm(Fault("raise", tensor=2))
+    with pytest.raises(EngineError, match="injected"):
+        made.publish("fails")
+    made.close()
+    assert len(kept) == 2
+    assert leftovers.found() == []
