@@ -18,7 +18,7 @@ from wtransfer.bench.settings import Settings
 RUN = [sys.executable, "-m", "wtransfer", "bench", "weights"]
 SMALL = ("--quick", "--nbytes", "1MiB", "--rounds", "1", "--small", "50x4KiB")
 ROWS = {
-    *("adopt", "copy", "adopt-unverified", "copy-unverified"),
+    *("adopt", "copy", "adopt-unverified", "copy-unverified", "adopt-cpu", "copy-cpu"),
     *("gloo", "gloo-buckets", "checkpoint", "packed", "small", "memory", "gap", "pause", "death"),
 }
 
@@ -65,6 +65,7 @@ def test_every_row_is_measured():
         assert (row["reached"] is None) == (row["goal"] is None)
     assert told["rows"]["death"]["beside"]["kills"] == 3
     assert told["rows"]["packed"]["beside"]["workers"] == 2
+    assert all(value > 0 for value in told["rows"]["adopt-cpu"]["beside"].values())
     assert told["settings"]["num_rounds"] == 1
     assert set(told["machine"]) >= {"cpu", "num_cores", "kernel", "torch", "load"}
 

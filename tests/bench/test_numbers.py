@@ -89,6 +89,14 @@ def test_a_share_is_the_time_of_two_copies_by_that_of_a_round():
     assert found.stages() == {"total_s": 0.4, "worker_commit_s": 0.1}
 
 
+def test_cpu_seconds_are_those_of_the_rounds_that_count():
+    rounds = [{"cpu_s": 3.0}, {"cpu_s": 4.0}]
+    # Two rounds before did not count; the worker's clock began long before them.
+    workers = ({"cpu_s": [10.0, 20.0, 20.5, 22.5]}, {"cpu_s": [0.0, 1.0, 2.0, 2.5]})
+    found = Rounds(Told({"rounds": rounds}, workers), copy_s=0.1)
+    assert (found.trainer_cpu_s, found.workers_cpu_s) == ([3.0, 4.0], [1.5, 2.5])
+
+
 def test_gaps_are_those_of_the_quiet_time_the_transfer_and_the_commit():
     life = life_of({"tokens": [0, 1, 3, 10, 14, 15, 22, 23], "commits": [("v", 16.0, 21.0)]})
     told = {"version": "v", "quiet_from": 0.5, "began": 10.5}

@@ -256,7 +256,7 @@ def test_a_rollback_follows_no_symbolic_link(publishing, store, linked):
 # -- not committed
 
 
-@pytest.mark.parametrize("how", ["aborted", "dry run"])
+@pytest.mark.parametrize("how", ["aborted", "failed", "dry run"])
 def test_uncommitted_versions_are_removed_and_never_listed(publishing, store, how):
     made = publishing()
     publish(made, "v1")
@@ -266,6 +266,13 @@ def test_uncommitted_versions_are_removed_and_never_listed(publishing, store, ho
         round_.abort("the test says so")
         with pytest.raises(RoundAbortedError):
             made.finish(round_)
+    elif how == "failed":
+        whole = made.source["layer.2"]
+        made.source["layer.2"] = freed = whole.clone()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(SourceError, match=r"'layer\.2' has less memory"):
+            made.publish("v2")
+        made.source["layer.2"] = whole
     else:
         assert made.finish(made.publisher.publish("v2", wait=False, dry_run=True)).ok
     assert labels(store) == ["v1"]

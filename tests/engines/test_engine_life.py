@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.interface import TrainerInitInfo
 from wtransfer.errors import EngineError, StallError
 from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
@@ -185,3 +187,11 @@ def test_an_engine_is_not_late_when_it_has_waited_for_a_worker_that_was_given_up
     trouble.step, trouble.hangs = "receive", True
     report = made.publish("v1")
     assert sorted(worker.outcome for worker in report.workers) == ["committed", "dropped"]
+
+
+def test_only_the_rank_that_sends_initialises_the_workers():
+    told = []
+    client = SimpleNamespace(init_weight_transfer_engine=told.append)
+    for rank in (1, 0):
+        MemoryTrainerEngine.trainer_init(TrainerInitInfo(rank=rank), client=client).shutdown()
+    assert len(told) == 1

@@ -387,3 +387,34 @@ def test_a_time_that_no_clock_counts_is_refused(value):
 def test_an_option_that_cannot_be_is_named(option, value):
     with pytest.raises(ValueError, match=f"{option} is {value!r}, expected a whole number"):
         GlooTrainerInitInfo(**{option: value})
+
+
+def test_abort_ends_a_receive_that_waits_for_the_trainer():
+    worker = GlooWeightTransferEngine(WeightTransferConfig(backend="gloo"), ParallelConfig())
+    client = SimpleNamespace(
+        num_workers=1,
+        init_weight_transfer_engine=lambda info: worker.init_transfer_engine(
+            worker.parse_init_info(info)
+        ),
+    )
+    trainer = GlooTrainerEngine.trainer_init(GlooTrainerInitInfo(timeout_s=60.0), client=client)
+    update = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[4]]}
+    failed = []
+
+    def receive():
+        with pytest.raises(GroupError) as caught:
+            worker.receive_weights(worker.parse_update_info(update), list)
+        failed.append(caught.type)
+
+    receiving = threading.Thread(target=receive)
+    try:
+        receiving.start()
+        receiving.join(0.3)
+        assert receiving.is_alive(), "the trainer has sent nothing"
+        worker.abort_weight_update()
+        receiving.join(5.0)
+        assert failed == [GroupError]
+    finally:
+        trainer.shutdown()
+        worker.shutdown()
+        receiving.join()

@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
-from wtransfer.errors import LimitError
+from wtransfer.errors import EngineError, LimitError
 from wtransfer.manifest import MAX_NAME_NBYTES
 from wtransfer.testing.contents import contents
+from wtransfer.testing.faults import Fault
 
 
 def eventually(condition, within_s=5.0):
@@ -50,6 +51,20 @@ def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights)
     assert lazy.session.commit_pending(5.0)
     assert (lazy.session.version, lazy.contents) == ("v3", contents(weights))
     made.members.append(lazy)
+
+
+def test_joiner_after_a_failed_round_gets_the_committed_version(fleet, engines, faults, weights):
+    made = fleet(weights, engine=engines["shm"])
+    made.join()
+    assert made.publish("v1").ok
+    committed = contents(weights)
+    weights["layer.0"] += 1
+    faults.arm(Fault("raise", tensor=1))
+    with pytest.raises(EngineError, match="injected"):
+        made.publish("v2")
+    late = made.join()
+    assert late.session.commit_pending(5.0)
+    assert (late.session.version, late.contents) == ("v1", committed)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.bench.row import Spread
@@ -78,6 +79,18 @@ class Rounds:
     def gb_per_s(self) -> float:
         """Bytes by seconds, in 10^9 per second."""
         return self.nbytes / self.seconds.median / 1e9
+
+    @property
+    def trainer_cpu_s(self) -> list[float]:
+        """CPU seconds of the trainer, round by round."""
+        return [each["cpu_s"] for each in self._rounds]
+
+    @property
+    def workers_cpu_s(self) -> list[float]:
+        """CPU seconds of all workers together, from commit to commit."""
+        commits = [each["cpu_s"][-len(self._rounds) - 1 :] for each in self.told.workers]
+        per_worker = [[stop - start for start, stop in pairwise(each)] for each in commits]
+        return [sum(each) for each in zip(*per_worker, strict=True)]
 
     def phase(self, name: str) -> Spread:
         """Return the seconds of a phase of the trainer."""

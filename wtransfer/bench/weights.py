@@ -10,7 +10,7 @@ from wtransfer.bench.rows.more_workers import MoreWorkers
 from wtransfer.bench.rows.other_ways import BUCKETED, BY_TENSOR, CHECKPOINT, Times
 from wtransfer.bench.rows.serving_gaps import CommitPause, TransferGap
 from wtransfer.bench.rows.staging_memory import StagingMemory
-from wtransfer.bench.rows.whole_round import WholeRound
+from wtransfer.bench.rows.whole_round import CpuTime, WholeRound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,8 @@ def measures(settings: Settings) -> Iterator[Measure]:
     for verified in (True, False):
         for commit in settings.commits:
             yield WholeRound(commit, verified, engine)
+    for commit in settings.commits:
+        yield CpuTime(commit, engine)
     for way in (BY_TENSOR, BUCKETED, CHECKPOINT):
         yield Times(way, engine)
     yield ManySmall(engine)

@@ -13,6 +13,7 @@ Linux, one host, one user. Nothing has a name in the file system, so nothing can
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -61,7 +62,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     """One bucket: tensors of the layout that are in the segment."""
 
     segment: int
-    """Which segment."""
+    """Which segment: one for all buckets of a round."""
     first: int
     """Number of the first tensor."""
     last: int
@@ -85,7 +86,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         super().__init__(config, parallel_config)
         self._exporter: ShmInitInfo | None = None
         self._layout: TensorLayout | None = None
-        self._mapped: tuple[int, ByteArray] | None = None
+        # Weak: the views of the round keep the mapping. Without them the lease ends, also when the
+        # round is aborted, of which an engine that does not receive just then is not told.
+        self._mapping: weakref.ref[ByteArray] | None = None
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Note where the trainer exports segments; each round connects there."""
@@ -96,12 +99,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._layout = layout
 
     def start_weight_update(self) -> None:
-        """Drop the mapping of the round before: each round maps afresh.
+        """Forget the mapping of the round before: each round maps afresh.
 
         A page that this process wrote to is its own from then on; the old mapping would go on
         showing it after the trainer has rewritten the segment.
         """
-        self._mapped = None
+        self._mapping = None
 
     def receive_weights(self, update_info: ShmUpdateInfo, load_weights: LoadWeights) -> None:
         """Pass views of one bucket on.
@@ -115,23 +118,18 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if exporter is None or layout is None:
             raise NotInitializedError("not initialized: no trainer to map memory of, or no layout")
         bucket = layout.bucket(update_info.first, update_info.last)
-        if self._mapped is None or self._mapped[0] != update_info.segment:
-            lease = attach(
+        mapping = None if self._mapping is None else self._mapping()
+        if mapping is None:
+            mapping = attach(
                 exporter.address, exporter.secret, update_info.segment, CONNECT_TIMEOUT_S
-            )
-            self._mapped = (update_info.segment, lease.mapping)
-        mapping = self._mapped[1]
+            ).mapping
+            self._mapping = weakref.ref(mapping)
         # In bulk, and only what has been written: a page fault per 4 KiB would cost more.
         populate(mapping, bucket.start, bucket.nbytes)
         load_weights(layout.views(mapping, bucket))
 
-    def finish_weight_update(self) -> None:
-        """Drop the mapping: from here on it lives as long as the views."""
-        self._mapped = None
-
     def shutdown(self) -> None:
         """Disconnect; memory that a model points to stays leased."""
-        self._mapped = None
         self._exporter = None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.bench.jobs import tell
 from wtransfer.bench.jobs.unverified import switch_off
 from wtransfer.bench.jobs.weights import make
 from wtransfer.bench.sets import TensorSet
@@ -27,7 +29,7 @@ def join(
     verified: bool = True,
     **_: Any,
 ) -> None:
-    """Commit whatever comes.
+    """Commit whatever comes; tell this process's CPU seconds at the end of each commit.
 
     Args:
         address: The publisher's.
@@ -41,8 +43,12 @@ def join(
         switch_off()
     weights = make(TensorSet(*tensors))
     with session_of(weights, address, token, commit) as session:
-        for _step in while_published(session):
-            session.commit_pending(_STEP_S)
+        cpu_s = [
+            time.process_time()
+            for _step in while_published(session)
+            if session.commit_pending(_STEP_S)
+        ]
+    tell(cpu_s=cpu_s)
 
 
 def session_of(model: Any, address: str, token: str, commit: Any = "adopt") -> WorkerSession:

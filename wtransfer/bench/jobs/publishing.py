@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.bench.jobs import tell
@@ -9,12 +10,11 @@ from wtransfer.bench.jobs.unverified import check_changing, check_constant, swit
 from wtransfer.bench.jobs.weights import make, renew
 from wtransfer.bench.sets import TensorSet
 from wtransfer.errors import RoundAbortedError
+from wtransfer.weight_sync.report import Report
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 if TYPE_CHECKING:
     import torch
-
-    from wtransfer.weight_sync.report import Report
 
 JOIN_S = 60.0
 """How long workers may take to join, in seconds."""
@@ -39,11 +39,15 @@ def publish(
     weights = make(TensorSet(*tensors))
     with Publisher(weights, engine=engine, listen=address, token=token) as publisher:
         publisher.wait_for_workers(num_workers, JOIN_S)
-        reports = [
-            publish_one(publisher, weights, number) for number in range(WARM_UP_ROUNDS + num_rounds)
-        ]
+        reports, cpu_s = list[Report](), list[float]()
+        for number in range(WARM_UP_ROUNDS + num_rounds):
+            renew(weights, number)
+            began_s = time.process_time()
+            reports.append(checked(publisher.publish(f"round-{number}")))
+            cpu_s.append(time.process_time() - began_s)
     (check_changing if verified else check_constant)([each.fingerprint for each in reports])
-    tell(rounds=[told_of(each) for each in reports[WARM_UP_ROUNDS:]])
+    rounds = [told_of(each) | {"cpu_s": s} for each, s in zip(reports, cpu_s, strict=True)]
+    tell(rounds=rounds[WARM_UP_ROUNDS:])
 
 
 def publish_one(publisher: Publisher, weights: dict[str, torch.Tensor], number: int) -> Report:

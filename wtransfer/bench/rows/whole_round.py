@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wtransfer.bench.rounds import Take
-from wtransfer.bench.row import Goal, Row
+from wtransfer.bench.row import Goal, Row, Spread
 from wtransfer.bench.sets import TensorSet
 
 if TYPE_CHECKING:
@@ -60,4 +60,47 @@ class WholeRound:
             goal,
             beside=rounds.beside(),
             stages=rounds.stages(),
+        )
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """CPU time of trainer and workers in a round, held against a plain copy's.
+
+    Args:
+        commit: How workers commit.
+        engine: Which engine moves the weights.
+    """
+
+    commit: str
+    engine: str = "shm"
+
+    @property
+    def name(self) -> str:
+        """``adopt-cpu``, ``copy-cpu``."""
+        return f"{self.commit}-cpu"
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        return f"{self.engine}: CPU seconds of trainer and workers, {self.commit} / those of memcpy"
+
+    def run(self, lab: Lab) -> Row:
+        """Compare the CPU time of the rounds that `WholeRound` plays."""
+        rounds = lab.rounds(large_take(lab.settings, self.commit))
+        trainer, workers = rounds.trainer_cpu_s, rounds.workers_cpu_s
+        both = Spread.of(map(sum, zip(trainer, workers, strict=True)))
+        gib = rounds.nbytes / (1 << 30)
+        return Row(
+            self.name,
+            self.what,
+            "",
+            # A copy on one thread waits for nothing: its seconds are CPU seconds.
+            both.map(lambda seconds: seconds / rounds.copy_s),
+            beside={
+                "cpu_s_per_gib": both.median / gib,
+                "trainer_cpu_s_per_gib": Spread.of(trainer).median / gib,
+                "workers_cpu_s_per_gib": Spread.of(workers).median / gib,
+                "memcpy_cpu_s_per_gib": rounds.copy_s / gib,
+            },
         )
