@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.source import ModuleSource
-from wtransfer.weight_sync.trainer.trainer_rank import TrainerRank
+from wtransfer.weight_sync.trainer.sharded import TrainerRank
 
 
 class FaultySource(ModuleSource):
