@@ -146,10 +146,12 @@ class GatherGroup:
         name: Tells several publishers of one trainer apart.
         store: A torch store that all ranks share. Default: the one of torch's default group.
         publishing: Whether this rank publishes.
+        deadline_s: Longest time for which the store may not answer, in seconds.
     """
 
-    def __init__(self, name: str, store: Any, *, publishing: bool) -> None:
+    def __init__(self, name: str, store: Any, *, publishing: bool, deadline_s: float) -> None:
         self._given = store
+        self.deadline_s = deadline_s
         self._shared: Any = None
         self._prefix = f"wtransfer/{name}"
         self._publishing = publishing
@@ -250,14 +252,14 @@ class GatherGroup:
                     raise ClosedError("this rank of the trainer was closed")
                 if self._error is not None:
                     raise self._error.with_traceback(None)
+                mute_s = time.monotonic() - self._polled_at
+                if mute_s > self.deadline_s or (deadline.expired and mute_s > STALLED_S):
+                    raise StallError(
+                        f"the trainer's store has not answered for {mute_s:.1f} s: its host is "
+                        "stopped or cannot be reached",
+                        seconds=mute_s,
+                    )
                 if deadline.expired:
-                    mute_s = time.monotonic() - self._polled_at
-                    if mute_s > STALLED_S:
-                        raise StallError(
-                            f"the trainer's store has not answered for {mute_s:.1f} s: its host is "
-                            "stopped or cannot be reached",
-                            seconds=deadline.seconds,
-                        )
                     text = what if isinstance(what, str) else what()
                     raise StallError(
                         f"no progress on {text} within {deadline.seconds:g} s",

@@ -112,9 +112,11 @@ class ShardedSource:
         deadline_s: float | None = None,
     ) -> None:
         self._source = as_source(model_or_source)
-        self._group = GatherGroup(name, store, publishing=True)
         self.deadline_s = DEADLINE_S if deadline_s is None else deadline_s
         """Longest wait for the other ranks and for a gather, in seconds."""
+        self._group = GatherGroup(
+            name, store, publishing=True, deadline_s=self.deadline_s * OWN_SHARE
+        )
         self._has_own_deadline = deadline_s is not None
         self._lock = threading.Lock()
         self._state = RoundState(secrets.token_hex(8), 0)
@@ -131,6 +133,7 @@ class ShardedSource:
         """Take the publisher's deadline, in seconds, unless this source has one of its own."""
         if not self._has_own_deadline:
             self.deadline_s = deadline_s
+            self._group.deadline_s = deadline_s * OWN_SHARE
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
@@ -418,7 +421,7 @@ class TrainerRank:
         deadline_s: float = 30.0,
     ) -> None:
         self._source = as_source(model_or_source)
-        self._group = GatherGroup(name, store, publishing=False)
+        self._group = GatherGroup(name, store, publishing=False, deadline_s=deadline_s)
         self._deadline_s = deadline_s
         self._pid = os.getpid()
         self._closed = False
