@@ -221,10 +221,8 @@ class GatherGroup:
     def lost(self, key: str, what: str) -> PeerLostError | None:
         """Return an error if a rank was heard of and gives no more signs of life."""
         now = time.monotonic()
-        if key not in self._heard_at or now - self._polled_at > STALLED_S:
-            return None
-        silent_s = now - self._heard_at[key]
-        if silent_s < SILENT_S:
+        silent_s = now - self._heard_at.get(key, now)
+        if silent_s < SILENT_S or now - self._polled_at > STALLED_S:
             return None
         return PeerLostError(
             f"{what} was lost: it takes part in a round and has given no sign of life for "
@@ -309,11 +307,8 @@ class GatherGroup:
                     if key in stale or (due and key == self.key):
                         self._store.set(key, msgspec.msgpack.encode((time.monotonic_ns(), state)))
                         written_at = now
-                raw = {
-                    key: self._store.get(key)
-                    for key in others
-                    if key in self._raw or self._store.check([key])
-                }
+                there = [k for k in others if k in self._raw or self._store.check([k])]
+                raw = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
                 with self._changed:
                     changed = self._take(mine, raw)
                     if self._paused and self._is_written():

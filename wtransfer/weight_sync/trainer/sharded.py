@@ -305,7 +305,6 @@ class ShardedSource:
         digest = xxhash.xxh3_128_hexdigest(lines)
         if digest != self._layout:
             self._layout = digest
-            # Before the state that names it.
             self._group.post(LayoutState(digest, zlib.compress(lines, 1)), LAYOUT)
         with self._lock:
             self._post(layout=digest, number=self._state.number + 1, go=0)
