@@ -50,6 +50,21 @@ def test_calls_behind_one_that_hangs_are_made_by_a_successor_and_in_order():
         each.join(PATIENCE_S)
 
 
+def test_a_check_ends_the_wait_for_a_call_and_nothing_overtakes_it():
+    thread, go_on = SerialThread("tests-serial"), threading.Event()
+
+    def check():
+        raise ConnectionError("the peer is gone")
+
+    with pytest.raises(ConnectionError):
+        thread.call(go_on.wait, "the first", PATIENCE_S, check)
+    with pytest.raises(StallError, match="the first was given up and has not returned yet"):
+        thread.call(lambda: None, "the second", 0.05)
+    go_on.set()
+    thread.stop()
+    thread.join(PATIENCE_S)
+
+
 def test_a_call_that_is_given_up_is_not_overtaken():
     thread, go_on = SerialThread("tests-serial"), threading.Event()
     with pytest.raises(StallError, match=r"no progress on the first within 0\.05 s"):

@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from wtransfer.specs.interface import OffloadingManager, OffloadingSpec, OffloadingWorker
     from wtransfer.weight_sync.http.server import WorkerServer
     from wtransfer.weight_sync.trainer.publisher import Publisher
-    from wtransfer.weight_sync.trainer.sharded import ShardedSource
-    from wtransfer.weight_sync.trainer.trainer_rank import TrainerRank
+    from wtransfer.weight_sync.trainer.sharded import ShardedSource, TrainerRank
     from wtransfer.weight_sync.worker.session import WorkerSession
 
     __version__: str
@@ -138,8 +137,7 @@ _MEMBERS = {
     "wtransfer.checkpoint.source": ("CheckpointSource",),
     "wtransfer.weight_sync.trainer.publisher": ("Publisher",),
     "wtransfer.weight_sync.worker.session": ("WorkerSession",),
-    "wtransfer.weight_sync.trainer.sharded": ("ShardedSource",),
-    "wtransfer.weight_sync.trainer.trainer_rank": ("TrainerRank",),
+    "wtransfer.weight_sync.trainer.sharded": ("ShardedSource", "TrainerRank"),
     "wtransfer.weight_sync.http.server": ("WorkerServer",),
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.registry.hooks": ("hookimpl",),

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CHECK_S = 0.1
+"""Time between two checks of whether a call is still worth waiting for."""
+
 
 class Call:
     """A call on another thread, and its outcome.
@@ -94,7 +97,13 @@ class SerialThread:
             self._calls.put(call)
         return call
 
-    def call(self, function: Callable[[], T], what: str, timeout_s: float) -> T:
+    def call(
+        self,
+        function: Callable[[], T],
+        what: str,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> T:
         """Make a call and return its result.
 
         While a call that was given up still runs, further ones are refused: collectives that
@@ -104,6 +113,7 @@ class SerialThread:
             function: The call.
             what: What it does, for errors.
             timeout_s: Longest wait, in seconds.
+            check: Made now and then meanwhile; ends the wait by raising.
 
         Raises:
             StallError: It has not returned in time, or an earlier one has not returned yet.
@@ -123,12 +133,14 @@ class SerialThread:
         # Until it has returned: also where an interruption ends the wait. The call itself is not
         # kept: its result may be a tensor.
         self._overdue = (call.done, what)
-        if not call.done.wait(deadline.remaining()):
-            raise StallError(
-                f"no progress on {what} within {timeout_s:g} s; the call is left behind, and its "
-                "peer may be gone",
-                seconds=timeout_s,
-            )
+        while not call.done.wait(min(deadline.remaining(), CHECK_S)):
+            if deadline.expired:
+                raise StallError(
+                    f"no progress on {what} within {timeout_s:g} s; the call is left behind, and "
+                    "its peer may be gone",
+                    seconds=timeout_s,
+                )
+            check()
         self._overdue = None
         if call.error is not None:
             raise call.error

@@ -12,9 +12,22 @@ from flow_trainer import TrainerPuppet
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from wtransfer.weight_sync.trainer import sharded
 from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.sharded import TrainerRank
 from wtransfer.weight_sync.trainer.source import ModuleSource
-from wtransfer.weight_sync.trainer.trainer_rank import TrainerRank
+
+
+def watch_gathers():
+    """Let a pass have several buckets, and this process be held inside a gather, at its door."""
+    sharded.BUCKET_NBYTES = 40_000  # two tensors of these tests
+    gathered = sharded.gathered
+
+    def gathered_when_let(meta, shard):
+        flow_stage.witness.enter("between")
+        return gathered(meta, shard)
+
+    sharded.gathered = gathered_when_let
 
 
 class FaultySource(ModuleSource):
@@ -40,12 +53,25 @@ class RankPuppet(TrainerPuppet):
     """A rank; the first one publishes."""
 
     def __init__(
-        self, address, witness_path, *, rank, num_ranks, num_tensors, numel, port=0, **options
+        self,
+        address,
+        witness_path,
+        *,
+        rank,
+        num_ranks,
+        num_tensors,
+        numel,
+        port=0,
+        host=0,
+        **options,
     ):
         flow_stage.Puppet.__init__(self, address, witness_path)
         flow_stage.register()
+        watch_gathers()
         self.rank, self.num_ranks = rank, num_ranks
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=not rank, wait_for_workers=False)
+        self.store = dist.TCPStore(
+            "127.0.0.1", port, is_master=rank == host, wait_for_workers=False
+        )
         self.model = flow_stage.Weights(num_tensors, numel)
         self.options = options
         self.publisher = self.round = None
@@ -57,7 +83,8 @@ class RankPuppet(TrainerPuppet):
 
     def init(self):
         """Begin to train: what the user's program does, with the default group that is its own."""
-        dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.num_ranks)
+        common = {"rank": self.rank, "world_size": self.num_ranks}
+        dist.init_process_group("gloo", store=self.store, **common)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.num_ranks,)))
         self.source = FaultySource(self.model)
         if self.rank:

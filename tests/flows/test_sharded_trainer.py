@@ -16,17 +16,18 @@ NUMEL = 4097  # uneven on two ranks and on three
 def ranks(flow):
     """Maker of the ranks of a trainer: the one that publishes, and the others."""
 
-    def make(num_ranks=2, **options):
+    def make(num_ranks=2, *, host=0, **options):
         flow.size = {"num_tensors": NUM_TENSORS, "numel": NUMEL}
-        target, common = "flow_sharded:main", {"num_ranks": num_ranks}
-        first = flow._start(target, "trainer", {"rank": 0, **common, **options})
-        common["port"] = first.ask("port")
+        common = {"num_ranks": num_ranks, "host": host}
         if "deadline_s" in options:
             common["deadline_s"] = options["deadline_s"]
-        others = [
-            flow._start(target, f"rank{rank}", {"rank": rank, **common})
-            for rank in range(1, num_ranks)
-        ]
+        made = {}
+        # The rank that hosts the store knows its port.
+        for rank in sorted(range(num_ranks), key=lambda rank: rank != host):
+            own = common if rank else common | options
+            made[rank] = flow._start("flow_sharded:main", f"rank{rank}", {"rank": rank, **own})
+            common["port"] = common.get("port") or made[rank].ask("port")
+        first, *others = (made[rank] for rank in range(num_ranks))
         together([first, *others], "init")
         flow.where = first.ask("where")
         return first, *others
@@ -251,34 +252,69 @@ def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_in_mid_pass_is_named_within_a_second(flow, failing, ranks):
-    first, other = ranks(engine="gloo")
+@pytest.mark.parametrize("phase", ["midst", "between"])
+def test_a_rank_that_is_killed_is_named_within_three_seconds(flow, failing, ranks, phase):
+    first, other, third = ranks(3, engine="gloo")
     worker = flow.worker()
     first.ask("wait", n=1)
-    other.witness.hold("midst")
-    begin(first, [other], 1)
+    other.witness.hold(phase)
+    begin(first, [other, third], 1)
     other.until_held()
+    time.sleep(0.5)  # the others enter the gather
     killed = other.kill()
-    with failing("PeerLostError") as lost:
-        first.answer()
-    assert "trainer rank 1" in lost.error.text
-    assert lost.ended - killed < 1
+    for survivor in (first, third):
+        with failing("PeerLostError") as lost:
+            survivor.answer()
+        assert "trainer rank 1 was lost" in lost.error.text
+        # Inside a gather it takes the mesh with it.
+        assert ("that mesh is no longer in step: rebuild it" in lost.error.text) == (
+            phase == "between"
+        )
+        assert lost.ended - killed < 3.5
     flow.holds(worker, 0)
 
 
 @pytest.mark.slow
-def test_a_publishing_rank_that_is_killed_lets_the_others_go(flow, failing, ranks):
-    first, other = ranks(engine="gloo")
+@pytest.mark.parametrize(
+    "case",
+    [
+        (0, "midst", "the trainer's store is gone, with it the way to the other ranks"),
+        (1, "midst", "the publishing rank of this trainer was lost"),
+        (1, "between", "that mesh is no longer in step: rebuild it"),
+    ],
+    ids=["with the store", "alone", "inside a gather"],
+)
+def test_a_publishing_rank_that_is_killed_lets_the_others_go(flow, failing, ranks, case):
+    host, phase, text = case
+    first, other = ranks(engine="gloo", host=host)
     worker = flow.worker()
     first.ask("wait", n=1)
-    first.witness.hold("midst")
+    first.witness.hold(phase)
     begin(first, [other], 1)
     first.until_held()
     killed = first.kill()
     with failing("PeerLostError") as lost:
         other.answer()
-    assert "the publishing rank of this trainer was lost" in lost.error.text
-    assert lost.ended - killed < 1
+    assert text in lost.error.text
+    assert lost.ended - killed < 3.5
+    flow.holds(worker, 0)
+
+
+@pytest.mark.slow
+def test_a_store_whose_host_is_stopped_ends_the_round_at_the_deadline(flow, failing, ranks):
+    first, other, third = ranks(3, engine="gloo", host=2, deadline_s=2.0)
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.witness.hold("midst")
+    begin(first, [other, third], 1)
+    other.until_held()
+    stopped = third.signal(signal.SIGSTOP)
+    other.go_on()
+    for rank in (first, other):
+        with failing("StallError") as stalled:
+            rank.answer()
+        assert "the trainer's store has not answered for" in stalled.error.text
+        assert stalled.ended - stopped < 3.5
     flow.holds(worker, 0)
 
 

@@ -1,59 +1,105 @@
-"""A source whose tensors are spread over the ranks of a trainer, made whole one at a time."""
+"""How a trainer whose weights are spread over ranks publishes them.
+
+One rank publishes: its `ShardedSource` gathers bucket by bucket. Every other rank takes part in the
+gathers by a `TrainerRank`. How they agree on each of them is told in `gather_group.py`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import os
+import secrets
 import threading
-from typing import TYPE_CHECKING, Any
+import zlib
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+import xxhash
 
 from wtransfer.calls import SerialThread, on_callers_stream
-from wtransfer.errors import EngineError, SourceError, WTransferError
-from wtransfer.weight_sync.trainer.shards import (
-    gathered,
-    is_sharded,
-    iter_shards,
-    layout_between,
-    ranks_of,
+from wtransfer.deadline import Deadline
+from wtransfer.errors import (
+    ClosedError,
+    EngineError,
+    ForkedError,
+    PeerLostError,
+    RoundAbortedError,
+    RoundBusyError,
+    SourceError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.transport.tensors import dtype_name, lacks_memory
+from wtransfer.weight_sync.close_at_exit import close_at_exit
+from wtransfer.weight_sync.messages import ErrorInfo
+from wtransfer.weight_sync.trainer.gather_group import (
+    LAYOUT,
+    PUBLISHER,
+    SILENT_S,
+    Ended,
+    GatherGroup,
+    LayoutState,
+    RankState,
+    RoundState,
+    own_rank,
 )
 from wtransfer.weight_sync.trainer.source import as_source
-from wtransfer.weight_sync.trainer.trainer_ranks import TrainerRanks
-from wtransfer.weight_sync.trainer.whereabouts import Whereabouts, own_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
+    from typing_extensions import Self
 
     from wtransfer.engines.interface import ParamMeta, WeightSource
 
 logger = logging.getLogger(__name__)
+
+Shard: TypeAlias = "tuple[ParamMeta, torch.Tensor]"
+"""A tensor's metadata, and what this rank holds of it."""
+Layout: TypeAlias = "list[tuple[str, str, tuple[int, ...]]]"
+"""Name, description and ranks of every tensor, in order."""
 
 DEADLINE_S = 30.0
 """The deadline where no publisher has said another, in seconds."""
 OWN_SHARE = 0.9
 """Part of the deadline after which a wait for ranks ends: the round's own watch, which ends it
 at the whole, could only say that the engine hangs."""
-CAUSE_GRACE_S = 1.0
-"""Time in which the loss of a rank must show that has broken a collective."""
+SILENT_DEADLINES = 4
+"""Deadlines that the publishing rank may take for a step of its round: it waits for its workers,
+one deadline at most for each of the seal, the commit, and ranks that go back."""
+BUCKET_NBYTES = 64 << 20
+"""Bytes of whole tensors that are gathered between two agreements; the same on all ranks."""
+NUM_ENDED = 8
+"""Ends of attempts that ranks can still be told."""
+REBUILD = (
+    "; the process group of that mesh is no longer in step: rebuild it, and with it Publisher and "
+    "TrainerRank"
+)
+"""What to do when a rank was lost inside a gather."""
+FLUSH_S = 1.0
+"""Seconds for what a rank that fails still has to say."""
+GRACE_S = 0.4
+"""Seconds that a gather may go on when its round is over, or one of its ranks was lost."""
 
 
 class ShardedSource:
     """Gathers what the ranks of a trainer hold, for the one that publishes.
 
-    `Publisher` makes one of whatever it is given; make it yourself for another `listen` or `name`.
+    `Publisher` makes one of whatever it is given; make it yourself for another `name` or `store`.
     What is not sharded passes through as it is. DTensors (FSDP2, tensor parallelism) are gathered
-    over their own mesh, one at a time, while every other rank of the mesh is in
+    over their own mesh, a bucket at a time, while every other rank of the mesh is in
     `TrainerRank.publish`. A source of one's own says by `mesh` and `placements` of its `ParamMeta`
     how tensors lie, and yields this rank's parts from `iter_local`.
 
     Args:
         model_or_source: A torch module, a mapping of names to tensors, or a `WeightSource`.
         name: Tells several publishers of one trainer apart; as in `TrainerRank`.
-        listen: Address for the other ranks. Default: an abstract Unix socket, which only this user
-            on this host can reach; ``tcp:host:port`` for trainers of several hosts.
         store: A torch store that all ranks share. Default: the one of torch's default group.
-        deadline_s: Longest wait for the other ranks and for a collective, in seconds. Default: the
+        deadline_s: Longest wait for the other ranks and for a gather, in seconds. Default: the
             publisher's.
     """
 
@@ -62,32 +108,36 @@ class ShardedSource:
         model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
         *,
         name: str = "default",
-        listen: str | None = None,
         store: Any = None,
         deadline_s: float | None = None,
     ) -> None:
         self._source = as_source(model_or_source)
-        self._whereabouts = Whereabouts(name, store)
-        self._listen = listen
         self.deadline_s = DEADLINE_S if deadline_s is None else deadline_s
-        """Longest wait for the other ranks and for a collective, in seconds."""
+        """Longest wait for the other ranks and for a gather, in seconds."""
+        self._group = GatherGroup(
+            name, store, publishing=True, deadline_s=self.deadline_s * OWN_SHARE
+        )
         self._has_own_deadline = deadline_s is not None
-        self._ranks: TrainerRanks | None = None
-        self._making_ranks = threading.Lock()
+        self._lock = threading.Lock()
+        self._state = RoundState(secrets.token_hex(8), 0)
+        self._met: frozenset[int] = frozenset()
+        """The other ranks of the last pass."""
+        self._layout = ""
+        self._num_attempts = 0
+        self._in_round = False
         self._stopped = False
         self._thread = SerialThread("wtransfer-gather")
-        self._version: str | None = None
-        self._agreed = False
         self._metadata: Sequence[ParamMeta] | None = None
 
     def take_deadline(self, deadline_s: float) -> None:
         """Take the publisher's deadline, in seconds, unless this source has one of its own."""
         if not self._has_own_deadline:
             self.deadline_s = deadline_s
+            self._group.deadline_s = deadline_s * OWN_SHARE
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:
-        """What the source has; this moves no data and asks nobody."""
+        """What the source has; this moves no data and asks no other rank."""
         # Kept for the pass that follows: reading it costs something per tensor.
         self._metadata = self._source.metadata
         return self._metadata
@@ -114,66 +164,126 @@ class ShardedSource:
     def _iter_gathered(
         self, metadata: Sequence[ParamMeta], others: frozenset[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        ranks = self._begin_pass(metadata, others) if others else None
-        number = 0 if ranks is None else ranks.begin_pass(others)
-        for index, meta, shard in iter_shards(self._source, metadata):
-            if not is_sharded(meta):
-                yield meta.name, shard
-                continue
-            if ranks is not None:
-                ranks.enter(others, number, index, meta.name)
-            yield meta.name, self._gather(meta, shard, ranks, others)
+        begun = self._begin_pass(metadata, others) if others else self._state
+        num_gathered = 0
+        for bucket in iter_buckets(iter_shards(self._source, metadata)):
+            tensors = bucket
+            if any(is_sharded(meta) for meta, _ in bucket):
+                num_gathered += 1
+                if others:
+                    self._agree(begun, others, num_gathered, bucket)
+                tensors = gather_bucket(
+                    bucket,
+                    self._thread,
+                    self.deadline_s * OWN_SHARE,
+                    lambda: self._lost(others),
+                    lambda failed: self._cause(others, failed),
+                )
+            while tensors:
+                meta, tensor = tensors.pop(0)
+                yield meta.name, tensor
+                # Not until the next is here: a gathered one may be large.
+                del tensor
 
     # -- for the publisher
 
     def begin(self, version: str) -> None:
-        """State that a round has begun: the other ranks may come for it."""
-        self._version, self._agreed, self._metadata = version, False, None
-        self._stopped = False
-        if self._ranks is not None:
-            self._ranks.begin(version)
+        """Begin a round, which the other ranks may join."""
+        with self._lock:
+            self._num_attempts += 1
+            self._in_round, self._stopped, self._metadata = True, False, None
+            if self._met:
+                self._group.start(_keys(self._met))
+            self._post(
+                attempt=self._num_attempts,
+                version=version,
+                phase="open",
+                layout="",
+                number=0,
+                go=0,
+            )
 
     def stop_waiting(self) -> None:
-        """Let a running pass end that waits for other ranks: its round has failed."""
-        # Also if it is only about to wait: see `_ranks_now`.
+        """End a pass that waits for other ranks: its round has failed."""
+        # Also one that is only about to wait.
         self._stopped = True
-        if self._ranks is not None:
-            self._ranks.stop_waiting()
+        self._group.wake()
 
     def packed(self) -> None:
-        """State that the weights may be changed again."""
-        if self._ranks is not None:
-            self._ranks.packed()
+        """Let the other ranks change their weights again."""
+        with self._lock:
+            if self._in_round:
+                self._post(phase="packed")
 
     def end(self, error: BaseException | None, fingerprint: str = "") -> None:
-        """State that the round is over, and tell the other ranks."""
-        version, self._version = self._version, None
-        if version is None:
-            return
-        found = self._to_tell() if error is not None else (self._ranks, frozenset())
-        if found[0] is not None:
-            found[0].end(version, error, ranks=found[1], fingerprint=fingerprint)
+        """End the round, and tell the other ranks."""
+        if self._in_round:
+            self._tell(self._state.attempt, self._state.version, error, fingerprint, phase="over")
 
     def refuse(self, version: str, error: BaseException) -> None:
-        """State that a round did not begin, and tell the other ranks."""
-        ranks, others = self._to_tell()
-        if ranks is not None:
-            ranks.refuse(version, error, others)
+        """Tell the other ranks that a round did not begin."""
+        with self._lock:
+            self._num_attempts += 1
+            attempt = self._num_attempts
+        self._tell(attempt, version, error)
 
     def close(self) -> None:
-        """Let go of the other ranks."""
-        if self._ranks is not None:
-            self._ranks.close()
+        """Let the other ranks go."""
         self._thread.stop()
+        # They still read the end of the last round, from a store that this process may host.
+        keys = [k for k in _keys(self._met) if _takes_part(self._group.heard(k), self._state)]
+        if keys:
+            self._group.start(keys)
+            with contextlib.suppress(WTransferError):
+                self._group.until(
+                    lambda: all(
+                        (rank := self._group.heard(key)) and not _takes_part(rank, self._state)
+                        for key in keys
+                    ),
+                    Deadline(min(SILENT_S, self.deadline_s)),
+                    "the other ranks' leaving",
+                )
+        self._group.close()
 
-    def _to_tell(self) -> tuple[TrainerRanks | None, frozenset[int]]:
+    def _tell(
+        self,
+        attempt: int,
+        version: str,
+        error: BaseException | None,
+        fingerprint: str = "",
+        **changes: Any,
+    ) -> None:
+        """Tell the other ranks how an attempt ended."""
+        info = None if error is None else ErrorInfo.of(error)
+        with self._lock:
+            ended = (*self._state.ended, Ended(attempt, version, info, fingerprint))[-NUM_ENDED:]
+            self._post(ended=ended, **changes)
+            self._in_round &= not changes
+            in_round = self._in_round
         try:
-            others = self._others(self._source.metadata)
-            return (self._ranks_now() if others else self._ranks), others
-        except Exception as error:
+            if info is not None and not in_round:
+                # It may have failed before it met any.
+                self._meet(self._met or self._others(self._source.metadata))
+        except Exception as unmet:
             # The round has an error of its own, and this is not it.
-            logger.info("the other ranks cannot be told: %s", error)
-            return self._ranks, frozenset()
+            logger.info("the other ranks cannot be told: %s", unmet)
+        if not in_round:
+            self._group.pause()
+
+    def _post(self, **changes: Any) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+        self._group.post(self._state, PUBLISHER)
+
+    def _meet(self, others: frozenset[int]) -> None:
+        """Begin to hear of the other ranks, if there are any."""
+        with self._lock:
+            self._met = others
+            if others and not self._group.polling:
+                self._group.start()
+                self._post(rank=own_rank())
+            self._group.add(_keys(others))
+
+    # -- one pass
 
     def _others(self, metadata: Sequence[ParamMeta]) -> frozenset[int]:
         """Return the other ranks whose part is needed."""
@@ -189,47 +299,610 @@ class ShardedSource:
             )
         return found - {own}
 
-    def _ranks_now(self) -> TrainerRanks:
-        # A pass of a round and whoever ends that round may come at the same time.
-        with self._making_ranks:
-            if self._ranks is None:
-                self._ranks = TrainerRanks(
-                    self._whereabouts,
-                    own_rank(),
-                    listen=self._listen,
-                    deadline_s=self.deadline_s * OWN_SHARE,
-                )
-                if self._version is not None:
-                    self._ranks.begin(self._version)
-                if self._stopped:
-                    self._ranks.stop_waiting()
-            return self._ranks
+    def _begin_pass(self, metadata: Sequence[ParamMeta], others: frozenset[int]) -> RoundState:
+        self._meet(others)
+        lines = msgspec.msgpack.encode(layout_of(metadata))
+        digest = xxhash.xxh3_128_hexdigest(lines)
+        if digest != self._layout:
+            self._layout = digest
+            self._group.post(LayoutState(digest, zlib.compress(lines, 1)), LAYOUT)
+        with self._lock:
+            self._post(layout=digest, number=self._state.number + 1, go=0)
+            return self._state
 
-    def _begin_pass(self, metadata: Sequence[ParamMeta], others: frozenset[int]) -> TrainerRanks:
-        ranks = self._ranks_now()
-        if not self._agreed:
-            own = own_rank()
-            ranks.gather_layouts(others, lambda rank: layout_between(metadata, own, rank))
-            self._agreed = True
-        return ranks
+    def _agree(
+        self, begun: RoundState, others: frozenset[int], count: int, bucket: list[Shard]
+    ) -> None:
+        """Wait until every rank has its part of a bucket in hand, and let all gather it."""
 
-    def _gather(
+        def missing() -> dict[int, RankState | None]:
+            ranks = {rank: self._group.heard(str(rank)) for rank in sorted(others)}
+            return {
+                rank: state
+                for rank, state in ranks.items()
+                if not _takes_part(state, begun)
+                or (state.number, state.ready) != (begun.number, count)
+            }
+
+        def all_ready() -> bool:
+            now = self._state
+            is_same = (now.attempt, now.number) == (begun.attempt, begun.number)
+            if self._stopped or not self._in_round or not is_same:
+                raise RoundAbortedError("the round is over; its weights are not gathered further")
+            if error := self._lost(others) or self._failed(others):
+                raise error
+            return not missing()
+
+        def late() -> str:
+            absent = {r: state for r, state in missing().items() if not _takes_part(state, begun)}
+            if not absent:
+                return f"trainer ranks {[*missing()]} on the way to gather {_first_name(bucket)!r}"
+            before = "".join(
+                f"; rank {r} was last here for {state.version!r}"
+                for r, state in absent.items()
+                if state is not None
+            )
+            return (
+                f"the arrival of trainer ranks {[*absent]}, which hold parts of the weights: each "
+                f"must call TrainerRank.publish({begun.version!r}) when rank {begun.rank} "
+                f"publishes{before};"
+            )
+
+        deadline = Deadline(self.deadline_s * OWN_SHARE)
+        self._group.until(all_ready, deadline, late)
+        with self._lock:
+            self._post(go=count)
+        # Entered when it is written: alone in a gather this rank could only be left behind there.
+        self._group.flush(deadline)
+
+    def _lost(self, others: Iterable[int]) -> PeerLostError | None:
+        lost = (
+            self._group.lost(str(rank), f"trainer rank {rank}")
+            for rank in sorted(others)
+            if _takes_part(self._group.heard(str(rank)), self._state)
+        )
+        return next(filter(None, lost), None)
+
+    def _failed(self, others: Iterable[int]) -> WTransferError | None:
+        for rank in sorted(others):
+            state: RankState | None = self._group.heard(str(rank))
+            if state is not None and _is_in(state, self._state) and state.error is not None:
+                return state.error.rebuild(worker=f"trainer rank {rank}")
+        return None
+
+    def _cause(self, others: frozenset[int], failed: WTransferError) -> WTransferError:
+        """Return why a gather has failed: a lost rank breaks it for all, and shows only later."""
+        patience = Deadline(SILENT_S + GRACE_S if isinstance(failed, EngineError) else 0)
+        if others:
+            with contextlib.suppress(StallError):
+                self._group.until(lambda: self._lost(others), patience, "a lost rank")
+        return self._lost(others) or self._failed(others) or failed
+
+
+class TrainerRank:
+    """Takes part in publishing a sharded model, on the ranks that do not publish themselves.
+
+    One rank makes a `Publisher` of its part of the model, every other one a `TrainerRank` of its
+    own; then all call ``publish(version)`` for the same versions in turn::
+
+        if torch.distributed.get_rank() == 0:
+            publisher = wtransfer.Publisher(model)
+        else:
+            publisher = wtransfer.TrainerRank(model)
+        publisher.publish(f"step-{step}")
+
+    Ranks agree through the trainer's store before each bucket of gathers, and begin one only when
+    all have said that they are ready. So where the round fails before, beside or between the
+    gathers, all ranks return with its error, and the trainer's own process group is as good as
+    before. A rank that is lost inside a gather leaves a group that has to be made anew; the error
+    says so. The gathers are those of the model's own mesh, on a thread of their own: do not use its
+    groups meanwhile.
+
+    Why a class of its own: a second `Publisher` would be a second one for workers to join, and a
+    plain function could not tell a round that it has taken part in from the next one.
+
+    Args:
+        model_or_source: As for `Publisher`: this rank's module, mapping or source.
+        name: Tells several publishers of one trainer apart; as in `ShardedSource`.
+        store: A torch store that all ranks share. Default: the one of torch's default group, which
+            is neither made nor destroyed here.
+        deadline_s: Longest wait for the publishing rank to begin, counted from the end of its round
+            before, and for a gather to end. The same as the publisher's: a publishing rank whose
+            round makes no progress for four times as long is given up.
+    """
+
+    def __init__(
         self,
-        meta: ParamMeta,
-        shard: torch.Tensor,
-        ranks: TrainerRanks | None,
-        others: frozenset[int],
-    ) -> torch.Tensor:
-        what = f"gathering {meta.name!r}"
+        model_or_source: nn.Module | Mapping[str, torch.Tensor] | WeightSource,
+        *,
+        name: str = "default",
+        store: Any = None,
+        deadline_s: float = 30.0,
+    ) -> None:
+        self._source = as_source(model_or_source)
+        self._group = GatherGroup(name, store, publishing=False, deadline_s=deadline_s)
+        self._deadline_s = deadline_s
+        self._pid = os.getpid()
+        self._closed = False
+        self._busy = threading.Lock()
+        self._thread = SerialThread("wtransfer-gather")
+        self._epoch = ""
+        self._seen = 0
+        """Last attempt of that epoch that was joined, or whose end was told."""
+        self._left = 0
+        """Attempt that was joined and left before its end, by an error."""
+        self._agreed = ("", "")
+        """Digests of the publishing rank's layout and of this one's, found to fit."""
+        close_at_exit(self)
+
+    def publish(self, version: str, *, wait: bool = True) -> str:
+        """Take part in the publishing rank's ``publish`` of the same version.
+
+        Args:
+            version: Label; the publishing rank's.
+            wait: Whether to wait for the end. Without, it returns when this rank may change its
+                weights again; what becomes of the round is then told to the publishing rank only,
+                and the next call waits for that first.
+
+        Returns:
+            Fingerprint of what was published; empty if the end was not waited for, or if this rank
+            has tensors, but no part of one that the publishing rank gathers.
+
+        Raises:
+            StallError: The publishing rank did not begin in time, or a gather hangs.
+            PeerLostError: The publishing rank is gone.
+            SourceError: The ranks do not have the same tensors; the first that differs is named.
+            ClosedError: `close` was called meanwhile.
+            WTransferError: The round was aborted; the error is the publishing rank's.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "this TrainerRank belongs to the parent process; after fork() make a new one"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise RoundBusyError("this rank is publishing already; wait for the other call")
         try:
-            call = on_callers_stream(lambda: gathered(meta, shard))
-            return self._thread.call(call, what, self.deadline_s * OWN_SHARE)
+            if self._closed:
+                raise ClosedError("this TrainerRank is closed")
+            self._group.start((PUBLISHER, str(own_rank())))
+            return self._publish(version, wait=wait)
+        finally:
+            self._group.pause()
+            self._busy.release()
+
+    def close(self) -> None:
+        """Let go of the publishing rank; a second call does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._group.close()
+        self._thread.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _publish(self, version: str, *, wait: bool) -> str:
+        group = self._group
+        if self._seen:
+            # A rank that left its last round early would lose from its deadline what the others
+            # take for the end.
+            group.until(
+                self._is_over,
+                Deadline(SILENT_DEADLINES * self._deadline_s),
+                "the last round, which the publishing rank has not ended,",
+            )
+        deadline = Deadline(self._deadline_s)
+        metadata = tuple(self._source.metadata)
+
+        def late() -> str:
+            if (state := group.heard(PUBLISHER)) is None:
+                return (
+                    "the arrival of a rank that publishes: one must make a Publisher and call "
+                    "publish() when the others call theirs;"
+                )
+            return (
+                f"the publishing rank, rank {state.rank}: it did not call publish() for this "
+                "version, which every rank must,"
+            )
+
+        state: RoundState = group.until(lambda: group.heard(PUBLISHER), deadline, late)
+        if metadata and not any(state.rank in ranks_of(meta) for meta in metadata):
+            # In no group with the publishing rank: it asks for nothing that this one holds.
+            return ""
+        found = group.until(lambda: self._turn(version), deadline, late)
+        if isinstance(found, Ended):
+            group.post(RankState(self._epoch, self._seen, version, left=True))
+            end: Ended | None = found
+        else:
+            end = self._take_part(found, metadata, version, wait=wait)
+        if end is not None and end.error is not None:
+            raise end.error.rebuild()
+        return "" if end is None else end.fingerprint
+
+    def _is_over(self) -> bool:
+        state: RoundState | None = self._group.heard(PUBLISHER)
+        if state is None:
+            return False
+        same = (state.epoch, state.attempt) == (self._epoch, self._seen)
+        return not same or state.phase == "over" or self._group.lost(PUBLISHER, "") is not None
+
+    def _turn(self, version: str) -> RoundState | Ended | None:
+        """Return the round to join, or the end to tell, or None while there is neither."""
+        state: RoundState = self._group.heard(PUBLISHER)
+        if state.epoch != self._epoch:
+            # Another object of this rank may have taken part before.
+            earlier: RankState | None = self._group.heard(self._group.key)
+            is_known = earlier is not None and earlier.epoch == state.epoch
+            self._epoch, self._left = state.epoch, 0
+            self._seen = earlier.attempt if earlier is not None and is_known else 0
+        is_new = state.attempt > self._seen
+        if is_new and state.version == version and state.phase != "over":
+            return state
+        for end in reversed(state.ended):
+            # A failure that this rank has not heard of; or the success of a round that it left when
+            # its part was done, which will not be repeated.
+            is_due = end.attempt > self._seen if end.error else end.attempt == self._left
+            if end.version == version and is_due:
+                self._seen, self._left = max(self._seen, end.attempt), 0
+                return end
+        if is_new and state.phase == "open":
+            raise RoundAbortedError(
+                f"trainer rank {state.rank} publishes {state.version!r}, rank {own_rank()} called "
+                f"publish({version!r}); all must call it for the same versions in turn"
+            )
+        return None
+
+    def _take_part(
+        self, joined: RoundState, metadata: Sequence[ParamMeta], version: str, *, wait: bool
+    ) -> Ended | None:
+        """Gather with the publishing rank, up to the end; None if that is not waited for."""
+        group = self._group
+        mine = RankState(joined.epoch, joined.attempt, version)
+        self._seen = self._left = joined.attempt
+        group.post(mine)
+        buckets: Iterator[list[Shard]] = iter(())
+        bucket: list[Shard] = []
+
+        def news() -> RoundState | Ended | None:
+            if (end := self._end_of(joined)) is not None:
+                return end
+            state: RoundState = group.heard(PUBLISHER)
+            if state.phase == "packed":
+                return None if wait else state
+            is_told = state.number > mine.number or (bucket and state.go == mine.ready)
+            return state if is_told else None
+
+        try:
+            while True:
+                state: RoundState | Ended = group.until(
+                    news,
+                    Deadline(SILENT_DEADLINES * self._deadline_s),
+                    "the round that the publishing rank has begun and not ended",
+                )
+                if isinstance(state, Ended) or state.phase == "packed":
+                    break
+                if state.number > mine.number:
+                    self._compare(state, metadata)
+                    buckets = self._iter_buckets(metadata)
+                    mine = msgspec.structs.replace(mine, number=state.number, ready=0)
+                else:
+                    self._gather(bucket, joined, mine)
+                bucket = next(buckets, [])
+                mine = msgspec.structs.replace(mine, ready=mine.ready + bool(bucket))
+                group.post(mine)
+        except BaseException as error:
+            # Also a KeyboardInterrupt: the others must not wait for this rank.
+            if not isinstance(error, WTransferError):
+                text = f"interrupted by {type(error).__name__}: {error}"
+            known = error if isinstance(error, WTransferError) else RoundAbortedError(text)
+            group.post(msgspec.structs.replace(mine, left=True, error=ErrorInfo.of(known)))
+            with contextlib.suppress(WTransferError):
+                group.flush(Deadline(FLUSH_S))
+            raise
+        self._left = 0
+        group.post(msgspec.structs.replace(mine, left=True))
+        return state if isinstance(state, Ended) else None
+
+    def _end_of(self, joined: RoundState) -> Ended | None:
+        """Return the end of a round; raise if there will be none."""
+        state: RoundState = self._group.heard(PUBLISHER)
+        if state.epoch == joined.epoch:
+            for end in state.ended:
+                if end.attempt == joined.attempt:
+                    return end
+        if (state.epoch, state.attempt) != (joined.epoch, joined.attempt):
+            raise PeerLostError("the publishing rank of this trainer was lost: another took over")
+        if lost := self._group.lost(PUBLISHER, "the publishing rank of this trainer"):
+            raise lost
+        return None
+
+    def _iter_buckets(self, metadata: Sequence[ParamMeta]) -> Iterator[list[Shard]]:
+        """Yield the buckets in which a tensor is gathered, by whichever ranks."""
+        try:
+            for bucket in iter_buckets(iter_shards(self._source, metadata)):
+                if any(is_sharded(meta) for meta, _ in bucket):
+                    yield bucket
         except WTransferError:
             raise
         except Exception as error:
-            lost = ranks.lost(others, CAUSE_GRACE_S) if ranks is not None else None
-            if lost is not None:
-                raise lost from error
-            raise EngineError(
-                f"{what} failed on {type(error).__name__}: {error}", piece=meta.name
+            raise SourceError(
+                f"the source's iter_local raised {type(error).__name__}: {error}"
             ) from error
+
+    def _compare(self, state: RoundState, metadata: Sequence[ParamMeta]) -> None:
+        """Check that this rank's tensors lie as the publishing rank's do."""
+        mine = layout_of(metadata)
+        digests = state.layout, xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(mine))
+        if digests == self._agreed:
+            return
+
+        def arrived() -> LayoutState | None:
+            found: LayoutState | None = self._group.heard(LAYOUT)
+            return found if found is not None and found.digest == state.layout else None
+
+        self._group.add((LAYOUT,))
+        deadline = Deadline(self._deadline_s)
+        layout: LayoutState = self._group.until(arrived, deadline, "the publishing rank's layout")
+        theirs = msgspec.msgpack.decode(
+            zlib.decompress(layout.lines), type=list[tuple[str, str, tuple[int, ...]]]
+        )
+        check_equal(theirs, mine, state.rank, own_rank())
+        self._agreed = digests
+
+    def _gather(self, bucket: list[Shard], joined: RoundState, mine: RankState) -> None:
+        """Take part in gathering a bucket; what comes of it is the publishing rank's."""
+
+        def over() -> WTransferError | None:
+            try:
+                end = self._end_of(joined)
+            except WTransferError as error:
+                return error
+            return None if end is None or end.error is None else end.error.rebuild()
+
+        def cause(failed: WTransferError) -> WTransferError:
+            self._group.post(msgspec.structs.replace(mine, error=ErrorInfo.of(failed)))
+            # Which rank was lost shows to the publishing rank, which tells all.
+            with contextlib.suppress(StallError):
+                self._group.until(over, Deadline(SILENT_S + FLUSH_S), "the end of the round")
+            return over() or failed
+
+        gather_bucket(bucket, self._thread, self._deadline_s, over, cause, publishing=joined.rank)
+
+
+# -- how a tensor lies on the ranks, and how it becomes whole
+
+
+def is_sharded(meta: ParamMeta) -> bool:
+    """Whether a tensor must be gathered to be whole."""
+    return bool(meta.placements)
+
+
+def ranks_of(meta: ParamMeta) -> tuple[int, ...]:
+    """Return the ranks that must take part in gathering a tensor; none for one that is whole.
+
+    Raises:
+        SourceError: The metadata says that several ranks own it, but not how.
+    """
+    if not is_sharded(meta) and len(meta.owners or ()) <= 1:
+        return ()
+    if not is_sharded(meta) or meta.mesh is None:
+        raise SourceError(
+            f"{meta.name!r} has owners, ranks {list(meta.owners or ())}, but no mesh and no "
+            "placements that say which part each of them holds; give all three in its ParamMeta, "
+            "or none",
+            piece=meta.name,
+        )
+    return tuple(meta.mesh.mesh.flatten().tolist())
+
+
+def layout_of(metadata: Sequence[ParamMeta]) -> Layout:
+    """Describe how tensors lie, for the other ranks."""
+    layout: Layout = []
+    for meta in metadata:
+        text, ranks = f"{dtype_name(meta.dtype)} {list(meta.shape)}", ranks_of(meta)
+        if is_sharded(meta):
+            grid = "x".join(map(str, meta.mesh.mesh.shape))
+            placements = ", ".join(map(str, meta.placements or ()))
+            text = f"{text} as ({placements}) over {grid} ranks"
+        layout.append((meta.name, text, ranks))
+    return layout
+
+
+def check_equal(theirs: Layout, mine: Layout, publishing: int, own: int) -> None:
+    """Name the first tensor in which the layouts of two ranks differ.
+
+    The ranks of a mesh count only where both are in it: in a grid of ranks, a tensor that lies
+    along one axis has other ranks in every row.
+
+    Raises:
+        SourceError: There is one.
+    """
+
+    def shown(layout: Layout, index: int) -> str:
+        if index >= len(layout):
+            return "none"
+        name, text, ranks = layout[index]
+        shared = f" on ranks {list(ranks)}" if publishing in ranks and own in ranks else ""
+        return f"{name!r}: {text}{shared}"
+
+    for index in range(max(len(theirs), len(mine))):
+        there, here = shown(theirs, index), shown(mine, index)
+        if there != here:
+            raise SourceError(
+                f"the trainer's ranks differ at tensor {index}: rank {publishing} has {there}, "
+                f"rank {own} has {here}; every rank must have the same tensors in the same order",
+                piece=(theirs[index:] or mine[index:])[0][0],
+            )
+
+
+def iter_shards(source: WeightSource, metadata: Sequence[ParamMeta]) -> Iterator[Shard]:
+    """Yield what this rank holds, each held against the metadata before anything is gathered.
+
+    Raises:
+        SourceError: The iteration is not what the metadata says; the first tensor is named.
+    """
+    expected = iter(metadata)
+    for name, tensor in source.iter_local():
+        meta = next(expected, None)
+        if meta is None:
+            raise SourceError(
+                f"the source yields {name!r} after the last tensor of its metadata", piece=name
+            )
+        _check_shard(meta, name, tensor)
+        yield meta, tensor
+    left = next(expected, None)
+    if left is not None:
+        raise SourceError(
+            f"the source ended before {left.name!r}, which its metadata has", piece=left.name
+        )
+
+
+def iter_buckets(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    """Cut a pass into buckets by the sizes of whole tensors, which are the same on all ranks."""
+    bucket: list[Shard] = []
+    nbytes = 0
+    for meta, shard in shards:
+        size = meta.dtype.itemsize * math.prod(meta.shape)
+        if bucket and nbytes + size > BUCKET_NBYTES:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append((meta, shard))
+        nbytes += size
+    if bucket:
+        yield bucket
+
+
+def gather_bucket(
+    bucket: list[Shard],
+    thread: SerialThread,
+    timeout_s: float,
+    over: Callable[[], WTransferError | None],
+    cause: Callable[[WTransferError], WTransferError],
+    *,
+    publishing: int | None = None,
+) -> list[Shard]:
+    """Make the tensors of a bucket whole; all ranks do so at the same time, in the same order.
+
+    Args:
+        bucket: What this rank holds.
+        thread: Makes the collectives, one bucket after the other.
+        timeout_s: Longest time for the bucket, in seconds.
+        over: Returns why the collectives cannot end, once that is known.
+        cause: Returns why they have failed, given what was raised here.
+        publishing: The rank that publishes; None: this one. Any other gathers what lies on the
+            publishing rank as well, and keeps nothing of it.
+    """
+    name = _first_name(bucket)
+    over_since: Deadline | None = None
+
+    def gather() -> list[Shard]:
+        whole = []
+        for meta, shard in bucket:
+            if publishing is None:
+                whole.append((meta, gathered(meta, shard) if is_sharded(meta) else shard))
+            elif is_sharded(meta) and publishing in ranks_of(meta):
+                gathered(meta, shard)
+        return whole
+
+    def check() -> None:
+        # A round that ends leaves no gather behind, unless one of its ranks was lost in it.
+        nonlocal over_since
+        if (error := over()) is not None:
+            over_since = over_since or Deadline(GRACE_S)
+            if over_since.expired:
+                raise error
+
+    try:
+        return thread.call(on_callers_stream(gather), f"gathering {name!r}", timeout_s, check)
+    except ClosedError:
+        raise
+    except Exception as error:
+        text = f"gathering {name!r} failed on {type(error).__name__}: {error}"
+        ours = error if isinstance(error, WTransferError) else EngineError(text, piece=name)
+        found = cause(ours)
+        if isinstance(found, PeerLostError) and REBUILD not in found.message:
+            found.message += f", while it gathered {name!r}{REBUILD}"
+        raise found from (None if found is error else error)
+
+
+def gathered(meta: ParamMeta, shard: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole. A collective: every rank of its mesh calls it at the same time."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    # This thread's own: by default, operations on parameters are recorded for a backward pass.
+    with torch.no_grad():
+        whole = DTensor.from_local(
+            shard.detach(),
+            meta.mesh,
+            meta.placements,
+            run_check=False,
+            shape=torch.Size(meta.shape),
+            stride=_strides(meta.shape),
+        )
+        return whole.full_tensor()
+
+
+def _check_shard(meta: ParamMeta, name: str, tensor: torch.Tensor) -> None:
+    shape = _shard_shape(meta) if is_sharded(meta) else tuple(meta.shape)
+    got = (name, getattr(tensor, "dtype", type(tensor)), tuple(getattr(tensor, "shape", ())))
+    expected = (meta.name, meta.dtype, got[2] if shape is None else shape)
+    if got != expected:
+        raise SourceError(
+            f"this rank's pass over the source yields {got}, its metadata says {expected} at this "
+            "place; every pass must follow the order of `metadata`",
+            piece=meta.name,
+        )
+    if lacks_memory(tensor):
+        raise SourceError(
+            f"this rank's part of {name!r} has less memory than its shape needs: its storage was "
+            "freed or cut; publish between two steps, while every rank holds its shards",
+            piece=name,
+        )
+
+
+def _shard_shape(meta: ParamMeta) -> tuple[int, ...] | None:
+    """Return the shape of this rank's part; None where a placement has rules of its own."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    place: Any = meta.mesh.get_coordinate()
+    if place is None:
+        return None
+    shape = list(meta.shape)
+    for axis, placement in enumerate(meta.placements or ()):
+        if type(placement) is Shard:
+            num_parts = int(meta.mesh.mesh.shape[axis])
+            # As torch cuts: equal parts, rounded up, so that the last ranks may have less or none.
+            part = -(-shape[placement.dim] // num_parts)
+            start = min(part * place[axis], shape[placement.dim])
+            shape[placement.dim] = min(part, shape[placement.dim] - start)
+        elif not isinstance(placement, (Replicate, Partial)):
+            return None
+    return tuple(shape)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def _is_in(state: RankState | None, round_: RoundState) -> bool:
+    return state is not None and (state.epoch, state.attempt) == (round_.epoch, round_.attempt)
+
+
+def _keys(ranks: Iterable[int]) -> list[str]:
+    return [str(rank) for rank in sorted(ranks)]
+
+
+def _takes_part(state: RankState | None, round_: RoundState) -> bool:
+    return state is not None and _is_in(state, round_) and not state.left
+
+
+def _first_name(shards: list[Shard]) -> str:
+    return next(meta.name for meta, _ in shards if is_sharded(meta))

@@ -1,0 +1,667 @@
+"""Trainers whose weights are spread over ranks: what is gathered, refused, and told to whom."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import wtransfer
+from wtransfer.engines.interface import ParamMeta
+from wtransfer.errors import (
+    ClosedError,
+    NotInitializedError,
+    PeerLostError,
+    ProtocolError,
+    RoundAbortedError,
+    RoundBusyError,
+    SourceError,
+    StallError,
+)
+from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.trainer import sharded as module
+from wtransfer.weight_sync.trainer.sharded import (
+    ShardedSource,
+    TrainerRank,
+    check_equal,
+    iter_buckets,
+    iter_shards,
+    layout_of,
+)
+from wtransfer.weight_sync.trainer.source import StateDictSource
+
+SCRIPT = Path(__file__).parent / "sharded_ranks.py"
+DEADLINE_S = 10.0
+QUIET_S = 0.4
+BROKEN = SourceError("the weights are broken")
+
+
+# Before any test that has a default group.
+def test_without_a_default_group_the_store_must_be_given():
+    assert not dist.is_initialized()
+    with pytest.raises(NotInitializedError, match="call init_process_group first, or pass store="):
+        TrainerRank({}).publish("v1")
+
+
+# -- two processes
+
+
+def start(kind, engine, rank, port):
+    argv = [sys.executable, str(SCRIPT), kind, engine, str(rank), "2", str(port)]
+    environ = {k: v for k, v in os.environ.items() if k != "WTRANSFER_TOKEN"}
+    return subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        *(("fsdp", "gloo"), ("dtensors", "shm")),
+        pytest.param("metadata", "shm", marks=pytest.mark.nightly),
+    ],
+)
+def test_what_two_ranks_hold_arrives_whole_in_every_round(kind, engine):
+    first = start(kind, engine, 0, 0)
+    port = first.stdout.readline().strip()
+    other = start(kind, engine, 1, port)
+    try:
+        spoken = [process.communicate(timeout=90) for process in (first, other)]
+    finally:
+        for process in (first, other):
+            process.kill()
+    assert [first.returncode, other.returncode] == [0, 0], spoken
+    rounds, followed = ([json.loads(line) for line in out.splitlines()] for out, _ in spoken)
+    assert len(rounds) == 3
+    for number, each in enumerate(rounds):
+        assert each["equal"]
+        assert all(each["equal"].values()), (number, each)
+    assert [r["fingerprint"] for r in rounds] == [f["fingerprint"] for f in followed]
+    assert len({r["fingerprint"] for r in rounds}) == 3
+
+
+# -- a world of one rank
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Mesh of this process alone."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def sharded(mesh):
+    """Tensors of two placements, and a plain one."""
+    return {
+        "rows": distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)]),
+        "plain": torch.ones(2),
+        "all": distribute_tensor(torch.arange(4.0), mesh, [Replicate()]),
+    }
+
+
+def whole(tensors):
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
+
+
+def test_one_rank_alone_needs_no_other(sharded, fleet):
+    made = fleet(sharded, engine="shm", nonfinite="warn")
+    member = made.join({name: torch.zeros_like(each) for name, each in whole(sharded).items()})
+    assert made.publish("v1").ok
+    assert contents(whole(sharded)) == member.contents
+    sharded["rows"].add_(1)
+    sharded["all"].fill_(float("nan"))
+    report = made.publish("v2")
+    assert dict(report.nonfinite) == {"all": 4}
+    assert contents(whole(sharded)) == member.contents
+
+
+def test_metadata_says_who_holds_what(sharded, mesh):
+    rows, plain, _ = StateDictSource(sharded).metadata
+    assert rows == ParamMeta("rows", torch.float32, (3, 2), (0,), mesh, (Shard(0),))
+    assert plain == ParamMeta("plain", torch.float32, (2,))
+
+
+def test_metadata_follows_a_tensor_that_is_placed_anew(sharded, mesh):
+    source = StateDictSource(sharded)
+    assert (Shard(0),) == source.metadata[0].placements
+    sharded["rows"] = sharded["rows"].redistribute(mesh, [Replicate()])
+    assert (Replicate(),) == source.metadata[0].placements
+
+
+@pytest.mark.parametrize(("own_s", "expected_s"), [(None, 300.0), (7.0, 7.0)])
+def test_the_publishers_deadline_holds_unless_the_source_has_one(own_s, expected_s):
+    source = wtransfer.ShardedSource({"w": torch.ones(2)}, deadline_s=own_s)
+    with wtransfer.Publisher(source, deadline_s=300.0):
+        assert source.deadline_s == expected_s
+
+
+def test_what_is_not_sharded_passes_through():
+    tensors = {"a": torch.ones(2), "b": torch.zeros(3)}
+    source = ShardedSource(tensors)
+    assert all(each is tensors[name] for name, each in source.iter_full())
+    source.close()
+
+
+# -- layouts
+
+
+@pytest.fixture
+def metadata(sharded):
+    return StateDictSource(sharded).metadata
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "other"}, "rank 0 has 'other': float32 [3, 2] as (S(0))"),
+        ({"dtype": torch.bfloat16}, "rank 0 has 'rows': bfloat16 [3, 2]"),
+        ({"shape": (2, 3)}, "rank 0 has 'rows': float32 [2, 3]"),
+        ({"placements": (Replicate(),)}, "as (R) over 1 ranks on ranks [0]"),
+    ],
+)
+def test_the_first_tensor_that_differs_is_named(metadata, change, said):
+    changed = [dataclasses.replace(metadata[0], **change), *metadata[1:]]
+    with pytest.raises(SourceError) as refused:
+        check_equal(layout_of(metadata), layout_of(changed), 0, 0)
+    assert "the trainer's ranks differ at tensor 0: rank 0 has 'rows'" in str(refused.value)
+    assert said in str(refused.value)
+    assert refused.value.piece == "rows"
+
+
+def test_a_tensor_that_only_one_rank_has_is_named(metadata):
+    with pytest.raises(SourceError, match=r"at tensor 2: rank 0 has 'all': .*, rank 1 has none"):
+        check_equal(layout_of(metadata), layout_of(metadata[:2]), 0, 1)
+
+
+@pytest.mark.parametrize(("own", "differs"), [(1, True), (2, False)])
+def test_only_ranks_of_one_mesh_must_have_the_same_ranks_in_it(own, differs):
+    theirs, mine = ([("w", "float32 [2] as (S(0)) over 2 ranks", r)] for r in ((0, 1), (own, 1)))
+    if not differs:
+        return check_equal(theirs, mine, 0, own)
+    with pytest.raises(SourceError, match=r"rank 0 has .* on ranks \[0, 1\], rank 1 has .* ranks"):
+        check_equal(theirs, [("w", mine[0][1], (1, 0))], 0, own)
+    return None
+
+
+def test_buckets_are_cut_by_the_bytes_of_whole_tensors(monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_NBYTES", 16)
+    shapes = {"a": 2, "b": 2, "c": 1, "d": 9, "e": 3, "f": 1}
+    shards = [(ParamMeta(n, torch.float32, (size,)), torch.empty(0)) for n, size in shapes.items()]
+    cut = ["".join(meta.name for meta, _ in bucket) for bucket in iter_buckets(shards)]
+    assert cut == ["ab", "c", "d", "ef"]
+
+
+def test_owners_without_placements_are_refused(fleet):
+    class Half(StateDictSource):
+        @property
+        def metadata(self):
+            return [dataclasses.replace(each, owners=(0, 1)) for each in super().metadata]
+
+    made = fleet(Half({"a": torch.ones(2)}))
+    made.join({"a": torch.zeros(2)})
+    with pytest.raises(SourceError, match=r"'a' has owners, ranks \[0, 1\], but no mesh and no"):
+        made.publish("v1")
+
+
+class Divergent(StateDictSource):
+    """Yields other parts than its metadata says."""
+
+    pairs = ()
+
+    def iter_local(self):
+        yield from self.pairs
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        ([("other", torch.ones(3, 2))], "yields ('other',"),
+        ([("rows", torch.ones(3, 2).half())], "yields ('rows', torch.float16"),
+        ([("rows", torch.ones(2, 2))], "torch.float32, (3, 2)) at this place"),
+        ([("rows", torch.ones(3, 2))], "ended before 'plain'"),
+        (
+            [("rows", torch.ones(3, 2)), ("plain", torch.ones(2)), ("all", torch.ones(4))] * 2,
+            "yields 'rows' after the last tensor",
+        ),
+    ],
+)
+def test_parts_that_are_not_those_of_the_metadata_are_named(sharded, pairs, said):
+    source = Divergent(sharded)
+    source.pairs = pairs
+    with pytest.raises(SourceError) as refused:
+        list(iter_shards(source, source.metadata))
+    assert said in str(refused.value)
+
+
+def test_a_part_whose_storage_was_freed_is_named(sharded):
+    source = Divergent(sharded)
+    freed = torch.ones(3, 2)
+    freed.untyped_storage().resize_(0)
+    source.pairs = [("rows", freed)]
+    with pytest.raises(SourceError, match="part of 'rows' has less memory"):
+        list(iter_shards(source, source.metadata))
+
+
+# -- rounds, as the other ranks see them
+
+
+class Spread:
+    """A source with one tensor, of which rank 1 holds a part as well."""
+
+    metadata = (
+        ParamMeta(
+            "w",
+            torch.float32,
+            (2,),
+            owners=(0, 1),
+            mesh=SimpleNamespace(mesh=torch.tensor([0, 1]), get_coordinate=lambda: (0,)),
+            placements=(Shard(0),),
+        ),
+    )
+
+    def iter_local(self):
+        yield "w", torch.ones(1)
+
+    def iter_full(self):
+        raise AssertionError("what has placements is gathered from its parts")
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+@pytest.fixture
+def publishing(store):
+    """Maker of the source of a publishing rank, which the test leads through rounds."""
+    made = []
+
+    def make():
+        made.append(ShardedSource(Spread(), store=store, deadline_s=DEADLINE_S))
+        # It meets the other ranks.
+        made[-1].refuse("of before", BROKEN)
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def source(publishing):
+    return publishing()
+
+
+@pytest.fixture
+def rank(store):
+    """A rank that holds nothing, and takes part nevertheless."""
+    with TrainerRank({}, store=store, deadline_s=DEADLINE_S) as made:
+        yield made
+
+
+@pytest.fixture
+def background():
+    """Makes calls in the background."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+@pytest.fixture
+def publish(rank, background):
+    """Publishes in the background."""
+    yield lambda version, **options: background(rank.publish, version, **options)
+    rank.close()
+
+
+def state_of_rank(store):
+    """Return what the other rank has last said of itself."""
+    key = "wtransfer/default/0"
+    return msgspec.msgpack.decode(store.get(key))[1] if store.check([key]) else {}
+
+
+def comes(source, store, within_s=DEADLINE_S):
+    """Return whether the rank takes part in the round under way, within a time."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        said = state_of_rank(store)
+        ids = said.get("epoch"), said.get("attempt"), said.get("left")
+        if ids == (source._state.epoch, source._state.attempt, False):
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def waits(call):
+    """Return whether a call has still not returned after a while."""
+    time.sleep(QUIET_S)
+    return not call.done()
+
+
+def raised(call):
+    """Return what a call raises."""
+    return call.exception(DEADLINE_S)
+
+
+@pytest.mark.parametrize("first", ["rank", "round"])
+def test_a_rank_takes_part_whether_it_comes_before_or_after_the_round_begins(
+    source, publish, store, first
+):
+    if first == "round":
+        source.begin("v1")
+    coming = publish("v1")
+    assert waits(coming)
+    if first == "rank":
+        source.begin("v1")
+    assert comes(source, store)
+    source.end(None, "abc")
+    assert coming.result(DEADLINE_S) == "abc"
+
+
+def test_a_rank_that_comes_for_another_version_is_sent_away(source, publish, store):
+    source.begin("v1")
+    assert "rank 0 publishes 'v1', rank 0 called publish('v2')" in str(raised(publish("v2")))
+    coming = publish("v1")
+    assert comes(source, store)
+    source.end(None, "abc")
+    assert coming.result(DEADLINE_S) == "abc"
+
+
+def fail_round(source, version):
+    source.begin(version)
+    source.end(BROKEN)
+
+
+@pytest.mark.parametrize("fail", [fail_round, lambda source, v: source.refuse(v, BROKEN)])
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_rank_is_told_once_of_a_round_that_has_failed_without_it(source, store, fail, anew):
+    fail(source, "v1")
+    with (
+        TrainerRank({}, store=store, deadline_s=DEADLINE_S) as first,
+        TrainerRank({}, store=store, deadline_s=DEADLINE_S) as second,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with pytest.raises(SourceError, match="the weights are broken"):
+            first.publish("v1")
+        coming = pool.submit((second if anew else first).publish, "v1")
+        assert waits(coming)
+        source.begin("v1")
+        assert comes(source, store)
+        source.end(None, "abc")
+        assert coming.result(DEADLINE_S) == "abc"
+
+
+def test_a_rank_that_waits_is_told_of_a_round_that_did_not_begin(source, publish):
+    coming = publish("v1")
+    assert waits(coming)
+    source.refuse("v1", BROKEN)
+    assert isinstance(raised(coming), SourceError)
+
+
+def test_a_round_that_did_not_begin_leaves_one_that_has_alone(source, publish, store):
+    source.begin("v1")
+    coming = publish("v1")
+    assert comes(source, store)
+    for version in ("v1", "v2"):
+        source.refuse(version, BROKEN)
+    assert waits(coming)
+    source.end(None, "abc")
+    assert coming.result(DEADLINE_S) == "abc"
+    assert isinstance(raised(publish("v2")), SourceError)
+
+
+def test_failures_of_before_a_round_with_all_ranks_are_behind(source, publish, store):
+    fail_round(source, "v1")
+    source.begin("v2")
+    coming = publish("v2")
+    assert comes(source, store)
+    source.end(None, "abc")
+    assert coming.result(DEADLINE_S) == "abc"
+    assert waits(publish("v1"))
+
+
+def test_a_rank_that_was_told_an_error_may_try_the_same_again_at_once(source, publish, store):
+    for error in (BROKEN, BROKEN, None):
+        source.begin("v1")
+        coming = publish("v1")
+        assert comes(source, store)
+        source.end(error, "abc")
+        assert isinstance(raised(coming), SourceError if error else type(None))
+    assert coming.result() == "abc"
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_a_rank_that_comes_when_the_last_round_is_packed_comes_for_the_next(
+    source, publish, store, version
+):
+    source.begin("v1")
+    first = publish("v1", wait=False)
+    assert comes(source, store)
+    source.packed()
+    assert first.result(DEADLINE_S) == ""
+    second = publish(version)
+    assert waits(second)
+    source.end(None, "of the first")
+    assert waits(second)
+    source.begin(version)
+    assert comes(source, store)
+    source.end(None, "of the second")
+    assert second.result(DEADLINE_S) == "of the second"
+
+
+def test_a_rank_that_no_gather_needs_may_come_when_the_round_is_packed(source, publish, store):
+    source.begin("v1")
+    source.packed()
+    coming = publish("v1")
+    assert comes(source, store)
+    source.end(None, "abc")
+    assert coming.result(DEADLINE_S) == "abc"
+
+
+@pytest.mark.parametrize("error", [BROKEN, None])
+def test_a_rank_that_gave_up_a_round_is_told_its_success_only(source, store, background, error):
+    with TrainerRank({}, store=store, deadline_s=QUIET_S / 4) as rank:
+        source.begin("v1")
+        source.packed()
+        with pytest.raises(StallError, match="the publishing rank has begun and not ended"):
+            rank.publish("v1")
+        source.end(error, "abc")
+        again = background(rank.publish, "v1")
+        assert error is not None or again.result(DEADLINE_S) == "abc"
+        assert error is None or "did not call publish()" in str(raised(again))
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_round_that_is_never_ended_is_given_up(source, store, background, left):
+    with TrainerRank({}, store=store, deadline_s=QUIET_S) as rank:
+        source.begin("v1")
+        coming = background(rank.publish, "v1", wait=not left)
+        assert comes(source, store)
+        if left:
+            source.packed()
+            assert coming.result(DEADLINE_S) == ""
+            coming = background(rank.publish, "v2")
+        assert "ended" in str(raised(coming))
+        assert isinstance(raised(coming), StallError)
+        source.end(None, "late")
+
+
+@pytest.fixture
+def short_silence(monkeypatch):
+    monkeypatch.setattr("wtransfer.weight_sync.trainer.gather_group.SILENT_S", 1.0)
+
+
+@pytest.mark.usefixtures("short_silence")
+@pytest.mark.parametrize("how", ["lost", "left", "well"])
+def test_a_rank_takes_part_with_the_next_publisher(publishing, publish, store, how):
+    source = publishing()
+    source.begin("v1")
+    coming = publish("v1", wait=how != "left")
+    assert comes(source, store)
+    if how == "left":
+        source.packed()
+        assert coming.result(DEADLINE_S) == ""
+    if how == "well":
+        source.end(None, "abc")
+        assert coming.result(DEADLINE_S) == "abc"
+    # Its thread writes no more, as that of a process that is dead.
+    source._group.close()
+    if how == "lost":
+        assert "the publishing rank of this trainer was lost" in str(raised(coming))
+    source = publishing()
+    coming = publish("v1")
+    assert waits(coming)
+    source.begin("v1")
+    assert comes(source, store)
+    source.end(None, "abc")
+    assert coming.result(DEADLINE_S) == "abc"
+
+
+def test_a_publisher_that_takes_over_in_a_round_ends_it(source, publishing, publish, store):
+    source.begin("v1")
+    coming = publish("v1")
+    assert comes(source, store)
+    source._group.close()
+    publishing().begin("v1")
+    assert "another took over" in str(raised(coming))
+    assert isinstance(raised(coming), PeerLostError)
+
+
+@pytest.mark.parametrize("waits_for", ["publishing rank", "begin", "end", "end of the last"])
+def test_closing_ends_a_publish_wherever_it_waits(publishing, publish, rank, store, waits_for):
+    source = None if waits_for == "publishing rank" else publishing()
+    if "end" in waits_for:
+        source.begin("v1")
+    coming = publish("v1", wait=waits_for != "end of the last")
+    if "end" in waits_for:
+        assert comes(source, store)
+    if waits_for == "end of the last":
+        source.packed()
+        assert coming.result(DEADLINE_S) == ""
+        coming = publish("v2")
+    assert waits(coming)
+    rank.close()
+    assert isinstance(coming.exception(2.0), ClosedError)
+
+
+def test_every_rank_that_is_missing_is_named(store):
+    source = ShardedSource(Spread(), store=store, deadline_s=QUIET_S)
+    source.begin("v1")
+    with pytest.raises(StallError, match=r"the arrival of trainer ranks \[1\], which hold parts"):
+        next(source.iter_full())
+    source.close()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_round_that_ends_waits_for_no_other_rank(source, background, when):
+    source.begin("v1")
+    calling_off = threading.Timer(QUIET_S, source.stop_waiting)
+    calling_off.start()
+    if when == "before":
+        calling_off.join()
+    coming = background(next, source.iter_full())
+    assert isinstance(coming.exception(DEADLINE_S / 2), RoundAbortedError)
+    calling_off.join()
+
+
+def test_a_pass_of_an_earlier_round_ends_when_another_has_begun(source, background):
+    source.begin("v1")
+    coming = background(next, source.iter_full())
+    assert waits(coming)
+    source.stop_waiting()
+    source.end(BROKEN)
+    source.begin("v2")
+    assert isinstance(raised(coming), RoundAbortedError)
+
+
+# -- the store
+
+
+def test_what_the_store_has_from_others_is_refused(store, rank):
+    store.set("wtransfer/default/publisher", "{}")
+    with pytest.raises(ProtocolError, match="holds something else under 'wtransfer/default'"):
+        rank.publish("v1")
+
+
+def test_publishers_of_other_names_are_none_of_a_ranks_business(source, store, background):
+    with TrainerRank({}, name="critic", store=store, deadline_s=QUIET_S) as rank:
+        source.begin("v1")
+        with pytest.raises(StallError, match="one must make a Publisher"):
+            rank.publish("v1")
+
+
+@pytest.fixture(scope="module")
+def libuv():
+    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.usefixtures("libuv")
+def test_a_store_that_is_gone_is_said_in_our_words():
+    hosting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", hosting.port, is_master=False, wait_for_workers=False)
+    del hosting
+    with (
+        TrainerRank({}, store=store, deadline_s=DEADLINE_S) as rank,
+        pytest.raises(PeerLostError, match="the trainer's store is gone"),
+    ):
+        rank.publish("v1")
+
+
+class Mute:
+    """A store whose host has stopped: its calls do not return, whatever time-out they have."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def check(self, _keys):
+        self.go_on.wait()
+        raise dist.DistNetworkError("it goes on, and is gone")
+
+
+def test_a_store_that_never_answers_ends_a_publish_at_the_deadline():
+    store = Mute()
+    with TrainerRank({}, store=store, deadline_s=1.5) as rank:
+        for _ in range(2):
+            with pytest.raises(StallError, match="the trainer's store has not answered for"):
+                rank.publish("v1")
+        store.go_on.set()
+
+
+def test_a_rank_publishes_one_version_at_a_time():
+    with wtransfer.TrainerRank({}, store=dist.HashStore(), deadline_s=0.5) as rank:
+        errors = []
+
+        def publish():
+            try:
+                rank.publish("v1")
+            except StallError as error:
+                errors.append(error)
+
+        first = threading.Thread(target=publish)
+        first.start()
+        while not rank._busy.locked():
+            assert first.is_alive()
+        with pytest.raises(RoundBusyError):
+            rank.publish("v2")
+        first.join()
+        assert errors
+    with pytest.raises(ClosedError):
+        rank.publish("v3")

@@ -1,0 +1,380 @@
+"""What the ranks of a trainer tell each other between gathers, by way of the trainer's own store.
+
+Each rank owns one key and overwrites it with its state; the publishing rank polls the keys of the
+others, they poll its key. States are levels, not events: a poll that comes late misses nothing
+that still matters, and no key has to be deleted. One round, with P the publishing rank and R any
+other one that holds a part of its weights:
+
+1. P writes attempt, version and the digest of its tensors' layout. R, called for that version,
+   joins the attempt and compares layouts (its own against P's, which stands under another key).
+2. P begins a pass over the source. For every bucket R writes `ready` once it has its shards in hand
+   and has checked them; P writes `go` once all ranks are ready, and only then enters the gather. An
+   attempt that ends (P), or a rank that fails (R), is seen in place of that: so no rank is in a
+   collective that another one has not agreed to enter, and the trainer's groups stay in step.
+3. P writes `packed`: R may change its weights. P appends the end of the attempt, for better or
+   worse, to the list of the last ones, where a rank that comes late finds it.
+
+The store has no authentication: a process that can write there can take the trainer's collectives
+apart as well. What it holds is decoded as plain data and never as code.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import torch.distributed
+
+from wtransfer.calls import SerialThread
+from wtransfer.errors import (
+    ClosedError,
+    NotInitializedError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.weight_sync.messages import ErrorInfo  # noqa: TC001  # fields of states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from wtransfer.deadline import Deadline
+
+dist: Any = torch.distributed  # whose stores torch does not declare
+
+PUBLISHER = "publisher"
+"""Key of the publishing rank's `RoundState`; that of any other rank is its number."""
+LAYOUT = "layout"
+"""Key of the publishing rank's `LayoutState`."""
+
+SILENT_S = 2.5
+"""Seconds without a sign of life after which a rank that takes part counts as lost."""
+BEAT_S = 0.25
+"""Seconds between two signs of life."""
+STALLED_S = 1.0
+"""Seconds after which this process, or the store, counts as having stood still: ranks may have
+been heard of late then, and begin to be silent anew."""
+MIN_PAUSE_S = 0.0005
+"""Pause before the next poll after something has changed."""
+MAX_PAUSE_S = 0.02
+"""Longest pause between two polls."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How an attempt ended."""
+
+    attempt: int
+    """Number of the attempt."""
+    version: str
+    """Label."""
+    error: ErrorInfo | None = None
+    """Why it failed."""
+    fingerprint: str = ""
+    """Identity of what was published."""
+
+
+class RoundState(msgspec.Struct, frozen=True):
+    """State of the publishing rank."""
+
+    epoch: str
+    """Tells one publisher from the next one under the same name."""
+    rank: int
+    """Rank in torch's default group."""
+    attempt: int = 0
+    """Number of the round that is under way, or was the last; it only grows."""
+    version: str = ""
+    """Label of that round."""
+    phase: Literal["open", "packed", "over"] = "over"
+    """Whether ranks still gather, may change their weights, or have no round to take part in."""
+    layout: str = ""
+    """Digest of the layout."""
+    number: int = 0
+    """Pass of the round; 0: none has begun."""
+    go: int = 0
+    """Buckets of this pass that may be gathered."""
+    ended: tuple[Ended, ...] = ()
+    """The last attempts that have ended."""
+
+
+class LayoutState(msgspec.Struct, frozen=True):
+    """How the publishing rank's tensors lie."""
+
+    digest: str
+    """Digest of the lines."""
+    lines: bytes
+    """The lines, packed and compressed: a store takes no more than 8 MiB."""
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """State of any other rank."""
+
+    epoch: str
+    """The publisher that it follows."""
+    attempt: int
+    """Attempt that it has joined, or has been told the end of."""
+    version: str
+    """Label that its program has asked for."""
+    number: int = 0
+    """Pass."""
+    ready: int = 0
+    """Buckets of that pass that it has gathered or has in hand."""
+    left: bool = False
+    """Whether it takes part no longer."""
+    error: ErrorInfo | None = None
+    """Why it left."""
+
+
+_RANK_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[int, RankState])
+_DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    PUBLISHER: msgspec.msgpack.Decoder(tuple[int, RoundState]),
+    LAYOUT: msgspec.msgpack.Decoder(tuple[int, LayoutState]),
+}
+
+
+class GatherGroup:
+    """Writes the state of this rank to the trainer's store and reads that of others.
+
+    All calls to the store are made on one thread, over a connection of its own: a store whose host
+    is stopped never answers, whatever time-out it was given, and a call that waits holds up those
+    of the trainer on the same connection. The calls only poll; every wait is one of `until`, which
+    ends in time whatever becomes of the thread. The thread polls from `start` to `pause`.
+
+    Args:
+        name: Tells several publishers of one trainer apart.
+        store: A torch store that all ranks share. Default: the one of torch's default group.
+        publishing: Whether this rank publishes.
+        deadline_s: Longest time for which the store may not answer, in seconds.
+    """
+
+    def __init__(self, name: str, store: Any, *, publishing: bool, deadline_s: float) -> None:
+        self._given = store
+        self.deadline_s = deadline_s
+        self._shared: Any = None
+        self._prefix = f"wtransfer/{name}"
+        self._publishing = publishing
+        self.key = ""
+        """Key of this rank, known from the first `start`."""
+        self._store: Any = None
+        self._thread = SerialThread("wtransfer-ranks")
+        self._wake = threading.Event()
+        self._changed = threading.Condition()
+        self.polling = False
+        """Whether the thread polls."""
+        self._paused = False
+        self._closed = False
+        self._error: WTransferError | None = None
+        self._others: tuple[str, ...] = ()
+        self._mine: dict[str, msgspec.Struct] = {}
+        self._written: dict[str, msgspec.Struct] = {}
+        self._raw: dict[str, bytes] = {}
+        self._states: dict[str, Any] = {}
+        self._heard_at: dict[str, float] = {}
+        self._polled_at = 0.0
+
+    # -- for the rank
+
+    def start(self, others: Collection[str] = ()) -> None:
+        """Begin to poll the keys of `others`; what was read of them before is forgotten.
+
+        Raises:
+            NotInitializedError: There is no default group, and no store was given.
+        """
+        shared = self._given or _default_store()
+        with self._changed:
+            self.key = PUBLISHER if self._publishing else str(own_rank())
+            self._shared, self._others = shared, tuple(others)
+            for known in (self._raw, self._states, self._heard_at):
+                known.clear()
+            self._polled_at = time.monotonic()
+            self._error, self._paused = None, False
+            if not self.polling and not self._closed:
+                self.polling = True
+                self._thread.submit(self._poll)
+
+    def add(self, others: Collection[str]) -> None:
+        """Poll these keys as well."""
+        with self._changed:
+            self._others = (*dict.fromkeys((*self._others, *others)),)
+
+    def post(self, state: msgspec.Struct, key: str | None = None) -> None:
+        """Let the store have a state of this rank, from `start` on."""
+        with self._changed:
+            self._mine[key or self.key] = state
+        self._wake.set()
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until the store has what was posted.
+
+        Raises:
+            StallError: It has not taken it in time.
+            PeerLostError: It is gone.
+        """
+        self.until(self._is_written, deadline, "writing to the trainer's store")
+
+    def heard(self, key: str) -> Any:
+        """Return the state of another rank; None if there is none."""
+        return self._states.get(key)
+
+    def lost(self, key: str, what: str) -> PeerLostError | None:
+        """Return an error if a rank was heard of and gives no more signs of life."""
+        now = time.monotonic()
+        silent_s = now - self._heard_at.get(key, now)
+        if silent_s < SILENT_S or now - self._polled_at > STALLED_S:
+            return None
+        return PeerLostError(
+            f"{what} was lost: it takes part in a round and has given no sign of life for "
+            f"{silent_s:.1f} s; its process is dead, or stopped"
+        )
+
+    def until(
+        self, done: Callable[[], Any], deadline: Deadline, what: str | Callable[[], str]
+    ) -> Any:
+        """Wait until `done` returns something true, and return that.
+
+        Args:
+            done: Asked under a lock whenever something may have changed; may raise.
+            deadline: When to give up.
+            what: What is waited for, for the error.
+
+        Raises:
+            StallError: The deadline has passed.
+            PeerLostError: The store is gone.
+            ClosedError: `close` was called.
+        """
+        with self._changed:
+            while not (found := done()):
+                if self._closed:
+                    raise ClosedError("this rank of the trainer was closed")
+                if self._error is not None:
+                    raise self._error.with_traceback(None)
+                mute_s = time.monotonic() - self._polled_at
+                if mute_s > self.deadline_s or (deadline.expired and mute_s > STALLED_S):
+                    raise StallError(
+                        f"the trainer's store has not answered for {mute_s:.1f} s: its host is "
+                        "stopped or cannot be reached",
+                        seconds=mute_s,
+                    )
+                if deadline.expired:
+                    text = what if isinstance(what, str) else what()
+                    raise StallError(
+                        f"no progress on {text} within {deadline.seconds:g} s",
+                        seconds=deadline.seconds,
+                    )
+                # Silence makes no noise: it must be looked for.
+                self._changed.wait(min(deadline.remaining(), BEAT_S))
+            return found
+
+    def wake(self) -> None:
+        """Let every wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Stop polling once the store has what was posted."""
+        with self._changed:
+            self._paused = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop polling and let go of the store; every wait ends."""
+        with self._changed:
+            self._closed = self._paused = True
+            self._changed.notify_all()
+        self._wake.set()
+        self._thread.stop()
+        self._thread.join(STALLED_S)
+        self._store = self._shared = None
+
+    # -- on the thread
+
+    def _poll(self) -> None:
+        pause_s, written_at = MIN_PAUSE_S, 0.0
+        error: WTransferError | None = None
+        try:
+            if self._store is None:
+                self._connect()
+            while True:
+                self._wake.clear()
+                with self._changed:
+                    mine, others = self._mine.copy(), self._others
+                now = time.monotonic()
+                due = now - written_at > BEAT_S
+                stale = [k for k, s in mine.items() if self._written.get(k) is not s]
+                for key, state in mine.items():
+                    if key in stale or (due and key == self.key):
+                        self._store.set(key, msgspec.msgpack.encode((time.monotonic_ns(), state)))
+                        written_at = now
+                there = [k for k in others if k in self._raw or self._store.check([k])]
+                raw = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+                with self._changed:
+                    changed = self._take(mine, raw)
+                    if self._paused and self._is_written():
+                        # At once: `start` must find out that this thread polls no longer.
+                        self.polling = False
+                        return
+                # Something that changes is mostly followed by something else.
+                pause_s = MIN_PAUSE_S if changed or stale else min(2 * pause_s, MAX_PAUSE_S)
+                self._wake.wait(pause_s)
+        except msgspec.MsgspecError as raised:
+            error = ProtocolError(
+                f"the trainer's store holds something else under {self._prefix!r}: {raised}"
+            )
+            error.__cause__ = raised
+        except Exception as raised:
+            error = PeerLostError(
+                "the trainer's store is gone, with it the way to the other ranks: "
+                f"{type(raised).__name__}: {raised}"
+            )
+            error.__cause__ = raised
+        if error is not None:
+            with self._changed:
+                self.polling, self._error, self._store = False, error, None
+                self._changed.notify_all()
+
+    def _connect(self) -> None:
+        # A clone would try for minutes to reach a host that has ended.
+        self._shared.check([self._prefix])
+        self._store = dist.PrefixStore(self._prefix, self._shared.clone())
+
+    def _take(self, mine: dict[str, msgspec.Struct], raw: dict[str, bytes]) -> bool:
+        """Note what was written and read; return whether anything is new. Under the lock."""
+        now = time.monotonic()
+        if now - self._polled_at > STALLED_S:
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._polled_at = now
+        self._written = mine
+        new = {key: value for key, value in raw.items() if value != self._raw.get(key)}
+        for key, value in new.items():
+            self._states[key] = _decoded(key, value)
+            self._heard_at[key] = now
+        self._raw |= new
+        self._changed.notify_all()
+        return bool(new)
+
+    def _is_written(self) -> bool:
+        return all(self._written.get(key) is state for key, state in self._mine.items())
+
+
+def own_rank() -> int:
+    """Return this process's rank in torch's default group; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _decoded(key: str, raw: bytes) -> Any:
+    return _DECODERS.get(key, _RANK_DECODER).decode(raw)[1]
+
+
+def _default_store() -> Any:
+    if not dist.is_available() or not dist.is_initialized():
+        raise NotInitializedError(
+            "torch.distributed is not initialized in this process: the ranks of a trainer find "
+            "each other by the store of its default group; call init_process_group first, or "
+            "pass store="
+        )
+    from torch.distributed import distributed_c10d
+
+    # Torch offers no public way to the store that it was given.
+    return distributed_c10d._get_default_store()  # noqa: SLF001
