@@ -410,3 +410,25 @@ def test_a_round_that_is_called_off_ends_on_every_rank(flow, failing, ranks):
     assert "does not return" not in first.last_words(None)
     in_step(first, [other])
     publish(flow, first, [other], 2, [worker])
+
+
+@pytest.mark.slow
+def test_no_rank_returns_while_a_gather_runs(flow, failing, ranks):
+    first, other = ranks(engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.witness.hold("between")
+    other.order("take_part", number=1)
+    first.ask("begin", number=1)
+    other.until_held()
+    flow.until(lambda: first.phase == "between")
+    first.ask("abort")
+    with failing("StallError"):
+        first.ask("result", within_s=1.0)
+    other.go_on()
+    with failing("RoundAbortedError"):
+        first.ask("result")
+    with failing("RoundAbortedError"):
+        other.answer()
+    in_step(first, [other])
+    publish(flow, first, [other], 2, [worker])
