@@ -252,8 +252,15 @@ def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["midst", "between"])
-def test_a_rank_that_is_killed_is_named_within_three_seconds(flow, failing, ranks, phase):
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [
+        ("midst", signal.SIGKILL),
+        ("between", signal.SIGKILL),
+        ("between", signal.SIGSTOP),  # its connections stay: the gather hangs
+    ],
+)
+def test_a_rank_that_is_lost_is_named_within_three_seconds(flow, failing, ranks, phase, how):
     first, other, third = ranks(3, engine="gloo")
     worker = flow.worker()
     first.ask("wait", n=1)
@@ -261,7 +268,7 @@ def test_a_rank_that_is_killed_is_named_within_three_seconds(flow, failing, rank
     begin(first, [other, third], 1)
     other.until_held()
     time.sleep(0.5)  # the others enter the gather
-    killed = other.kill()
+    killed = other.kill() if how == signal.SIGKILL else other.signal(how)
     for survivor in (first, third):
         with failing("PeerLostError") as lost:
             survivor.answer()
@@ -408,5 +415,27 @@ def test_a_round_that_is_called_off_ends_on_every_rank(flow, failing, ranks):
         other.answer()
     # The wait was ended; nothing had to be left behind.
     assert "does not return" not in first.last_words(None)
+    in_step(first, [other])
+    publish(flow, first, [other], 2, [worker])
+
+
+@pytest.mark.slow
+def test_no_rank_returns_while_a_gather_runs(flow, failing, ranks):
+    first, other = ranks(engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    other.witness.hold("between")
+    other.order("take_part", number=1)
+    first.ask("begin", number=1)
+    other.until_held()
+    flow.until(lambda: first.phase == "between")
+    first.ask("abort")
+    with failing("StallError"):
+        first.ask("result", within_s=1.0)
+    other.go_on()
+    with failing("RoundAbortedError"):
+        first.ask("result")
+    with failing("RoundAbortedError"):
+        other.answer()
     in_step(first, [other])
     publish(flow, first, [other], 2, [worker])

@@ -126,6 +126,9 @@ class ShardedSource:
         self._num_attempts = 0
         self._in_round = False
         self._stopped = False
+        self._no_gather = threading.Event()
+        """Whether no rank has been let into a gather that this one has not left."""
+        self._no_gather.set()
         self._thread = SerialThread("wtransfer-gather")
         self._metadata: Sequence[ParamMeta] | None = None
 
@@ -170,15 +173,18 @@ class ShardedSource:
             tensors = bucket
             if any(is_sharded(meta) for meta, _ in bucket):
                 num_gathered += 1
-                if others:
-                    self._agree(begun, others, num_gathered, bucket)
-                tensors = gather_bucket(
-                    bucket,
-                    self._thread,
-                    self.deadline_s * OWN_SHARE,
-                    lambda: self._lost(others),
-                    lambda failed: self._cause(others, failed),
-                )
+                try:
+                    if others:
+                        self._agree(begun, others, num_gathered, bucket)
+                    tensors = gather_bucket(
+                        bucket,
+                        self._thread,
+                        self.deadline_s * OWN_SHARE,
+                        lambda: self._lost(others),
+                        lambda failed: self._cause(others, failed),
+                    )
+                finally:
+                    self._no_gather.set()
             while tensors:
                 meta, tensor = tensors.pop(0)
                 yield meta.name, tensor
@@ -218,6 +224,11 @@ class ShardedSource:
     def end(self, error: BaseException | None, fingerprint: str = "") -> None:
         """End the round, and tell the other ranks."""
         if self._in_round:
+            with self._lock:
+                # No gather begins any more.
+                self._stopped = True
+            # One that runs ends first: else ranks would return to programs that use its groups.
+            self._no_gather.wait(self.deadline_s)
             self._tell(self._state.attempt, self._state.version, error, fingerprint, phase="over")
 
     def refuse(self, version: str, error: BaseException) -> None:
@@ -351,6 +362,9 @@ class ShardedSource:
         deadline = Deadline(self.deadline_s * OWN_SHARE)
         self._group.until(all_ready, deadline, late)
         with self._lock:
+            if self._stopped:
+                raise RoundAbortedError("the round is over; its weights are not gathered further")
+            self._no_gather.clear()
             self._post(go=count)
         # Entered when it is written: alone in a gather this rank could only be left behind there.
         self._group.flush(deadline)
@@ -790,7 +804,7 @@ def gather_bucket(
         bucket: What this rank holds.
         thread: Makes the collectives, one bucket after the other.
         timeout_s: Longest time for the bucket, in seconds.
-        over: Returns why the collectives cannot end, once that is known.
+        over: Returns why the round is over; if a rank was lost, the collectives may never end.
         cause: Returns why they have failed, given what was raised here.
         publishing: The rank that publishes; None: this one. Any other gathers what lies on the
             publishing rank as well, and keeps nothing of it.
@@ -808,9 +822,9 @@ def gather_bucket(
         return whole
 
     def check() -> None:
-        # A round that ends leaves no gather behind, unless one of its ranks was lost in it.
+        # Any other end of the round waits for its gathers.
         nonlocal over_since
-        if (error := over()) is not None:
+        if isinstance(error := over(), PeerLostError):
             over_since = over_since or Deadline(GRACE_S)
             if over_since.expired:
                 raise error
