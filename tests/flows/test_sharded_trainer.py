@@ -287,9 +287,10 @@ def test_a_rank_that_is_lost_is_named_within_three_seconds(flow, failing, ranks,
     [
         (0, "midst", "the trainer's store is gone, with it the way to the other ranks"),
         (1, "midst", "the publishing rank of this trainer was lost"),
+        (0, "between", "that mesh is no longer in step: rebuild it"),
         (1, "between", "that mesh is no longer in step: rebuild it"),
     ],
-    ids=["with the store", "alone", "inside a gather"],
+    ids=["with the store", "alone", "inside a gather with the store", "inside a gather"],
 )
 def test_a_publishing_rank_that_is_killed_lets_the_others_go(flow, failing, ranks, case):
     host, phase, text = case
@@ -299,6 +300,7 @@ def test_a_publishing_rank_that_is_killed_lets_the_others_go(flow, failing, rank
     first.witness.hold(phase)
     begin(first, [other], 1)
     first.until_held()
+    time.sleep(0.5)  # the other enters the gather
     killed = first.kill()
     with failing("PeerLostError") as lost:
         other.answer()

@@ -182,7 +182,7 @@ class GatherGroup:
         Raises:
             NotInitializedError: There is no default group, and no store was given.
         """
-        shared = self._given or _default_store()
+        shared = _default_store() if self._given is None else self._given
         with self._changed:
             self.key = PUBLISHER if self._publishing else str(own_rank())
             self._shared, self._others = shared, tuple(others)

@@ -387,10 +387,16 @@ class ShardedSource:
     def _cause(self, others: frozenset[int], failed: WTransferError) -> WTransferError:
         """Return why a gather has failed: a lost rank breaks it for all, and shows only later."""
         patience = Deadline(SILENT_S + GRACE_S if isinstance(failed, EngineError) else 0)
-        if others:
-            with contextlib.suppress(StallError):
-                self._group.until(lambda: self._lost(others), patience, "a lost rank")
-        return self._lost(others) or self._failed(others) or failed
+        if not others:
+            return failed
+        cause: WTransferError
+        try:
+            cause = self._group.until(lambda: self._lost(others), patience, "a lost rank")
+        except PeerLostError as gone:
+            cause = gone
+        except StallError:
+            cause = self._failed(others) or failed
+        return cause
 
 
 class TrainerRank:
@@ -677,11 +683,16 @@ class TrainerRank:
             return None if end is None or end.error is None else end.error.rebuild()
 
         def cause(failed: WTransferError) -> WTransferError:
+            why: WTransferError
             self._group.post(msgspec.structs.replace(mine, error=ErrorInfo.of(failed)))
             # Which rank was lost shows to the publishing rank, which tells all.
-            with contextlib.suppress(StallError):
-                self._group.until(over, Deadline(SILENT_S + FLUSH_S), "the end of the round")
-            return over() or failed
+            try:
+                why = self._group.until(over, Deadline(SILENT_S + FLUSH_S), "the round's end")
+            except PeerLostError as gone:
+                why = gone
+            except StallError:
+                why = failed
+            return why
 
         gather_bucket(bucket, self._thread, self._deadline_s, over, cause, publishing=joined.rank)
 
