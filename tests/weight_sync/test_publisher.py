@@ -24,7 +24,7 @@ from wtransfer.testing.memory import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
-OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/round.py")
+OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/coordinator.py")
 
 
 def zeros(tensors):
