@@ -647,6 +647,26 @@ def test_a_second_hello_ends_the_connection(publisher, joined):
     assert publisher.workers() == []
 
 
+def test_lost_worker_is_named_by_the_url_that_it_was_invited_by(publisher, rogue_worker):
+    worker = rogue_worker(host="http://host:8000")
+    worker.say(worker.hello)
+    publisher.wait_for_workers(1, PATIENCE_S)
+    round_ = publisher.publish("v1", wait=False)
+    worker.mail.expect(Init)
+    worker.dialer.close()
+    with pytest.raises(PeerError, match=r"^http://host:8000: .* is gone"):
+        round_.result(PATIENCE_S)
+
+
+def test_commit_that_comes_after_the_report_is_finished(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    round_id = through(joined)
+    joined.mail.expect(Commit)
+    assert [each.outcome for each in round_.result(PATIENCE_S).workers] == ["pending"]
+    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
+    assert joined.mail.expect(Finish).round_id == round_id
+
+
 # FAULTS 14: what does not bring the round on is no sign of life.
 def test_a_worker_cannot_talk_a_deadline_away(publisher, joined):
     round_ = publisher.publish("v1", wait=False)

@@ -256,8 +256,11 @@ class Membership:
 
 
 def _lost(worker: Worker, error: Exception | None) -> WTransferError:
-    if isinstance(error, WTransferError):
-        error.add_facts(worker=worker.name)
-        return error
-    reason = f": {error}" if error else ""
-    return PeerLostError(f"worker {worker.name} was lost{reason}", worker=worker.name)
+    if not isinstance(error, WTransferError):
+        reason = f": {error}" if error else ""
+        error = PeerLostError(f"worker {worker.name} was lost{reason}")
+    error.add_facts(worker=worker.name)
+    if worker.hello.host is not None:
+        # As the user has written it: a process id says little to a user who gave a URL.
+        error.message = f"{worker.hello.host}: {error.message}"
+    return error
