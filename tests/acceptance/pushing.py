@@ -9,7 +9,7 @@ def main(arguments, token, witness):
     """Push; the file `witness` says at any time, and after a SIGKILL, in which phase that is."""
     os.environ["WTRANSFER_TOKEN"] = token
     from wtransfer.cli import main as command
-    from wtransfer.weight_sync.trainer.round import Round
+    from wtransfer.weight_sync.trainer.coordinator import Round
 
     fd = os.open(witness, os.O_WRONLY)
 

@@ -57,7 +57,7 @@ def test_tensors_are_digested_where_they_were_copied_to(engine, nbytes):
         for version in ("v1", "v2"):
             assert fleet.publish(version).ok
         assert [member.contents for member in members] == [contents(SOURCE)] * 2
-        sent = fleet.publisher._sender.source
+        sent = fleet.publisher._runner.source
         assert sent.manifest.algorithm == "wsum64"
         assert sent.digests() == [digest(tensor, "wsum64") for tensor in SOURCE.values()]
 

@@ -32,13 +32,11 @@ from wtransfer.errors import (
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.faults import Fault
 from wtransfer.transport.rendezvous import host_rendezvous
-from wtransfer.weight_sync.trainer.origin import Origin
-from wtransfer.weight_sync.trainer.roster import Exchange
-from wtransfer.weight_sync.trainer.rules import Rules
-from wtransfer.weight_sync.trainer.seating import Seating
-from wtransfer.weight_sync.trainer.sender import Sender
+from wtransfer.weight_sync.messages import Hello, Progress
+from wtransfer.weight_sync.trainer.coordinator import Round, Rules
+from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
+from wtransfer.weight_sync.trainer.membership import Membership, Worker
 from wtransfer.weight_sync.trainer.source import StateDictSource
-from wtransfer.weight_sync.trainer.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("libuv")
 
@@ -161,14 +159,14 @@ def test_a_round_that_ends_before_its_plan_leaves_no_group_in_a_worker(fleet, we
 def test_a_round_ends_though_its_engine_cannot_be_let_go_of(fleet, weights, monkeypatch):
     made = fleet(weights, engine="gloo")
     made.join()
-    shutdown = Sender.shutdown
+    shutdown = EngineRunner.shutdown
 
-    def breaks(sender):
-        shutdown(sender)
+    def breaks(runner):
+        shutdown(runner)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Sender, "shutdown", breaks)
+        broken.setattr(EngineRunner, "shutdown", breaks)
         round_ = made.publisher.publish("dry", dry_run=True, wait=False)
         assert round_.result(timeout_s=5.0).ok
     # Neither the round nor what broke stands in the way of another.
@@ -183,64 +181,72 @@ def eventually(condition, within_s=5.0):
 
 
 @pytest.fixture
-def watch():
-    """The waits of a round of a group of three, whose peers' answers a test makes up."""
+def group():
+    """A round of a group of three, whose peers' answers a test makes up; and the three."""
 
     def make(deadline_s=0.2):
-        connections = [SimpleNamespace(last_heard_s=0.0) for _ in range(3)]
+        names = [f"worker-{i}" for i in range(3)]
         workers = [
-            SimpleNamespace(name=f"worker-{i}", connection=each, epoch=0, refusal=None)
-            for i, each in enumerate(connections)
+            Worker(SimpleNamespace(last_heard_s=0.0), Hello(name, name, 0, 1, None, "", "fresh"))
+            for name in names
         ]
-        exchanges = [Exchange(worker) for worker in workers]
         source = SimpleNamespace(moved_at=0.0, reading=False)
-        made = Watch(
-            threading.Condition(),
-            Seating("a round", [[each] for each in exchanges]),
-            SimpleNamespace(source=source, name="gloo", plugin="engines:gloo"),
-            Origin("gloo", needs_generation=True, epoch=1),
-            Rules(deadline_s=deadline_s),
+        round_ = Round(
+            "v1",
+            runner=SimpleNamespace(source=source, name="gloo", plugin="engines:gloo"),
+            membership=Membership(on_join=None),
+            instances={worker.name: [worker] for worker in workers},
+            rules=Rules(deadline_s=deadline_s),
+            origin=Origin("gloo", needs_generation=True, epoch=1),
+            apply=None,
+            on_packed=None,
+            on_done=None,
         )
-        return made, exchanges
+        for worker in workers:
+            worker.connection.send_frame = lambda _frame: None
+        return round_, workers
 
     return make
 
 
-def test_a_rank_that_is_lost_is_told_though_others_complained_before(watch):
-    made, exchanges = watch()
-    exchanges[0].error = GroupError("connection closed by peer")
-    made.check()
-    exchanges[2].error = PeerLostError("worker-2 is gone")
+def move(round_, workers, nbytes):
+    for worker, each in zip(workers, nbytes, strict=True):
+        round_.state.answer(worker, Progress(round_.round_id, each))
+
+
+def test_a_rank_that_is_lost_is_told_though_others_complained_before(group):
+    round_, workers = group()
+    round_.state.fault(workers[0], GroupError("connection closed by peer"))
+    round_.check()
+    round_.state.lose(workers[2], PeerLostError("worker-2 is gone", worker="worker-2"))
     with pytest.raises(PeerLostError) as lost:
-        made.check()
+        round_.check()
     assert lost.value.worker == "worker-2"
 
 
-def test_a_group_that_broke_for_no_other_reason_ends_the_round(watch):
-    made, exchanges = watch(deadline_s=30)
-    exchanges[1].error = GroupError("connection closed by peer")
+def test_a_group_that_broke_for_no_other_reason_ends_the_round(group):
+    round_, workers = group(deadline_s=30)
+    round_.state.fault(workers[1], GroupError("connection closed by peer", worker="worker-1"))
     with pytest.raises(GroupError) as broken:
-        made.until(lambda _exchange: False, "an ack")
+        round_._await(lambda _rank: False, "an ack")
     assert broken.value.worker == "worker-1"
 
 
-def test_whoever_does_not_answer_is_blamed_though_others_stopped_moving_before(watch):
-    made, exchanges = watch()
-    exchanges[0].nbytes = exchanges[1].nbytes = 5
-    exchanges[2].nbytes = 9
-    exchanges[2].worker.connection.last_heard_s = 0.15
+def test_silent_worker_is_blamed_though_others_stopped_moving_before(group):
+    round_, workers = group()
+    move(round_, workers, [5, 5, 9])
+    workers[2].connection.last_heard_s = 0.15
     with pytest.raises(StallError) as stalled:
-        made.until(lambda _exchange: False, "an ack")
+        round_._await(lambda _rank: False, "an ack")
     assert stalled.value.worker == "worker-2"
     assert str(stalled.value).startswith("worker-2 made no progress on an ack for 0.2 s")
 
 
-def test_where_all_answer_all_are_named_and_who_is_behind_comes_first(watch):
-    made, exchanges = watch()
-    for exchange, nbytes in zip(exchanges, (7, 5, 9), strict=True):
-        exchange.nbytes = nbytes
+def test_where_all_answer_all_are_named_and_the_one_behind_comes_first(group):
+    round_, workers = group()
+    move(round_, workers, [7, 5, 9])
     with pytest.raises(StallError) as stalled:
-        made.until(lambda _exchange: False, "an ack")
+        round_._await(lambda _rank: False, "an ack")
     assert stalled.value.worker == "worker-1"
     assert str(stalled.value).startswith("worker-1, worker-0, worker-2 (all of them answer")
 

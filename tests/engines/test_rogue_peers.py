@@ -557,8 +557,8 @@ def test_a_worker_that_comes_again_is_sent_the_manifest_whole(joined_to):
     publisher, worker = joined_to
     play(publisher, worker, "v1", first=True)
     worker.dialer.close()
-    with publisher._roster.changed:
-        assert publisher._roster.changed.wait_for(lambda: not publisher.workers(), PATIENCE_S)
+    with publisher._changed:
+        assert publisher._changed.wait_for(lambda: not publisher.workers(), PATIENCE_S)
     # It has what was committed last, so it is not served between two rounds.
     again = RogueWorker(publisher, version="v1", fingerprint=publisher.fingerprint, state="serving")
     again.say(again.hello)
@@ -580,7 +580,7 @@ def test_answers_to_other_rounds_are_dropped_and_counted(publisher, joined):
     joined.say(*stale)
     round_id = through(joined)
     joined.mail.expect(Commit)
-    joined.say(Ack(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
     assert round_.result(PATIENCE_S).ok
     assert publisher.num_dropped == len(stale)
 
@@ -617,7 +617,7 @@ def test_a_worker_that_speaks_like_a_publisher_is_not_obeyed(publisher, joined, 
     round_ = publisher.publish("v1", wait=False)
     round_id = through(joined)
     joined.mail.expect(Commit)
-    joined.say(Ack(round_id, "committed", "v1", round_.sealed.fingerprint, "serving", {}))
+    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
     assert round_.result(PATIENCE_S).ok
     assert publisher.num_dropped == 1
 
@@ -645,6 +645,26 @@ def test_a_second_hello_ends_the_connection(publisher, joined):
     joined.say(Hello("other", "elsewhere", 0, 1, None, "local:0", "fresh"))
     assert isinstance(joined.mail.closed.get(timeout=PATIENCE_S), PeerError)
     assert publisher.workers() == []
+
+
+def test_lost_worker_is_named_by_the_url_that_it_was_invited_by(publisher, rogue_worker):
+    worker = rogue_worker(host="http://host:8000")
+    worker.say(worker.hello)
+    publisher.wait_for_workers(1, PATIENCE_S)
+    round_ = publisher.publish("v1", wait=False)
+    worker.mail.expect(Init)
+    worker.dialer.close()
+    with pytest.raises(PeerError, match=r"^http://host:8000: .* is gone"):
+        round_.result(PATIENCE_S)
+
+
+def test_commit_that_comes_after_the_report_is_finished(publisher, joined):
+    round_ = publisher.publish("v1", wait=False)
+    round_id = through(joined)
+    joined.mail.expect(Commit)
+    assert [each.outcome for each in round_.result(PATIENCE_S).workers] == ["pending"]
+    joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
+    assert joined.mail.expect(Finish).round_id == round_id
 
 
 # FAULTS 14: what does not bring the round on is no sign of life.
@@ -715,7 +735,7 @@ def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(slow_p
 
 
 def eventually_refused(publisher, name):
-    (worker,) = [each for each in publisher._roster.workers() if each.name == name]
+    (worker,) = [each for each in publisher._membership.workers() if each.name == name]
     end = time.monotonic() + PATIENCE_S
     while worker.refusal is None:
         assert time.monotonic() < end

@@ -11,8 +11,8 @@ from wtransfer.calls import Announcer
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import NotInitializedError, RoundAbortedError
 from wtransfer.testing.memory import MemoryEngine
-from wtransfer.weight_sync.trainer import sender
-from wtransfer.weight_sync.trainer.sender import RoundClient
+from wtransfer.weight_sync.trainer import engine_runner
+from wtransfer.weight_sync.trainer.engine_runner import RoundClient
 from wtransfer.weight_sync.worker import hosted
 
 
@@ -43,7 +43,7 @@ def test_an_announcement_that_is_late_does_not_reach_the_next_round():
             raise
 
     def send():
-        sender._ROUND.set(old)
+        engine_runner._ROUND.set(old)
         announcer = Announcer(tell)
         announcer.announce({"bucket": 1})
         assert held.wait(5.0)
@@ -66,7 +66,7 @@ def test_an_engine_sends_in_the_context_of_its_round(fleet, weights):
 
     class Twin(MemoryEngine.trainer_cls):
         def send_weights(self):
-            seen.append(sender._ROUND.get().version)
+            seen.append(engine_runner._ROUND.get().version)
             super().send_weights()
 
     class Worker(MemoryEngine):
@@ -78,7 +78,7 @@ def test_an_engine_sends_in_the_context_of_its_round(fleet, weights):
     for version in ("v1", "v2"):
         assert made.publish(version).ok
     assert seen == ["v1", "v2"]
-    assert sender._ROUND.get(None) is None
+    assert engine_runner._ROUND.get(None) is None
 
 
 def test_a_client_without_a_round_says_so():

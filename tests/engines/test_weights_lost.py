@@ -12,8 +12,7 @@ from wtransfer.checkpoint.versions import VersionStore
 from wtransfer.errors import ClosedError, CommitError, RoundBusyError, SchemaError
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.messages import CODEC, MAX_TEXT_NBYTES, Lost
-from wtransfer.weight_sync.trainer.catchup import CatchUp
-from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.publisher import CATCH_UP_ATTEMPTS, Publisher
 from wtransfer.weight_sync.trainer.source import as_source
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
@@ -172,7 +171,7 @@ def test_who_was_given_up_is_tried_again_when_it_says_so_again(fleet, weights, c
     assert made.publish("v1").ok
     member.session.weights_lost("asleep")
     target.fails = True
-    for _ in range(CatchUp.MAX_ATTEMPTS):
+    for _ in range(CATCH_UP_ATTEMPTS):
         with pytest.raises(CommitError, match="the model says no"):
             member.session.commit_pending(5.0)
     target.fails = False

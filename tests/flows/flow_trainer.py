@@ -10,10 +10,10 @@ import flow_stage
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit
+from wtransfer.weight_sync.trainer.coordinator import Round
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.membership import Worker
 from wtransfer.weight_sync.trainer.publisher import Publisher
-from wtransfer.weight_sync.trainer.roster import Worker
-from wtransfer.weight_sync.trainer.round import Round
 
 PHASES_OF_ROUND = {"over": "idle"}
 
@@ -116,8 +116,7 @@ class TrainerPuppet(flow_stage.Puppet):
 
     def acks(self):
         """Return how many workers of the present round have said what they made of its commit."""
-        exchanges = self.publisher._roster._exchanges[self.round.round_id].values()
-        return sum(exchange.ack is not None for exchange in exchanges)
+        return sum(rank.ack is not None for rank in self.round.state.ranks())
 
     def refusal(self):
         return self.publisher.refusal and flow_stage.describe(self.publisher.refusal)

@@ -24,7 +24,7 @@ from wtransfer.testing.memory import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
-OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/round.py")
+OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/coordinator.py")
 
 
 def zeros(tensors):
@@ -66,6 +66,56 @@ def test_own_error_after_the_commit_does_not_claim_that_workers_keep_their_versi
     joiner = made.join()
     assert made.publish("v2").ok
     assert joiner.session.version == "v2"
+
+
+# -- what workers that do not apply in time, and engines that come too late, are told
+
+
+def test_worker_that_has_not_applied_in_time_is_pending_and_left_in_peace(fleet, weights):
+    made = fleet(weights, deadline_s=0.5)
+    member = made.join()
+    report = made.publisher.publish("v1", wait=False).result()
+    assert (report.outcome, report.workers[0].outcome) == ("mixed", "pending")
+    assert [each.state for each in made.publisher.workers()] == ["pending"]
+    # It is not sent again what it has: it would have to refuse that.
+    assert member.session.commit_pending(5.0)
+    assert (member.session.version, member.session.last_error) == ("v1", None)
+
+
+def test_ranks_that_have_not_applied_in_time_drop_the_update_together(fleet, weights):
+    made = fleet(weights, engine="tests-no-resend", deadline_s=0.5)
+    ranks = [made.join(instance="both", rank=rank, num_ranks=2) for rank in range(2)]
+    report = made.publisher.publish("v1", wait=False).result()
+    assert [each.outcome for each in report.workers] == ["discarded", "discarded"]
+    assert not any(rank.session.pending for rank in ranks)
+    assert {rank.session.version for rank in ranks} == {None}
+
+
+class LateTrainer(MemoryEngine.trainer_cls):
+    """Keeps the client of its last instance, which a thread of an engine may do."""
+
+    last_client = None
+
+    def send_weights(self):
+        super().send_weights()
+        LateTrainer.last_client = self.client
+
+
+class NoResend(MemoryEngine):
+    trainer_cls = LateTrainer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_resend():
+    WeightTransferEngineFactory.register_engine("tests-no-resend", NoResend)
+
+
+def test_engine_that_sends_after_the_commit_is_refused(fleet, weights):
+    made = fleet(weights, engine="tests-no-resend")
+    made.join()
+    assert made.publish("v1").ok
+    with pytest.raises(RoundAbortedError, match="over for its engine"):
+        LateTrainer.last_client.update_weights({"names": []})
 
 
 # -- FAULTS 49: nothing between the entry of `publish` and its round leaves the publisher busy
@@ -224,11 +274,17 @@ def test_phases_of_a_report_add_up_to_its_total(fleet, weights):
     assert all(f"{name} {each:.3f}s" in str(report) for name, each in seconds.items())
 
 
-def test_worker_that_was_lost_after_its_commit_is_said_to_have_committed():
-    lost = PeerLostError("process 7 is gone", worker="w")
-    line = WorkerReport("w", "i", 0, "committed", "v1", "f", digests_equal=True, error=lost)
-    report = Report("v1", "f", "r", 4, (line,), {}, 0.0)
-    assert "it committed, and was lost afterwards: process 7 is gone" in str(report)
+@pytest.mark.parametrize(
+    ("outcome", "meaning"),
+    [
+        ("committed", "it committed, and was lost afterwards: unix:@w: process 7 is gone"),
+        ("lost", "which version it holds it says when it joins again: unix:@w: process 7 is gone"),
+    ],
+)
+def test_report_says_what_the_loss_of_a_worker_means(outcome, meaning):
+    lost = PeerLostError("unix:@w: process 7 is gone", worker="w")
+    line = WorkerReport("w", "i", 0, outcome, "v1", "f", digests_equal=True, error=lost)
+    assert meaning in str(Report("v1", "f", "r", 4, (line,), {}, 0.0))
 
 
 def test_nonfinite_weights_are_not_looked_for_unless_asked(fleet, weights):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import WeightSource, WeightTarget
     from wtransfer.weight_sync.report import Report
-    from wtransfer.weight_sync.trainer.round import Round
+    from wtransfer.weight_sync.trainer.coordinator import Round
 
 STEP_S = 0.005
 _POLL_S = 0.001

@@ -129,4 +129,6 @@ def _line(each: WorkerReport) -> str:
     why = f"  {each.error}" if each.error else ""
     if each.error and each.outcome == "committed":
         why = f"  it committed, and was lost afterwards: {each.error}"
+    elif each.error and each.outcome == "lost":
+        why = f"  which version it holds it says when it joins again: {each.error}"
     return f"  {each.worker}  {each.outcome}  holds {each.version}  {proof}  {stages}{why}"

@@ -131,7 +131,7 @@ def test_digests_are_those_that_devices_can_compute():
         member = made.join()
         round_ = made.publisher.publish("v1", wait=False)
         assert made.finish(round_).ok
-        sender_source = made.publisher._sender.source
+        sender_source = made.publisher._runner.source
         assert sender_source.manifest.algorithm == "wsum64"
         assert sender_source.digests() == [digest(each, "wsum64") for each in source.values()]
         assert member.session.version == "v1"

@@ -1,4 +1,4 @@
-"""The trainer's side: workers join it, and it publishes the trainer's weights to them."""
+"""What a trainer holds: workers join it, and it publishes the trainer's weights to them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import CODEC
-from wtransfer.weight_sync.trainer.catchup import CatchUp
-from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
-from wtransfer.weight_sync.trainer.origin import origin_of
-from wtransfer.weight_sync.trainer.roster import Roster, Worker
-from wtransfer.weight_sync.trainer.round import (
+from wtransfer.weight_sync.trainer.coordinator import (
+    LostPolicy,
+    NonfinitePolicy,
+    ProvenUpdate,
     Round,
-    Sealed,
-    send_init,
+    Rules,
 )
-from wtransfer.weight_sync.trainer.rules import LostPolicy, NonfinitePolicy, Rules
-from wtransfer.weight_sync.trainer.sender import Sender
+from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
+from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
+from wtransfer.weight_sync.trainer.membership import Membership, Worker
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
 
 if TYPE_CHECKING:
@@ -55,8 +54,14 @@ UNTOLD_HINT = (
     "; no token was given, so this publisher made its own, which workers must be told: read it "
     "from its `token`, or set WTRANSFER_TOKEN to one secret on both sides"
 )
+CLOSE_GRACE_S = 5.0
+"""Seconds that a publisher which closes waits for what it has aborted to end."""
 JOINER_PATIENCE_S = 1.0
 """Seconds that a new round waits for a worker that is just being brought up to date to commit."""
+CATCH_UP_ATTEMPTS = 3
+"""Attempts in a row before a worker stays behind until the next round."""
+CATCH_UP_RETRY_S = 0.2
+"""Wait after a failed attempt, times the number of failures, in seconds."""
 
 
 class Publisher:
@@ -112,18 +117,16 @@ class Publisher:
         nonfinite: NonfinitePolicy = "allow",
         deadline_s: float = 30.0,
     ) -> None:
-        _check_choice("on_lost_worker", on_lost_worker, ("abort", "drop"))
-        _check_choice("nonfinite", nonfinite, ("allow", "warn", "reject"))
+        self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
         known_token = resolve_token(token, os.environ)
         self.token = known_token or new_token()
         self._token_hint = "" if known_token else UNTOLD_HINT
         # A token that was made up here is no host's: it must not be tried on them.
         self._endpoints = Endpoints(host_token or known_token, deadline_s)
         self._endpoints.add(hosts)
-        self._rules = Rules(min_workers, on_lost_worker, nonfinite, deadline_s)
         self._pid = os.getpid()
         self._closed = False
-        self._origin = origin_of(engine, trainer)
+        self._origin = Origin.of(engine, trainer)
         self._source = (
             model_or_source
             if isinstance(model_or_source, ShardedSource)
@@ -131,28 +134,22 @@ class Publisher:
         )
         self._source.take_deadline(deadline_s)
         screen = nonfinite != "allow"
-        self._sender_args = (engine, trainer, dict(options or {}), self._source, screen)
-        self._sender = Sender(*self._sender_args)
-        self._current: Sealed | None = None
-        self._current_sender: Sender | None = None
+        self._runner_args = (engine, trainer, dict(options or {}), self._source, screen)
+        self._runner = EngineRunner(*self._runner_args)
+        self._current: ProvenUpdate | None = None
+        self._current_runner: EngineRunner | None = None
         self._active: Round | None = None
         self._active_since = 0.0
-        self._unsettled: dict[str, Round] = {}
         self._refusal: Exception | None = None
-        self._roster = Roster(
-            on_join=self._on_join,
-            on_ack=self._on_ack,
-            on_weights_lost=lambda: self._catchup.wake(),  # noqa: PLW0108  # made below
+        self._membership = Membership(on_join=self._on_join)
+        self._lock, self._changed = self._membership.lock, self._membership.changed
+        self._catch_up = threading.Thread(
+            target=self._run_catch_up, name="wtransfer-catchup", daemon=True
         )
-        self._changed, self._lock = self._roster.changed, self._roster.lock
-        self._catchup = CatchUp(self._next_behind, self._bring_up_to_date)
-        try:
-            self._listener = self._listen(listen)
-        except BaseException:
-            self._catchup.close()
-            raise
+        self._listener = self._listen(listen)
         close_at_exit(self)
         try:
+            self._catch_up.start()
             self.invite()
         except BaseException:
             self.close()
@@ -162,12 +159,12 @@ class Publisher:
         return Listener(
             CODEC,
             address=address,
-            # Whoever writes such an address asks for it; the default is reached by this user only.
+            # Such an address is asked for by the user; the default is reached by this user only.
             allow_remote=True,
             token=self.token,
             on_open=lambda _connection: None,
             on_message=self._on_message,
-            on_close=self._roster.on_close,
+            on_close=self._membership.on_close,
             on_refused=self._on_refused,
             deadline_s=self._rules.deadline_s,
         )
@@ -190,7 +187,7 @@ class Publisher:
     @property
     def num_dropped(self) -> int:
         """Late or repeated messages of workers that were dropped."""
-        return self._roster.num_dropped
+        return self._membership.num_dropped
 
     @property
     def refusal(self) -> Exception | None:
@@ -200,7 +197,7 @@ class Publisher:
     def workers(self) -> list[WorkerInfo]:
         """Return every worker that has joined, and what it holds."""
         self._check_process()
-        return [worker.info for worker in self._roster.workers()]
+        return [worker.info for worker in self._membership.workers()]
 
     def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
         """Wait until `n` workers have joined; the ranks of one instance count as one.
@@ -210,8 +207,10 @@ class Publisher:
         """
         self._check_usable()
         with self._lock:
-            if not self._changed.wait_for(lambda: len(self._roster.instances()) >= n, timeout_s):
-                raise self._too_few(len(self._roster.instances()), n) from self._refusal
+            if not self._changed.wait_for(
+                lambda: len(self._membership.instances()) >= n, timeout_s
+            ):
+                raise self._too_few(len(self._membership.instances()), n) from self._refusal
 
     @property
     def hosts(self) -> dict[str, str | None]:
@@ -276,7 +275,7 @@ class Publisher:
             VersionNotKeptError: The engine keeps none.
         """
         self._check_usable()
-        return self._sender.kept()
+        return self._runner.kept()
 
     @overload
     def rollback(
@@ -306,25 +305,30 @@ class Publisher:
             raise VersionNotKeptError(
                 f"there is no version {version!r} to go back to; kept are: {there}", version=version
             )
-        source = self._sender.kept_source(found[-1])
+        source = self._runner.kept_source(found[-1])
         return self._run(version, source, wait=wait, dry_run=dry_run)
 
     def close(self) -> None:
         """End what is under way and let the workers go; they keep what they have."""
         if self._closed or os.getpid() != self._pid:
             return
-        self._closed = True
         with self._lock:
+            self._closed = True
             active = self._active
+            self._changed.notify_all()
         if active is not None:
             active.abort("the publisher was closed")
-        self._catchup.close()
+        if self._catch_up.is_alive():
+            self._catch_up.join(CLOSE_GRACE_S)
         self._endpoints.deregister(self.address)
         self._listener.close()
         if active is not None:
-            _wait_quietly(active)
+            try:
+                active.result(CLOSE_GRACE_S)
+            except WTransferError as error:
+                logger.info("round %s ended with its publisher: %s", active.round_id, error)
         self._source.close()
-        self._sender.shutdown()
+        self._runner.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -345,9 +349,10 @@ class Publisher:
                 ) from self._refusal
 
     def _incomplete_hosts(self) -> list[Incomplete]:
-        whole = [worker for ranks in self._roster.instances().values() for worker in ranks]
+        whole = [worker for ranks in self._membership.instances().values() for worker in ranks]
         return self._endpoints.incomplete(
-            [worker.hello for worker in self._roster.workers()], [worker.hello for worker in whole]
+            [worker.hello for worker in self._membership.workers()],
+            [worker.hello for worker in whole],
         )
 
     def _await_whole_hosts(self, deadline: Deadline) -> None:
@@ -375,7 +380,7 @@ class Publisher:
             current = self._current
             if current is None or self._active is not None:
                 return
-            pending = {w.hello.host for w in self._roster.workers() if w.state == "pending"}
+            pending = {w.hello.host for w in self._membership.workers() if w.state == "pending"}
         try:
             self._endpoints.apply(current.version, filter(None, pending))
         except WTransferError as error:
@@ -433,7 +438,7 @@ class Publisher:
             instances = self._taking_part()
             if len(instances) < self._rules.min_workers:
                 raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
-            self._renew_sender(frozenset(w for ranks in instances.values() for w in ranks))
+            self._renew_runner(frozenset(w for ranks in instances.values() for w in ranks))
             return self._new_round(version, instances, instead=instead, dry_run=dry_run)
 
     def _too_few(self, found: int, wanted: int) -> NoWorkersError:
@@ -445,7 +450,7 @@ class Publisher:
 
     def _taking_part(self) -> dict[str, list[Worker]]:
         """Return the instances of a new round: without those set aside, if enough remain."""
-        joined = self._roster.instances()
+        joined = self._membership.instances()
         ready = {n: ranks for n, ranks in joined.items() if not any(w.set_aside for w in ranks)}
         return ready if len(ready) >= self._rules.min_workers else joined
 
@@ -459,9 +464,9 @@ class Publisher:
         They need the trainer no more for that, and whenever they do it, they say so. The others
         shall not wait for a joiner that is slow to start.
         """
-        sealed = catching_up.sealed
+        proven = catching_up.proven
         for worker in catching_up.members:
-            if sealed is None or worker.fingerprint != sealed.fingerprint:
+            if proven is None or worker.fingerprint != proven.fingerprint:
                 worker.state, worker.set_aside = "pending", True
         self._active = None
 
@@ -470,18 +475,18 @@ class Publisher:
         version: str,
         instances: dict[str, list[Worker]],
         *,
-        sealed: Sealed | None = None,
+        proven: ProvenUpdate | None = None,
         instead: WeightSource | None = None,
         dry_run: bool = False,
     ) -> Round:
         round_ = Round(
             version,
-            sender=self._sender,
-            roster=self._roster,
+            runner=self._runner,
+            membership=self._membership,
             instances=instances,
-            rules=self._rules if sealed is None else Rules(deadline_s=self._rules.deadline_s),
+            rules=self._rules if proven is None else Rules(deadline_s=self._rules.deadline_s),
             origin=self._origin,
-            sealed=sealed,
+            proven=proven,
             instead=instead,
             dry_run=dry_run,
             apply=self._endpoints.apply,
@@ -490,14 +495,13 @@ class Publisher:
         )
         try:
             self._active, self._active_since = round_, time.monotonic()
-            self._unsettled[round_.round_id] = round_
-            if sealed is None and instead is None:
+            if proven is None and instead is None:
                 self._source.begin(version)
             round_.start()
         except BaseException as error:
             # Still under the lock, which its thread needs first: so it has not begun, and will not.
             self._give_up(round_)
-            if sealed is None and instead is None:
+            if proven is None and instead is None:
                 self._source.end(error)
             if isinstance(error, RuntimeError) and not isinstance(error, WTransferError):
                 raise RoundAbortedError(
@@ -509,46 +513,39 @@ class Publisher:
     def _give_up(self, round_: Round) -> None:
         """Forget a round that has not begun; called under the lock."""
         round_.give_up()
-        self._unsettled.pop(round_.round_id, None)
         if self._active is round_:
             self._active = None
 
-    def _renew_sender(self, members: frozenset[Worker]) -> None:
-        stale = self._origin.needs_generation and self._sender.members != members
-        if self._sender.abandoned or (stale and self._sender.started):
-            self._drop_sender()
+    def _renew_runner(self, members: frozenset[Worker]) -> None:
+        stale = self._origin.needs_generation and self._runner.members != members
+        if self._runner.abandoned or (stale and self._runner.started):
+            self._drop_runner()
 
     def _on_done(self, round_: Round) -> None:
         # Before another round can begin.
         try:
             if not round_.is_resend:
-                self._source.end(round_.failure, round_.sealed.fingerprint if round_.sealed else "")
+                self._source.end(round_.failure, round_.proven.fingerprint if round_.proven else "")
             if self._origin.needs_generation and not round_.went_through:
-                self._drop_sender()
+                self._drop_runner()
         finally:
-            self._settle(round_)
+            with self._lock:
+                if self._active is round_:
+                    self._active = None
+                if not round_.failed and not round_.dry_run:
+                    if round_.is_resend:
+                        for worker in round_.members:
+                            worker.set_aside = worker.state == "pending"
+                    else:
+                        self._current, self._current_runner = round_.proven, self._runner
+                self._changed.notify_all()
 
-    def _settle(self, round_: Round) -> None:
-        with self._lock:
-            if self._active is round_:
-                self._active = None
-            if round_.is_resend and not round_.failed:
-                for worker in round_.members:
-                    worker.set_aside = worker.state == "pending"
-            if round_.failed or round_.dry_run:
-                self._unsettled.pop(round_.round_id, None)
-            elif not round_.is_resend:
-                self._current, self._current_sender = round_.sealed, self._sender
-            self._changed.notify_all()
-        # Settles what came in before the end, and wakes the catch-up.
-        self._on_ack(round_.round_id)
-
-    def _drop_sender(self) -> None:
+    def _drop_runner(self) -> None:
         """Let go of the engine, and of a group that it has; the next round makes another."""
         # First of all: whatever becomes of the old one, no round shall meet it again.
-        sender, self._sender = self._sender, Sender(*self._sender_args)
-        if not sender.abandoned:
-            sender.shutdown()
+        runner, self._runner = self._runner, EngineRunner(*self._runner_args)
+        if not runner.abandoned:
+            runner.shutdown()
 
     # -- on the channel's thread
 
@@ -557,62 +554,69 @@ class Publisher:
 
     def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:
         try:
-            self._roster.on_message(connection, message)
+            self._membership.on_message(connection, message)
         except ProtocolError as error:
-            # Else whoever waits for a worker at a place that is taken would never hear of it.
+            # A caller that waits for a worker at a place that is taken would never hear of it.
             self._on_refused(error)
             raise
 
     def _on_join(self, worker: Worker) -> None:
-        info = self._sender.worker_init_info
-        if self._sender.started and info is not None and not self._origin.needs_generation:
-            place, num_places = self._roster.place_of(worker)
-            send_init(worker, self._origin, info, place, num_places)
-        self._catchup.wake()
+        info = self._runner.worker_init_info
+        if self._runner.started and info is not None and not self._origin.needs_generation:
+            self._origin.send_init(worker, info, *self._membership.place_of(worker))
 
-    def _on_ack(self, round_id: str) -> None:
-        with self._lock:
-            round_ = self._unsettled.get(round_id)
-            if round_ is not None and round_.on_ack() and round_.phase == "over":
-                self._unsettled.pop(round_id, None)
-                self._roster.close(round_id)
-        # What a worker holds, or waits for, may have changed: it may be served now.
-        self._catchup.wake()
+    # -- on the thread that brings late joiners, and workers that had to go back, up to date
 
-    # -- on the catch-up's thread
+    def _run_catch_up(self) -> None:
+        """Serve instances that are behind, one after the other, between rounds."""
+        while True:
+            with self._lock:
+                while not self._closed and (found := self._next_behind()) is None:
+                    self._changed.wait()
+                if self._closed:
+                    return
+            assert found is not None
+            self._bring_up_to_date(*found)
 
     def _next_behind(self) -> tuple[str, list[Worker]] | None:
         """Return an instance that lacks the current version and can be served it now."""
-        with self._lock:
-            if self._closed or self._active is not None or self._current is None:
-                return None
-            if self._sender is not self._current_sender or not self._sender.can_resend:
-                return None
-            for name, ranks in self._roster.instances().items():
-                if self._is_behind(ranks):
-                    return name, ranks
+        current = self._current
+        if self._active is not None or current is None:
+            return None
+        if self._runner is not self._current_runner or not self._runner.can_resend:
+            return None
+        for name, ranks in self._membership.instances().items():
+            if any(worker.fingerprint != current.fingerprint for worker in ranks) and all(
+                worker.state != "pending" and worker.num_failed < CATCH_UP_ATTEMPTS
+                for worker in ranks
+            ):
+                return name, ranks
         return None
 
-    def _is_behind(self, ranks: list[Worker]) -> bool:
-        assert self._current is not None
-        lacks = any(worker.fingerprint != self._current.fingerprint for worker in ranks)
-        return lacks and all(
-            worker.state != "pending" and worker.num_failed < CatchUp.MAX_ATTEMPTS
-            for worker in ranks
-        )
-
-    def _bring_up_to_date(self, name: str, ranks: list[Worker]) -> Report | None:
-        with self._lock:
-            if self._active is not None or self._current is None:
-                return None
-            current = self._current
-            round_ = self._new_round(current.version, {name: ranks}, sealed=current)
+    def _bring_up_to_date(self, name: str, ranks: list[Worker]) -> None:
+        round_ = None
         try:
-            return round_.result()
-        except RoundAbortedError:
-            if round_.called_off:
-                return None
-            raise
+            with self._lock:
+                current = self._current
+                if self._closed or self._active is not None or current is None:
+                    return
+                round_ = self._new_round(current.version, {name: ranks}, proven=current)
+            report = round_.result()
+        except WTransferError as error:
+            if round_ is not None and round_.called_off:
+                return
+            logger.warning("catch-up of %s failed: %s", name, error)
+        else:
+            own = [each for each in report.workers if each.instance == name]
+            if all(each.outcome == "committed" for each in own):
+                for worker in ranks:
+                    worker.num_failed = 0
+                return
+        with self._lock:
+            for worker in ranks:
+                worker.num_failed += 1
+            delay_s = CATCH_UP_RETRY_S * max(worker.num_failed for worker in ranks)
+            self._changed.wait_for(lambda: self._closed, delay_s)
 
     def _check_usable(self) -> None:
         self._check_process()
@@ -624,11 +628,6 @@ class Publisher:
             raise ForkedError(
                 "this Publisher belongs to the parent process; after fork() make a new one"
             )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
 def _check_version(version: object) -> None:
@@ -644,10 +643,3 @@ def _settle_device() -> None:
 
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
-
-
-def _wait_quietly(round_: Round) -> None:
-    try:
-        round_.result(timeout_s=5.0)
-    except WTransferError as error:
-        logger.info("round %s ended with its publisher: %s", round_.round_id, error)

@@ -1,25 +1,87 @@
-"""The trainer's engine and the thread it sends on, supervised by the round."""
+"""The trainer's engine, the threads it is called on, and what its workers are told to make."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.calls import forget_frames, start_call
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import NotInitializedError, VersionNotKeptError, WTransferError
+from wtransfer.registry.registry import registry
+from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weight_sync.trainer.membership import send_to
 from wtransfer.weight_sync.worker.hosted import UNBLOCK_GRACE_S, engine_error, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from wtransfer.engines.interface import KeptVersion, WeightSource
-    from wtransfer.weight_sync.trainer.round import Round
+    from wtransfer.weight_sync.trainer.coordinator import Round
+    from wtransfer.weight_sync.trainer.membership import Worker
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Origin:
+    """Where the trainer's engine comes from, which its workers must match."""
+
+    engine: str
+    """Name in the group ``wtransfer.engines``."""
+    distribution: str | None = None
+    """Distribution that it comes from; None where it was registered at run time."""
+    engine_version: str | None = None
+    """Version of that distribution."""
+    needs_generation: bool = False
+    """Whether all workers must be initialised again when one joins or leaves."""
+    epoch: int = 0
+    """Number of initialisations so far."""
+
+    @classmethod
+    def of(cls, engine: str, trainer: type | None) -> Origin:
+        """Return the origin of an engine.
+
+        Args:
+            engine: Name.
+            trainer: The trainer class, where it was given; the worker class may be elsewhere.
+
+        Raises:
+            PluginError: No such engine, or it cannot be loaded.
+        """
+        engines = registry("engines")
+        if trainer is not None and engine not in engines.names():
+            return cls(engine, needs_generation=getattr(trainer, "needs_generation", False))
+        record = engines.record(engine)
+        worker_cls = engines.get(engine)
+        return cls(
+            engine,
+            record.distribution,
+            record.version,
+            needs_generation=getattr(worker_cls, "needs_generation", False),
+        )
+
+    def send_init(
+        self, worker: Worker, init_info: dict[str, Any], index: int, num_instances: int
+    ) -> None:
+        """Ask a worker for the engine of this epoch, once."""
+        if worker.epoch == self.epoch and worker.refusal is None:
+            return
+        worker.epoch, worker.refusal, worker.place = self.epoch, None, index
+        init = Init(
+            epoch=self.epoch,
+            engine=self.engine,
+            distribution=self.distribution,
+            engine_version=self.engine_version,
+            data_parallel_index=index,
+            data_parallel_size=num_instances,
+            init_info=init_info,
+        )
+        send_to([worker], init)
 
 
 # The round that a thread sends for, so that a call which is late, as its round has failed, does not
@@ -75,7 +137,7 @@ class RoundClient:
         return round_
 
 
-class Running:
+class EngineCall:
     """One call into a trainer engine, on a thread of its own.
 
     Args:
@@ -112,7 +174,7 @@ class Running:
         return self._call.done.wait(timeout_s)
 
 
-class Sender:
+class EngineRunner:
     """A trainer engine with the source and the client that were made for it.
 
     The three belong together: when an engine has to be left behind in a hanging call, all of them
@@ -176,18 +238,18 @@ class Sender:
             )
         return functools.partial(found, self._info)
 
-    def start(self, round_: Round) -> Running:
+    def start(self, round_: Round) -> EngineCall:
         """Make the engine, which initialises the workers of `round_`."""
         self._client.attach(round_)
-        return self._running("trainer_init", self._start, round_)
+        return self._start_call("trainer_init", self._start, round_)
 
-    def plan(self, round_: Round, instead: WeightSource | None) -> Running:
+    def plan(self, round_: Round, instead: WeightSource | None) -> EngineCall:
         """Read what the source has, or `instead` has; the result is what is planned."""
         # Here and not on the other thread: that may begin after a stop.
         self.source.begin(round_.version, instead)
-        return self._running("metadata", self.source.read, round_)
+        return self._start_call("metadata", self.source.read, round_)
 
-    def send(self, round_: Round) -> Running:
+    def send(self, round_: Round) -> EngineCall:
         """Let the engine send to every worker of `round_`."""
         self._client.attach(round_)
         engine = self._engine
@@ -196,13 +258,13 @@ class Sender:
             _ROUND.set(round_)
             engine.send_weights()
 
-        return self._running("send_weights", send, round_)
+        return self._start_call("send_weights", send, round_)
 
-    def resend(self, round_: Round) -> Running:
+    def resend(self, round_: Round) -> EngineCall:
         """Let the engine send its last committed weights to the workers of `round_` only."""
         client = RoundClient()
         client.attach(round_)
-        return self._running("resend", lambda: self._engine.resend(client), round_)
+        return self._start_call("resend", lambda: self._engine.resend(client), round_)
 
     def finished(self, *, committed: bool) -> None:
         """Tell the engine what became of what it sent."""
@@ -210,7 +272,7 @@ class Sender:
         if tell is None:
             return
         try:
-            running = Running(
+            call = EngineCall(
                 "round_finished",
                 lambda: guarded("round_finished", lambda: tell(committed=committed)),
                 self.plugin,
@@ -220,15 +282,15 @@ class Sender:
             # An engine that has not heard what is committed must not serve joiners.
             self._leave_behind("round_finished")
             raise
-        if not running.join(UNBLOCK_GRACE_S):
+        if not call.join(UNBLOCK_GRACE_S):
             self._leave_behind("round_finished")
 
-    def unblock(self, running: Running, reason: str) -> None:
+    def unblock(self, call: EngineCall, reason: str) -> None:
         """End a call whose round has failed; an engine that does not return is left behind."""
         self.source.stop(reason)
-        if not running.done:
+        if not call.done:
             guarded("abort_weight_update", getattr(self._engine, "abort_weight_update", None))
-        if not running.join(UNBLOCK_GRACE_S):
+        if not call.join(UNBLOCK_GRACE_S):
             self._leave_behind("a failed round")
 
     def _leave_behind(self, where: str) -> None:
@@ -241,7 +303,7 @@ class Sender:
         engine, self._engine = self._engine, None
         call = getattr(engine, "shutdown", None)
         if call is not None:
-            Running("shutdown", lambda: guarded("shutdown", call), self.plugin, _nothing).join(
+            EngineCall("shutdown", lambda: guarded("shutdown", call), self.plugin, _nothing).join(
                 UNBLOCK_GRACE_S
             )
 
@@ -250,8 +312,8 @@ class Sender:
         listen(engine)
         self._engine = engine
 
-    def _running(self, method: str, call: Callable[[], object], round_: Round) -> Running:
-        return Running(method, call, self.plugin, round_.wake)
+    def _start_call(self, method: str, call: Callable[[], object], round_: Round) -> EngineCall:
+        return EngineCall(method, call, self.plugin, round_.wake)
 
 
 def _nothing() -> None:

@@ -1,0 +1,773 @@
+"""One round: plan, transfer, prepare, commit, finish. All or nothing until the first commit.
+
+`RoundState` decides what may be sent; the threads here only feed it and wait on it. Three kinds of
+threads meet, under one lock, the publisher's: the channel's, which takes in what workers answer;
+the round's own, which takes the steps; and the engine's, which sends. Every wait of the latter two
+ends on an answer, a fault, a lost peer, an abort, or the deadline. So nothing hangs, whatever dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from wtransfer.errors import (
+    CommitError,
+    ForkedError,
+    NonfiniteError,
+    RoundAbortedError,
+    RoundBusyError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.registry import hooks
+from wtransfer.weight_sync.messages import Plan
+from wtransfer.weight_sync.report import Report, WorkerReport
+from wtransfer.weight_sync.trainer.membership import send_to
+from wtransfer.weight_sync.trainer.round_state import RoundState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from wtransfer.engines.interface import WeightSource
+    from wtransfer.transport.layout import TensorLayout
+    from wtransfer.weight_sync.trainer.engine_runner import EngineCall, EngineRunner, Origin
+    from wtransfer.weight_sync.trainer.membership import Membership, Worker
+    from wtransfer.weight_sync.trainer.round_state import Instance, Participant
+
+logger = logging.getLogger(__name__)
+
+LostPolicy = Literal["abort", "drop"]
+"""What the loss of a worker before the commit does."""
+NonfinitePolicy = Literal["allow", "warn", "reject"]
+"""What NaN or infinity in the weights does."""
+
+TICK_S = 0.25
+"""Longest wait between two looks at the deadline."""
+CAUSE_GRACE_S = 0.3
+"""Time in which the cause of a broken group must show, before the break itself counts as one."""
+ROLLBACK_GRACE_S = 1.0
+"""Seconds that ranks get to go back before the report is made; they go on afterwards."""
+INTERRUPT_GRACE_S = 1.0
+"""Seconds that an interrupted caller waits for the round to wind down."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a publisher wants its rounds to be judged.
+
+    Raises:
+        ValueError: A choice that does not exist, or no number that a round could be judged by.
+    """
+
+    min_workers: int = 1
+    """Fewest instances that a round may have."""
+    on_lost_worker: LostPolicy = "abort"
+    """``"drop"`` lets the others commit, as long as `min_workers` remain."""
+    nonfinite: NonfinitePolicy = "allow"
+    """``"allow"`` does not look for it, ``"warn"`` logs and counts it, ``"reject"`` ends the
+    round."""
+    deadline_s: float = 30.0
+    """Longest time without progress, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("on_lost_worker", ("abort", "drop")),
+            ("nonfinite", ("allow", "warn", "reject")),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                expected = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} is {value!r}, expected one of {expected}")
+        # bool is an int to isinstance; True workers are a mistake all the same.
+        if type(self.min_workers) is not int or self.min_workers < 1:
+            raise ValueError(f"min_workers is {self.min_workers!r}, expected an integer >= 1")
+        if type(self.deadline_s) not in (int, float) or not 0 < self.deadline_s < math.inf:
+            raise ValueError(
+                f"deadline_s is {self.deadline_s!r}, expected a finite number of seconds > 0"
+            )
+
+
+@dataclass(frozen=True)
+class ProvenUpdate:
+    """What every worker of a round has proven to have; they hold it after the commit."""
+
+    version: str
+    """Label."""
+    layout: TensorLayout
+    """Pieces."""
+    digests: list[str]
+    """In plan order."""
+    fingerprint: str
+    """Identity."""
+
+
+@dataclass
+class Clock:
+    """Seconds by phase."""
+
+    begun: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def lap(self, phase: str) -> None:
+        """Note the end of a phase, which began with the end of the one before."""
+        self.seconds[phase] = self.total() - sum(self.seconds.values())
+
+    def total(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+
+class Round:
+    """A round under way: wait for it with `packed` and `result`, end it with `abort`.
+
+    Args:
+        version: Label.
+        runner: The trainer's engine.
+        membership: The workers.
+        instances: Which of them take part, by instance.
+        rules: How to judge.
+        origin: Which engine workers must have.
+        proven: An update that was committed before and is sent again; None: the source's.
+        instead: What is sent, where that is not the user's source.
+        dry_run: Whether to end when every worker has verified, without a commit.
+        apply: Lets the hosts of these workers apply what was committed, where that takes a call.
+        on_packed: Called once when the trainer may change its weights again.
+        on_done: Called when the round is over, on its thread.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        *,
+        runner: EngineRunner,
+        membership: Membership,
+        instances: dict[str, list[Worker]],
+        rules: Rules,
+        origin: Origin,
+        proven: ProvenUpdate | None = None,
+        instead: WeightSource | None = None,
+        dry_run: bool = False,
+        apply: Callable[[str, set[str]], None],
+        on_packed: Callable[[], None],
+        on_done: Callable[[Round], None],
+    ) -> None:
+        self._pid = os.getpid()
+        self.version = version
+        self.round_id = secrets.token_hex(8)
+        self.phase = "init"
+        self.proven = proven
+        self.is_resend = proven is not None
+        self.dry_run = dry_run
+        self.members = frozenset(worker for ranks in instances.values() for worker in ranks)
+        self.called_off = False
+        """Whether `abort` ended it."""
+        self.starter = threading.get_ident()
+        """The thread that has called `publish`, or that serves joiners."""
+        self._instead = instead
+        self._runner = runner
+        self._membership = membership
+        self._lock, self._changed = membership.lock, membership.changed
+        self._rules = rules
+        self._origin = origin
+        self._apply = apply
+        self._apply_error: WTransferError | None = None
+        self._on_packed = on_packed
+        self._on_done = on_done
+        self._layout = proven.layout if proven else None
+        self._clock = Clock()
+        self._packed_s: float | None = None
+        self._call: EngineCall | None = None
+        self._failure: WTransferError | None = None
+        self._report: Report | None = None
+        self._num_waiting = 0
+        self._waited_at = 0.0
+        self._broken_at: float | None = None
+        self._grouped = origin.needs_generation
+        """Whether the workers need a group of all of them, which the loss of one breaks."""
+        self.state = RoundState(
+            self.round_id,
+            version,
+            instances.values(),
+            send_to,
+            min_instances=rules.min_workers,
+            # In a group the rest are lost with one; the next round gives them another.
+            may_drop=rules.on_lost_worker == "drop" and not self._grouped,
+        )
+        self._begun = False
+        self._given_up = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="wtransfer-round", daemon=True)
+        membership.open(self.state)
+
+    # -- for the caller
+
+    def start(self) -> None:
+        """Begin, on a thread of the round's own; called under the publisher's lock."""
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Let the round not begin, should its thread run yet; called under the lock."""
+        self._given_up = True
+        self._membership.close(self.state)
+
+    @property
+    def was_left(self) -> bool:
+        """Whether its starter was interrupted before it had a thread. Asked under the lock."""
+        return not self._begun and not self._thread.is_alive()
+
+    def packed(self, timeout_s: float | None = None) -> None:
+        """Wait until the trainer may change its weights again.
+
+        Raises:
+            WTransferError: The round failed before that; the trainer may go on as well.
+            StallError: `timeout_s` seconds have passed.
+        """
+        self._check_caller("packed")
+        with self._lock:
+            ended = self._changed.wait_for(
+                lambda: self._packed_s is not None or self._done.is_set(), timeout_s
+            )
+        if not ended:
+            raise StallError(f"not packed within {timeout_s} s", round_id=self.round_id)
+        if self._packed_s is None and self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def result(self, timeout_s: float | None = None) -> Report:
+        """Wait for the end and return the report.
+
+        Raises:
+            WTransferError: The round was aborted; every worker is on its old version.
+            CommitError: The publisher itself failed after the commit was sent.
+            StallError: `timeout_s` seconds have passed; the round goes on.
+        """
+        self._check_caller("result")
+        try:
+            ended = self._done.wait(timeout_s)
+        except BaseException as interruption:
+            self.abort(f"interrupted by {type(interruption).__name__}")
+            self._done.wait(INTERRUPT_GRACE_S)
+            raise
+        if not ended:
+            raise StallError(f"the round has not ended in {timeout_s} s", round_id=self.round_id)
+        if self._failure is not None:
+            # Afresh: a traceback would grow with every call, and keep the callers' variables.
+            raise self._failure.with_traceback(None)
+        assert self._report is not None
+        return self._report
+
+    def progress(self) -> dict[str, int]:
+        """Return the bytes that each worker of the round has staged so far, by its name."""
+        with self._lock:
+            return {rank.worker.name: rank.nbytes for rank in self.state.ranks()}
+
+    def abort(self, reason: str = "aborted by the caller") -> None:
+        """End the round before its commit. Later, or a second time, this does nothing."""
+        self._check_process()
+        with self._lock:
+            if self.state.ended is None and not self.state.committing:
+                self.called_off = True
+                self.state.abort(
+                    RoundAbortedError(f"the round was aborted: {reason}", **self._facts())
+                )
+            self._changed.notify_all()
+
+    def _check_caller(self, method: str) -> None:
+        self._check_process()
+        if threading.current_thread() is self._thread:
+            raise RoundBusyError(
+                f"{method}() was called by an observer on the round's own thread, which would wait "
+                "for itself; call it from another thread",
+                **self._facts(),
+            )
+
+    def _check_process(self) -> None:
+        # The thread that would end a wait, and that might hold a lock, is not in a child.
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "this Round belongs to the parent process; fork()ed children have none"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the update; 0 until it is planned."""
+        return 0 if self._layout is None else self._layout.manifest.nbytes
+
+    @property
+    def deadline_s(self) -> float:
+        """Longest time in which nothing moves, in seconds."""
+        return self._rules.deadline_s
+
+    @property
+    def done(self) -> bool:
+        """Whether the round is over."""
+        return self._done.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the round was ended before its commit."""
+        return self._failure is not None and not self.state.committing
+
+    @property
+    def failure(self) -> WTransferError | None:
+        """Why it was ended, or what broke after its commit was sent."""
+        return self._failure
+
+    @property
+    def went_through(self) -> bool:
+        """Whether it was committed, and no worker was told to let go of it before."""
+        report = self._report
+        if report is None or self.dry_run:
+            return False
+        return all(worker.outcome != "dropped" for worker in report.workers)
+
+    @property
+    def committing(self) -> bool:
+        """Whether commits have been sent: from here the round only goes forward."""
+        return self.state.committing
+
+    # -- for the engine, by way of its client
+
+    def init_workers(self, init_info: dict[str, Any]) -> None:
+        """Have every worker make its engine; returns when all are ready."""
+        self._runner.worker_init_info = init_info
+        self._runner.members = self.members
+        self._origin.epoch += 1
+        self._send_init()
+
+    def deliver(self, update_info: dict[str, Any]) -> None:
+        """Have every worker receive once; returns when all have."""
+        with self._lock:
+            self.check()
+            number = self.state.data(update_info)
+        self._await(lambda rank: rank.num_received > number, "reception of data")
+
+    def check(self) -> None:
+        """Raise if the round has failed, or is past the point where an engine may use it."""
+        with self._lock:
+            if self.state.committing:
+                raise RoundAbortedError(
+                    "the round is over for its engine: send_weights had returned",
+                    round_id=self.round_id,
+                )
+            self._check_state()
+
+    def wake(self) -> None:
+        """Let the round look again: something that it waits for may have happened."""
+        with self._lock:
+            self._changed.notify_all()
+
+    # -- the steps
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._given_up:
+                return
+            self._begun = True
+        try:
+            try:
+                self._take_steps()
+            except BaseException as error:
+                self._break(error)
+            try:
+                if not self.is_resend:
+                    self._runner.finished(committed=self.state.committing)
+                if self._failure is None:
+                    self._report = self._make_report()
+                    self._tell_committed(self._report)
+            except BaseException as error:
+                self._break(error)
+        finally:
+            self.phase = "over"
+            self._tell_done()
+
+    def _break(self, error: BaseException) -> None:
+        """Note a fault of our own: the caller hears of it rather than wait."""
+        logger.error("round %s broke", self.round_id, exc_info=error)
+        if self.state.committing:
+            # Workers hold the new version, or will: an abort would claim the opposite.
+            failure: WTransferError = CommitError(
+                f"the publisher failed on {type(error).__name__}: {error} after its commit was "
+                "sent; workers hold the new version or apply it yet: see workers()",
+                restored=False,
+                **self._facts(),
+            )
+            failure.__cause__ = error
+            self._note_pending()
+        else:
+            failure = _unexpected(error)
+            with self._lock:
+                self.state.abort(failure)
+        self._failure = self._failure or failure
+
+    def _tell_done(self) -> None:
+        self._membership.close(self.state)
+        try:
+            self._on_done(self)
+        except BaseException:
+            # The round's outcome stands; a thread has nothing to raise to.
+            logger.exception("what follows round %s broke", self.round_id)
+        finally:
+            self._done.set()
+            self.wake()
+
+    def _take_steps(self) -> None:
+        try:
+            hooks.notify("wtransfer_round_started", worker=None, **self._identity())
+            self._init_engines()
+            self._clock.lap("init")
+            self._plan()
+            self._clock.lap("plan")
+            self._transfer()
+            self._clock.lap("transfer")
+            proven = self._prepare()
+            self._clock.lap("prepare")
+            if not self.dry_run:
+                with self._lock:
+                    # Under the lock: what ends the round comes before this line or too late.
+                    self._check_state()
+                    self.phase = "commit"
+                    self.state.commit(proven.fingerprint)
+        except BaseException as error:
+            if self.state.committing:
+                raise
+            self._fail(error)
+            return
+        if self.dry_run:
+            self._drop_verified()
+        else:
+            self._await_acks()
+            self._clock.lap("commit")
+
+    def _init_engines(self) -> None:
+        if not self._runner.started:
+            with self._lock:
+                for worker in self.members:
+                    # What it still answers to an earlier attempt is no answer to this one.
+                    worker.epoch = 0
+            self._supervise(self._runner.start(self), "its initialisation")
+        self._send_init()
+
+    def _send_init(self) -> None:
+        info, epoch = self._runner.worker_init_info, self._origin.epoch
+        if info is None:
+            raise RoundAbortedError("the trainer's engine has not initialised its workers")
+        with self._lock:
+            self._check_state()
+            live = self.state.live()
+            for index, instance in enumerate(live):
+                for rank in instance.ranks:
+                    self._origin.send_init(rank.worker, info, index, len(live))
+        self._await(lambda rank: rank.worker.ready == epoch, "engine init")
+
+    def _plan(self) -> None:
+        self.phase = "plan"
+        if self.proven is None:
+            reading = self._runner.plan(self, self._instead)
+            self._supervise(reading, "the source's metadata")
+            self._layout = reading.result
+        layout = self._known_layout()
+        with self._lock:
+            self.state.plan(Plan(self.round_id, self.version, layout.manifest), layout.identity)
+        # All accept before any byte moves.
+        self._await(lambda rank: rank.accept is not None, "the plan's acceptance")
+
+    def _known_layout(self) -> TensorLayout:
+        if self._layout is None:
+            raise RoundAbortedError("the round has no plan yet", round_id=self.round_id)
+        return self._layout
+
+    def _transfer(self) -> None:
+        self.phase = "transfer"
+        self._runner.source.on_packed = self._mark_packed
+        send = self._runner.resend if self.is_resend else self._runner.send
+        self._supervise(send(self), "the transfer")
+        with self._lock:
+            # Every byte has arrived: no group is needed any more.
+            self._grouped = False
+            self.state.may_drop = self._rules.on_lost_worker == "drop"
+        self._mark_packed()
+
+    def _mark_packed(self) -> None:
+        with self._lock:
+            first = self._packed_s is None
+            if first:
+                self._packed_s = self._clock.total()
+            self._changed.notify_all()
+        if first and not self.is_resend:
+            self._on_packed()
+
+    def _prepare(self) -> ProvenUpdate:
+        self.phase = "prepare"
+        proven = self.proven
+        if proven is None:
+            self._judge_nonfinite()
+        digests = proven.digests if proven else self._runner.source.digests()
+        with self._lock:
+            self.state.prepare(digests)
+        if proven is None:
+            # Beside the workers, which work out the same.
+            layout = self._known_layout()
+            proven = ProvenUpdate(self.version, layout, digests, layout.fingerprint(digests))
+        self._await(lambda rank: rank.vote is not None, "a vote")
+        with self._lock:
+            self.state.verify(proven.fingerprint)
+        self.proven = proven
+        return proven
+
+    def _judge_nonfinite(self) -> None:
+        found = self._runner.source.nonfinite
+        if not found:
+            return
+        name, count = next(iter(found.items()))
+        text = f"{len(found)} tensors hold NaN or infinity, first {name!r} with {count} elements"
+        if self._rules.nonfinite == "reject":
+            raise NonfiniteError(f"{text}; the policy is 'reject'", piece=name)
+        logger.warning("%s: %s", self.version, text)
+
+    def _await_acks(self) -> None:
+        deadline_s = self._rules.deadline_s
+        self._apply_by_hosts()
+        with self._lock:
+            if not self._changed.wait_for(lambda: self.state.settled, deadline_s):
+                self.state.deadline(f"not every rank has committed within {deadline_s:g} s")
+                self._changed.wait_for(lambda: self.state.settled, ROLLBACK_GRACE_S)
+        self._note_pending()
+
+    def _note_pending(self) -> None:
+        """Note which workers have not answered the commit; an ack, when it comes, says more."""
+        with self._lock:
+            for rank in self.state.ranks():
+                if rank.outcome == "pending":
+                    rank.worker.state = "pending"
+
+    def _apply_by_hosts(self) -> None:
+        """Let serving engines apply, on a thread of their own: their answer needs our finish."""
+        hosts = {w.hello.host for w in self.members if w.hello.host is not None}
+
+        def call() -> None:
+            try:
+                self._apply(self.version, hosts)
+            except WTransferError as error:
+                # Acks decide. This says why one does not come, in the host's own words.
+                logger.warning("round %s: %s", self.round_id, error)
+                self._apply_error = error
+
+        if hosts:
+            threading.Thread(target=call, name="wtransfer-apply", daemon=True).start()
+
+    def _drop_verified(self) -> None:
+        """End a dry run: everything has been proven, nothing is kept."""
+        # As after a failure: an engine's client is of no use any more.
+        ended = RoundAbortedError("a dry run ends without a commit", **self._facts())
+        with self._lock:
+            self.state.abort(ended)
+        # What has begun, for observers, must end: here as on every worker.
+        hooks.notify("wtransfer_round_aborted", error=ended, worker=None, **self._identity())
+
+    def _fail(self, error: BaseException) -> None:
+        failure = error if isinstance(error, WTransferError) else _unexpected(error)
+        failure.add_facts(**self._facts())
+        with self._lock:
+            # From here on the client and the source raise, which lets the engine's call end. What
+            # ended the round before is the cause of this error.
+            self.state.abort(failure)
+            failure = self.state.ended or failure
+        failure.add_facts(**self._facts())
+        self._failure = failure
+        if self._call is not None:
+            self._runner.unblock(self._call, str(failure))
+        self._membership.close(self.state)
+        hooks.notify("wtransfer_round_aborted", error=failure, worker=None, **self._identity())
+
+    # -- the waits
+
+    def _await(self, done: Callable[[Participant], bool], what: str) -> None:
+        """Wait until every worker of the round has done something; raise what ends the round."""
+        with self._lock:
+            self._num_waiting += 1
+            try:
+                begun = time.monotonic()
+                while True:
+                    self._check_state()
+                    waiting = [rank for rank in self.state.ranks() if not done(rank)]
+                    if not waiting:
+                        return
+                    self._check_stall(waiting, begun, what)
+                    self._changed.wait(TICK_S)
+            finally:
+                self._num_waiting -= 1
+                # Whatever was waited for, the engine is not late before it had time of its own.
+                self._waited_at = time.monotonic()
+
+    def _supervise(self, call: EngineCall, what: str) -> None:
+        """Wait for a call into the trainer's engine; raise what ends the round."""
+        self._call = call
+        begun = time.monotonic()
+        with self._lock:
+            while not call.done:
+                self._check_state()
+                moved = (rank.moved_at for rank in self.state.ranks())
+                idle_s = _idle_s(begun, self._runner.source.moved_at, self._waited_at, *moved)
+                # An engine that waits for workers is not the one that stalls.
+                if not self._num_waiting and idle_s > self._rules.deadline_s:
+                    name, plugin = self._runner.name, self._runner.plugin
+                    raise self._stall(f"the trainer's engine {name!r}", what, plugin=plugin)
+                self._changed.wait(TICK_S)
+            # A worker's fault is the cause of what the engine then raises, not the other way round.
+            self._check_state()
+        if call.error is not None:
+            raise call.error
+
+    def _check_state(self) -> None:
+        """Raise what ends the round, if anything has; called under the lock.
+
+        Engines whose workers form a group need a second look at the cause. One rank that is killed
+        makes the others say that their group broke, and often before the killed one is known to be
+        gone. So a broken group counts only when nothing else has shown for a while.
+        """
+        self.state.check()
+        symptom = self.state.symptom
+        if symptom is not None:
+            self._broken_at = self._broken_at or time.monotonic()
+            if _idle_s(self._broken_at) > CAUSE_GRACE_S:
+                self.state.abort(symptom)
+                raise symptom
+
+    def _check_stall(self, waiting: list[Participant], begun: float, what: str) -> None:
+        """Lose a worker that neither moves nor is still being fed by a moving trainer."""
+        deadline_s = self._rules.deadline_s
+        fed_at = max(begun, self._runner.source.moved_at)
+        stalled = [rank for rank in waiting if _idle_s(rank.moved_at, fed_at) > deadline_s]
+        if not stalled:
+            return
+        if not self._grouped:
+            for rank in stalled:
+                name = rank.worker.name
+                self.state.lose(rank.worker, self._stall(name, what, worker=name))
+        elif self._runner.source.reading:
+            # For every wait: the engine's own ends with it, and would be taken for the cause.
+            self.state.abort(self._stall("the trainer's source", "the next tensor"))
+        else:
+            # A rank that is stopped leaves the others waiting for bytes, as it does itself. What
+            # tells them apart is the control channel: a process that lives answers there, whatever
+            # its engine waits for. So the one that is silent is to blame, though it may have moved
+            # last. Where all answer, the engine of one hangs; it is not one that is ahead, but
+            # which one cannot be told for certain, so all are named.
+            blamed = max(waiting, key=lambda rank: rank.worker.connection.last_heard_s)
+            names, hint = blamed.worker.name, ""
+            # A peer that lives breaks its silence several times in this span.
+            if blamed.worker.connection.last_heard_s <= deadline_s / 2:
+                stalled.sort(key=lambda rank: (rank.num_received, rank.nbytes, rank.moved_at))
+                blamed, names = stalled[0], ", ".join(rank.worker.name for rank in stalled)
+                if len(stalled) > 1:
+                    hint = " (all of them answer: the engine of one hangs)"
+            error = self._stall(f"{names}{hint}", what, worker=blamed.worker.name)
+            self.state.lose(blamed.worker, error)
+        self._check_state()
+
+    def _stall(self, subject: str, what: str, **facts: str) -> StallError:
+        deadline_s = self._rules.deadline_s
+        return StallError(
+            f"{subject} made no progress on {what} for {deadline_s:g} s",
+            seconds=deadline_s,
+            **facts,
+        )
+
+    # -- the report
+
+    def _tell_committed(self, report: Report) -> None:
+        if report.ok and not self.dry_run:
+            facts = {**self._identity(), "fingerprint": report.fingerprint}
+            hooks.notify("wtransfer_weights_committed", worker=None, **facts)
+
+    def _identity(self) -> dict[str, str]:
+        return {"round_id": self.round_id, "version": self.version}
+
+    def _facts(self) -> dict[str, str]:
+        return {**self._identity(), "phase": self.phase}
+
+    def _make_report(self) -> Report:
+        assert self.proven is not None
+        self._clock.lap("finish")
+        self._clock.seconds["total"] = sum(self._clock.seconds.values())
+        with self._lock:
+            fingerprint = self.proven.fingerprint
+            workers = [
+                self._report_rank(instance, rank, fingerprint)
+                for instance in self.state.instances
+                for rank in instance.ranks
+            ]
+            others = [w for w in self._membership.workers() if w not in self.members]
+            workers += [_report_bystander(worker, fingerprint) for worker in others]
+        return Report(
+            version=self.version,
+            fingerprint=fingerprint,
+            round_id=self.round_id,
+            nbytes=self.nbytes,
+            workers=tuple(workers),
+            seconds=self._clock.seconds,
+            packed_s=self._packed_s or 0.0,
+            nonfinite=dict(self._runner.source.nonfinite),
+            dry_run=self.dry_run,
+        )
+
+    def _report_rank(self, instance: Instance, rank: Participant, fingerprint: str) -> WorkerReport:
+        worker, vote, ack = rank.worker, rank.vote, rank.ack
+        error, outcome = rank.error, rank.outcome
+        if instance.dropped:
+            outcome = "dropped"
+        elif self.dry_run:
+            outcome = "verified"
+        elif outcome == "committed" and worker.state == "empty":
+            # Committed, and lost since: it must not count as updated.
+            outcome = "empty"
+        if ack is not None and ack.error is not None:
+            error = ack.error.rebuild(worker=worker.name)
+        if outcome == "pending" and error is None:
+            # What its host said, to a worker that has not applied what it was ordered to.
+            error = self._apply_error
+        return WorkerReport(
+            worker=worker.name,
+            instance=worker.hello.instance,
+            rank=worker.hello.rank,
+            outcome=outcome,
+            version=worker.version,
+            fingerprint=worker.fingerprint,
+            digests_equal=vote is not None and vote.fingerprint == fingerprint,
+            nbytes=vote.nbytes if vote else 0,
+            seconds={**(vote.seconds if vote else {}), **(ack.seconds if ack else {})},
+            notes=rank.accept.notes if rank.accept else [],
+            error=error,
+        )
+
+
+def _report_bystander(worker: Worker, fingerprint: str) -> WorkerReport:
+    """Report a worker that joined after the plan, or whose instance is not complete."""
+    # An equal fingerprint is an equal digest of every piece, proven in an earlier round.
+    current = worker.fingerprint == fingerprint
+    return WorkerReport(
+        worker=worker.name,
+        instance=worker.hello.instance,
+        rank=worker.hello.rank,
+        outcome="committed" if current else "pending" if worker.set_aside else "behind",
+        version=worker.version,
+        fingerprint=worker.fingerprint,
+        digests_equal=current,
+    )
+
+
+def _idle_s(*moments: float) -> float:
+    return time.monotonic() - max(moments)
+
+
+def _unexpected(error: BaseException) -> WTransferError:
+    failure = RoundAbortedError(f"the round failed on {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,266 @@
+"""The workers that have joined a publisher: their connections, and what they hold."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wtransfer.errors import PeerError, PeerLostError, ProtocolError, WTransferError
+from wtransfer.weight_sync.messages import CODEC, Ack, Hello, Lost, Ready, Refused
+from wtransfer.weight_sync.report import WorkerInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import msgspec
+
+    from wtransfer.transport.channel import Connection
+    from wtransfer.weight_sync.trainer.round_state import RoundState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One joined worker: a connection, and what it said last."""
+
+    connection: Connection
+    hello: Hello
+    epoch: int = 0
+    """Epoch of the last `Init` that was sent to it; 0: what it answers to earlier ones is late."""
+    ready: int = 0
+    """Epoch that it has answered with `Ready`."""
+    refusal: WTransferError | None = None
+    """Why it refused the last `Init`."""
+    lost: WTransferError | None = None
+    """Set when the connection has ended."""
+    version: str | None = None
+    fingerprint: str = ""
+    place: int = 0
+    """Its instance's place among all, as its engine was last told."""
+    state: str = "fresh"
+    num_failed: int = 0
+    """Times in a row that it could not be brought up to date."""
+    planned: str | None = None
+    """Identity of the manifest that it was sent last, over this connection; None: it needs one."""
+    set_aside: bool = False
+    """Whether it was served between rounds and has not applied that yet: rounds go on without."""
+
+    def __post_init__(self) -> None:
+        self.version = self.hello.version
+        self.fingerprint = self.hello.fingerprint
+        self.state = self.hello.state
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return self.hello.worker
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What a user may know of it."""
+        hello = self.hello
+        return WorkerInfo(
+            worker=hello.worker,
+            instance=hello.instance,
+            rank=hello.rank,
+            num_ranks=hello.num_ranks,
+            version=self.version,
+            fingerprint=self.fingerprint,
+            state=self.state,
+        )
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send an encoded message; that a worker is lost shows by its connection's end."""
+        try:
+            self.connection.send_frame(frame)
+        except PeerError as error:
+            logger.info("a message was not sent to %s: %s", self.name, error)
+
+
+def send_to(workers: Iterable[Worker], message: msgspec.Struct) -> None:
+    """Send one message to several workers.
+
+    Raises:
+        LimitError: It is larger than its type may be.
+    """
+    # Encoded once, and before the first is sent it: a plan of many pieces is the same for all.
+    frame = CODEC.encode(message)
+    for worker in workers:
+        worker.send_frame(frame)
+
+
+class Membership:
+    """The joined workers by connection, and the rounds that wait for their answers.
+
+    Messages come in on the channel's thread, which feeds them to the rounds and notifies `changed`.
+
+    Args:
+        on_join: Called, without the lock, when a worker has said hello.
+    """
+
+    def __init__(self, on_join: Callable[[Worker], None]) -> None:
+        # Taken by itself, not by way of the condition, whose methods are Python: an interrupt at
+        # the entry of its `__exit__` would leave it locked for good.
+        self.lock = threading.RLock()
+        """The one lock of a publisher: held for whatever is said here of workers and rounds."""
+        self.changed = threading.Condition(self.lock)
+        self.num_dropped = 0
+        self._on_join = on_join
+        self._workers: dict[Connection, Worker] = {}
+        self._rounds: dict[str, RoundState] = {}
+        self._closing: set[str] = set()
+
+    # -- asked by rounds and by the publisher
+
+    def workers(self) -> list[Worker]:
+        """Return every joined worker."""
+        with self.lock:
+            return list(self._workers.values())
+
+    def instances(self) -> dict[str, list[Worker]]:
+        """Return the ranks of each instance of which every rank has joined."""
+        groups: dict[str, list[Worker]] = {}
+        for worker in self.workers():
+            groups.setdefault(worker.hello.instance, []).append(worker)
+        return {
+            name: sorted(ranks, key=lambda worker: worker.hello.rank)
+            for name, ranks in groups.items()
+            if len(ranks) == ranks[0].hello.num_ranks
+        }
+
+    def place_of(self, worker: Worker) -> tuple[int, int]:
+        """Return a place for a joiner's instance that no other has, and the number of places."""
+        instance = worker.hello.instance
+        with self.lock:
+            others = [each for each in self._workers.values() if each is not worker]
+            own = [each.place for each in others if each.hello.instance == instance]
+            taken = {each.place for each in others if each.hello.instance != instance}
+            place = own[0] if own else next(n for n in itertools.count() if n not in taken)
+            return place, max(taken | {place}) + 1
+
+    def open(self, state: RoundState) -> None:
+        """Feed a round with what its workers answer from now on."""
+        with self.lock:
+            self._rounds[state.round_id] = state
+            for rank in list(state.ranks()):
+                rank.moved_at = time.monotonic()
+                if rank.worker.lost is not None:
+                    state.lose(rank.worker, rank.worker.lost)
+
+    def close(self, state: RoundState) -> None:
+        """Forget a round as soon as nothing is left to settle in it.
+
+        A worker whose commit was pending at the end of a round may still apply it, and then has to
+        be told to finish or to roll back. What comes in after that is dropped and counted.
+        """
+        with self.lock:
+            self._closing.add(state.round_id)
+            self._forget_settled()
+
+    # -- called on the channel's thread
+
+    def on_message(self, connection: Connection, message: msgspec.Struct) -> None:
+        """Take in what a worker says."""
+        if isinstance(message, Hello):
+            worker = self._join(connection, message)
+            self._on_join(worker)
+            return
+        with self.lock:
+            joined = self._workers.get(connection)
+            if joined is None:
+                raise ProtocolError(f"{connection.peer} sends before its hello")
+            if isinstance(message, (Ready, Refused)):
+                self._take_engine_answer(joined, message)
+            elif isinstance(message, Lost):
+                logger.warning("%s has lost its weights: %s", joined.name, message.reason)
+                joined.version, joined.fingerprint = None, message.fingerprint
+                joined.state = message.state
+                # Whatever had failed before: it asks for weights anew.
+                joined.num_failed = 0
+            else:
+                self._take_round_answer(joined, message)
+            self.changed.notify_all()
+
+    def on_close(self, connection: Connection, error: Exception | None) -> None:
+        """Note that a worker is gone."""
+        with self.lock:
+            worker = self._workers.pop(connection, None)
+            if worker is None:
+                return
+            worker.lost = _lost(worker, error)
+            self._feed(worker, worker.lost, lost=True)
+            self.changed.notify_all()
+
+    def _join(self, connection: Connection, hello: Hello) -> Worker:
+        worker = Worker(connection, hello)
+        with self.lock:
+            if connection in self._workers:
+                raise ProtocolError(f"{hello.worker} says hello twice")
+            if not 0 <= hello.rank < hello.num_ranks:
+                raise ProtocolError(f"rank {hello.rank} of {hello.num_ranks} is no rank")
+            for other in self._workers.values():
+                if other.hello.instance == hello.instance and (
+                    other.hello.num_ranks != hello.num_ranks or other.hello.rank == hello.rank
+                ):
+                    raise ProtocolError(
+                        f"{hello.worker} says it is rank {hello.rank} of {hello.num_ranks} of "
+                        f"instance {hello.instance}, but {other.name} is rank {other.hello.rank} "
+                        f"of {other.hello.num_ranks}"
+                    )
+            self._workers[connection] = worker
+            self.changed.notify_all()
+        return worker
+
+    def _take_engine_answer(self, worker: Worker, message: Ready | Refused) -> None:
+        if message.epoch != worker.epoch:
+            self.num_dropped += 1
+        elif isinstance(message, Ready):
+            worker.ready, worker.refusal = message.epoch, None
+        else:
+            worker.refusal = message.error.rebuild(worker=worker.name, phase="init")
+            self._feed(worker, worker.refusal, lost=False)
+
+    def _take_round_answer(self, worker: Worker, message: msgspec.Struct) -> None:
+        state = self._rounds.get(getattr(message, "round_id", ""))
+        rank = None if state is None else state.participant(worker)
+        if state is None or rank is None:
+            self.num_dropped += 1
+        elif state.answer(worker, message):
+            rank.moved_at = time.monotonic()
+        if isinstance(message, Ack):
+            # It says what the worker holds, whenever it comes.
+            worker.version, worker.fingerprint = message.version, message.fingerprint
+            worker.state = message.state
+            worker.set_aside = False
+            if message.outcome in ("committed", "discarded"):
+                worker.num_failed = 0
+        self._forget_settled()
+
+    def _feed(self, worker: Worker, error: WTransferError, *, lost: bool) -> None:
+        for state in self._rounds.values():
+            if state.participant(worker) is not None:
+                (state.lose if lost else state.fault)(worker, error)
+        self._forget_settled()
+
+    def _forget_settled(self) -> None:
+        for round_id in list(self._closing):
+            state = self._rounds.get(round_id)
+            if state is None or state.settled:
+                self._closing.remove(round_id)
+                self._rounds.pop(round_id, None)
+
+
+def _lost(worker: Worker, error: Exception | None) -> WTransferError:
+    if not isinstance(error, WTransferError):
+        reason = f": {error}" if error else ""
+        error = PeerLostError(f"worker {worker.name} was lost{reason}")
+    error.add_facts(worker=worker.name)
+    if worker.hello.host is not None:
+        # As the user has written it: a process id says little to a user who gave a URL.
+        error.message = f"{worker.hello.host}: {error.message}"
+    return error

@@ -1,0 +1,355 @@
+"""One round as a state machine: two-phase commit without sockets, threads or clocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from wtransfer.errors import (
+    DigestMismatchError,
+    GroupError,
+    ProtocolError,
+    WTransferError,
+)
+from wtransfer.weight_sync.messages import (
+    Abort,
+    Accept,
+    Ack,
+    Commit,
+    Data,
+    Fault,
+    Finish,
+    Plan,
+    Prepare,
+    Progress,
+    Received,
+    Refuse,
+    Rollback,
+    Vote,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from wtransfer.weight_sync.trainer.membership import Worker
+
+
+@dataclass(eq=False)
+class Participant:
+    """What one worker has answered in one round."""
+
+    worker: Worker
+    accept: Accept | None = None
+    num_received: int = 0
+    nbytes: int = 0
+    """Bytes that it has staged so far."""
+    vote: Vote | None = None
+    ack: Ack | None = None
+    error: WTransferError | None = None
+    lost: bool = False
+    rolled_back: bool = False
+    """Whether a `Rollback` was sent to it."""
+    moved_at: float = 0.0
+    """When it last brought the round on; kept by the threads that feed the machine."""
+
+    @property
+    def outcome(self) -> str:
+        """Outcome of the commit, as in `WorkerReport`."""
+        # An ack of the commit from before the rollback arrived there: another one follows.
+        outdated = self.rolled_back and self.ack is not None and self.ack.outcome == "committed"
+        if self.ack is None or outdated:
+            return "lost" if self.lost else "pending"
+        return self.ack.outcome
+
+
+@dataclass(eq=False)
+class Instance:
+    """The ranks that commit all or none."""
+
+    ranks: list[Participant]
+    dropped: bool = False
+    """Whether it was left out before the commit."""
+    settled: bool = False
+    """Whether its ranks agree, after the commit, on what they hold."""
+    rolling_back: bool = False
+
+
+class RoundState:
+    """The state of one round, changed by events; the messages that follow are sent at once.
+
+    ===================  =========================  ============================  ==============
+    event                open                       committing                    ended
+    ===================  =========================  ============================  ==============
+    plan, data, prepare  the message to all         (the coordinator is past it)  raises why
+    accept, received,    noted                      noted                         noted
+    progress, vote
+    refuse, fault        Abort to all -> ended      noted                         noted
+    fault: GroupError    noted as the `symptom`     noted                         noted
+    lose (connection     Abort to all -> ended;     settle its instance           noted
+    lost, or stalled)    if it may be dropped:
+                         Abort to its instance
+    abort                Abort to all -> ended      nothing: it comes too late    nothing
+    commit               every vote is good:        (once)                        raises why
+                         Commit to all ->
+                         committing; else raises
+    ack                  protocol error             settle its instance           protocol error
+    deadline             nothing                    Rollback to undecided         nothing
+                                                    instances of several ranks
+    ===================  =========================  ============================  ==============
+
+    "All" are the ranks that are still in the round. To settle an instance: once every rank has
+    answered the commit or is lost,
+
+    * all have committed -> `Finish` to all, settled;
+    * none has -> settled;
+    * some have -> `Rollback` to those; each answers with another ack, and the last one settles.
+
+    Why this is safe. A worker changes its model only after `Commit`, which no rank gets before
+    every one has proven that it holds the same bytes; and there is one way only out of
+    *committing*, so no rank is told to abort what another was told to commit. A rank drops its
+    previous version only on `Finish`, which no rank gets before all of its instance have
+    committed; and once one rank was told to roll back, none is told to finish.
+
+    Not thread-safe: the callers hold the publisher's lock.
+
+    Args:
+        round_id: Identity of the round.
+        version: Its label.
+        instances: The workers of each instance, by rank.
+        send: Sends one message to several workers; that one of them is lost is told by `lose`.
+        min_instances: Fewest instances that may remain when others are dropped.
+        may_drop: Whether the loss of a worker leaves its instance out; else it ends the round.
+    """
+
+    def __init__(
+        self,
+        round_id: str,
+        version: str,
+        instances: Iterable[Iterable[Worker]],
+        send: Callable[[list[Worker], msgspec.Struct], None],
+        *,
+        min_instances: int = 1,
+        may_drop: bool = False,
+    ) -> None:
+        self.round_id = round_id
+        self.version = version
+        self.instances = [Instance([Participant(worker) for worker in each]) for each in instances]
+        self.may_drop = may_drop
+        self.committing = False
+        """Whether commits were sent: from here the round only goes forward."""
+        self.ended: WTransferError | None = None
+        """Why the round was ended before its commit."""
+        self._send = send
+        self._min_instances = min_instances
+        self._num_sent = 0
+        self._places: dict[Worker, tuple[Instance, Participant]] = {
+            rank.worker: (instance, rank) for instance in self.instances for rank in instance.ranks
+        }
+
+    # -- asked by the coordinator
+
+    def live(self) -> list[Instance]:
+        """Return the instances that are still in the round."""
+        return [instance for instance in self.instances if not instance.dropped]
+
+    def ranks(self) -> Iterator[Participant]:
+        """Yield the ranks that are still in the round."""
+        return (rank for instance in self.live() for rank in instance.ranks)
+
+    def participant(self, worker: Worker) -> Participant | None:
+        """Return what a worker has answered; None if the round began without it."""
+        place = self._places.get(worker)
+        return None if place is None else place[1]
+
+    @property
+    def settled(self) -> bool:
+        """Whether a round that is over has no message left to be sent."""
+        return not self.committing or all(instance.settled for instance in self.live())
+
+    @property
+    def symptom(self) -> GroupError | None:
+        """A rank's report that its group broke; what broke the group may have yet to show."""
+        errors = (rank.error for rank in self.ranks())
+        return next((error for error in errors if isinstance(error, GroupError)), None)
+
+    def check(self) -> None:
+        """Raise why the round was ended, if it was."""
+        if self.ended is not None:
+            raise self.ended
+
+    # -- the trainer's events
+
+    def plan(self, plan: Plan, identity: str) -> None:
+        """Send a plan: whole, or naming its manifest to workers that were sent it before.
+
+        Raises:
+            LimitError: The plan is larger than it may be.
+        """
+        self.check()
+        workers = [rank.worker for rank in self.ranks()]
+        by_name = msgspec.structs.replace(plan, manifest=identity)
+        self._send([each for each in workers if each.planned == identity], by_name)
+        self._send([each for each in workers if each.planned != identity], plan)
+        for worker in workers:
+            worker.planned = identity
+
+    def data(self, update_info: dict[str, Any]) -> int:
+        """Send an engine's data; return its number in the round.
+
+        Raises:
+            LimitError: It is larger than it may be.
+        """
+        self.check()
+        # Numbered and queued in one step: every worker sees the numbers in order.
+        number, self._num_sent = self._num_sent, self._num_sent + 1
+        self._to_all(Data(self.round_id, number, update_info))
+        return number
+
+    def prepare(self, digests: list[str]) -> None:
+        """Send the digests of what was sent.
+
+        Raises:
+            LimitError: They are more than there may be.
+        """
+        self.check()
+        self._to_all(Prepare(self.round_id, digests))
+
+    def verify(self, fingerprint: str) -> None:
+        """Raise unless every rank has proven that it holds the update.
+
+        A worker compares by itself. That the identity of what it has, which its own digests enter,
+        is compared here as well means that no worker is believed on its word.
+
+        Raises:
+            DigestMismatchError: A vote is about other bytes than were sent, or there is none.
+        """
+        self.check()
+        for rank in self.ranks():
+            if rank.vote is None or rank.vote.fingerprint != fingerprint:
+                name = rank.worker.name
+                raise DigestMismatchError(
+                    f"the vote of {name} is about other bytes than were sent", worker=name
+                )
+            if rank.error is not None:
+                raise rank.error
+
+    def commit(self, fingerprint: str) -> None:
+        """Order every rank to commit; from here the round only goes forward."""
+        self.verify(fingerprint)
+        self.committing = True
+        self._to_all(Commit(self.round_id))
+
+    def abort(self, error: WTransferError) -> None:
+        """End the round before its commit; later, or a second time, this does nothing."""
+        if self.committing or self.ended is not None:
+            return
+        # First: whatever the message meets, the round is over.
+        self.ended = error
+        error.add_facts(round_id=self.round_id, version=self.version)
+        self._to_all(Abort(self.round_id, str(error)))
+
+    def deadline(self, reason: str) -> None:
+        """Send the ranks of instances that do not agree back to what they had.
+
+        A rank that has committed goes back; one that has not drops what it was ordered to apply.
+        """
+        for instance in self.live() if self.committing else ():
+            if not (instance.settled or instance.rolling_back) and len(instance.ranks) > 1:
+                ranks = [r for r in instance.ranks if r.outcome in ("committed", "pending")]
+                self._roll_back(instance, ranks, reason)
+
+    # -- the workers' events
+
+    def answer(self, worker: Worker, message: msgspec.Struct) -> bool:
+        """Take in an answer; return whether it brings the round on.
+
+        Only that counts as life: a worker cannot talk a deadline away.
+
+        Raises:
+            ProtocolError: A worker does not say that, or not now.
+        """
+        instance, rank = self._places[worker]
+        if isinstance(message, Accept):
+            advances, rank.accept = rank.accept is None, message
+            return advances
+        if isinstance(message, Received):
+            # Answers come in the order of the data; a repeated one changes nothing.
+            before, rank.num_received = rank.num_received, max(rank.num_received, message.seq + 1)
+            return rank.num_received > before
+        if isinstance(message, Progress):
+            before, rank.nbytes = rank.nbytes, max(rank.nbytes, message.nbytes)
+            return rank.nbytes > before
+        if isinstance(message, Vote):
+            if rank.vote is not None:
+                raise ProtocolError(f"{worker.name} gives a second vote in one round")
+            rank.vote = message
+        elif isinstance(message, Ack):
+            if not self.committing:
+                raise ProtocolError(f"{worker.name} gives an ack before the commit")
+            rank.ack = message
+            self._settle(instance)
+        elif isinstance(message, (Refuse, Fault)):
+            refused = isinstance(message, Refuse)
+            if refused:
+                # Whatever it has against that manifest: the next plan brings it whole.
+                worker.planned = None
+            phase = "plan" if refused else None
+            self.fault(worker, message.error.rebuild(worker=worker.name, phase=phase))
+        else:
+            raise ProtocolError(f"a worker does not send {type(message).__name__}")
+        return True
+
+    def fault(self, worker: Worker, error: WTransferError) -> None:
+        """Take in that a worker cannot go on with the round."""
+        instance, rank = self._places[worker]
+        rank.error = rank.error or error
+        if not instance.dropped and not isinstance(rank.error, GroupError):
+            self.abort(rank.error)
+
+    def lose(self, worker: Worker, error: WTransferError) -> None:
+        """Take in that a worker's connection has ended, or that it counts as stalled."""
+        instance, rank = self._places[worker]
+        rank.lost = True
+        if self.committing:
+            rank.error = rank.error or error
+            if not instance.settled and len(instance.ranks) > 1:
+                # Never told to finish, so it goes back by itself, whatever it said before.
+                rank.ack = None
+            self._settle(instance)
+        elif self.may_drop and self.ended is None and len(self.live()) > self._min_instances:
+            rank.error = rank.error or error
+            if not instance.dropped:
+                instance.dropped = True
+                # To all its ranks: one that only stalled may go on, and must drop what it has.
+                told = [each.worker for each in instance.ranks]
+                self._send(told, Abort(self.round_id, f"{worker.name} was lost"))
+        else:
+            self.fault(worker, error)
+
+    # -- what follows
+
+    def _settle(self, instance: Instance) -> None:
+        ranks = instance.ranks
+        if instance.dropped or instance.settled or any(each.outcome == "pending" for each in ranks):
+            return
+        committed = [each for each in ranks if each.outcome == "committed"]
+        if len(committed) == len(ranks):
+            instance.settled = True
+            self._send([each.worker for each in ranks], Finish(self.round_id))
+        elif not committed:
+            instance.settled = True
+        else:
+            failed = next(each for each in ranks if each.outcome != "committed")
+            reason = f"rank {failed.worker.hello.rank} of the instance: {failed.outcome}"
+            self._roll_back(instance, committed, reason)
+
+    def _roll_back(self, instance: Instance, ranks: list[Participant], reason: str) -> None:
+        instance.rolling_back = True
+        for each in ranks:
+            each.rolled_back = True
+        self._send([each.worker for each in ranks], Rollback(self.round_id, reason))
+
+    def _to_all(self, message: msgspec.Struct) -> None:
+        self._send([rank.worker for rank in self.ranks()], message)
