@@ -126,9 +126,6 @@ class ShardedSource:
         self._num_attempts = 0
         self._in_round = False
         self._stopped = False
-        self._no_gather = threading.Event()
-        """Whether no rank has been let into a gather that this one has not left."""
-        self._no_gather.set()
         self._thread = SerialThread("wtransfer-gather")
         self._metadata: Sequence[ParamMeta] | None = None
 
@@ -173,18 +170,16 @@ class ShardedSource:
             tensors = bucket
             if any(is_sharded(meta) for meta, _ in bucket):
                 num_gathered += 1
-                try:
-                    if others:
-                        self._agree(begun, others, num_gathered, bucket)
-                    tensors = gather_bucket(
-                        bucket,
-                        self._thread,
-                        self.deadline_s * OWN_SHARE,
-                        lambda: self._lost(others),
-                        lambda failed: self._cause(others, failed),
-                    )
-                finally:
-                    self._no_gather.set()
+                if others:
+                    self._agree(begun, others, num_gathered, bucket)
+                # The round that is ended meanwhile waits for this, as for all that its engine does.
+                tensors = gather_bucket(
+                    bucket,
+                    self._thread,
+                    self.deadline_s * OWN_SHARE,
+                    lambda: self._lost(others),
+                    lambda failed: self._cause(others, failed),
+                )
             while tensors:
                 meta, tensor = tensors.pop(0)
                 yield meta.name, tensor
@@ -227,8 +222,6 @@ class ShardedSource:
             with self._lock:
                 # No gather begins any more.
                 self._stopped = True
-            # One that runs ends first: else ranks would return to programs that use its groups.
-            self._no_gather.wait(self.deadline_s)
             self._tell(self._state.attempt, self._state.version, error, fingerprint, phase="over")
 
     def refuse(self, version: str, error: BaseException) -> None:
@@ -364,7 +357,6 @@ class ShardedSource:
         with self._lock:
             if self._stopped:
                 raise RoundAbortedError("the round is over; its weights are not gathered further")
-            self._no_gather.clear()
             self._post(go=count)
         # Entered when it is written: alone in a gather this rank could only be left behind there.
         self._group.flush(deadline)
