@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.engines.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from wtransfer.engines.interface import TrainerInitInfo
 from wtransfer.errors import EngineError, StallError
+from wtransfer.registry import hooks
 from wtransfer.testing.contents import contents
 from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
 
@@ -195,3 +196,24 @@ def test_only_the_rank_that_sends_initialises_the_workers():
     for rank in (1, 0):
         MemoryTrainerEngine.trainer_init(TrainerInitInfo(rank=rank), client=client).shutdown()
     assert len(told) == 1
+
+
+def test_trainer_engine_with_hooks_hears_until_its_shutdown():
+    class Info(TrainerInitInfo):
+        backend = "tests-listening"
+
+    class Listening(MemoryTrainerEngine):
+        heard = 0
+
+        @hooks.hookimpl
+        def wtransfer_weights_committed(self):
+            self.heard += 1
+
+    WeightTransferTrainerFactory.register_engine("tests-listening", Listening)
+    client = SimpleNamespace(init_weight_transfer_engine=lambda info: None)
+    trainer = WeightTransferTrainerFactory.trainer_init(Info(), client=client)
+    facts = {"version": "v", "fingerprint": "f", "round_id": "r", "worker": None}
+    hooks.notify("wtransfer_weights_committed", **facts)
+    trainer.shutdown()
+    hooks.notify("wtransfer_weights_committed", **facts)
+    assert trainer.heard == 1

@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from wtransfer.errors import EngineError, LimitError
+from wtransfer.engines.factory import WeightTransferEngineFactory
+from wtransfer.errors import DigestMismatchError, LimitError
 from wtransfer.manifest import MAX_NAME_NBYTES
 from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
@@ -53,14 +54,21 @@ def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights)
     made.members.append(lazy)
 
 
-def test_joiner_after_a_failed_round_gets_the_committed_version(fleet, engines, faults, weights):
-    made = fleet(weights, engine=engines["shm"])
+@pytest.mark.parametrize("moved_by", ["shm", "file"])
+def test_joiner_after_a_failed_round_gets_the_committed_version(
+    fleet, faults, weights, tmp_path, moved_by
+):
+    name = f"tests-joined-{moved_by}"
+    WeightTransferEngineFactory.register_engine(name, faults.wrap(moved_by))
+    options = {"path": str(tmp_path / "store")} if moved_by == "file" else {}
+    made = fleet(weights, engine=name, options=options)
     made.join()
     assert made.publish("v1").ok
     committed = contents(weights)
     weights["layer.0"] += 1
-    faults.arm(Fault("raise", tensor=1))
-    with pytest.raises(EngineError, match="injected"):
+    # Sent in full, so that the trainer's engine has something to forget.
+    faults.arm(Fault("flip", tensor=1))
+    with pytest.raises(DigestMismatchError):
         made.publish("v2")
     late = made.join()
     assert late.session.commit_pending(5.0)
