@@ -677,6 +677,8 @@ def test_a_worker_cannot_talk_a_deadline_away(publisher, joined):
     while not round_.done and time.monotonic() - begun < PATIENCE_S:
         joined.say(Progress(round_id, 0), Accept(round_id, []), Received(round_id, -1))
         time.sleep(0.05)
+    # While it was still talking.
+    assert round_.done
     with pytest.raises(StallError, match="rogue made no progress"):
         round_.result(PATIENCE_S)
 

@@ -379,8 +379,10 @@ class Round:
                 if not self.is_resend:
                     self._runner.finished(committed=self.state.committing)
                 if self._failure is None:
-                    self._report = self._make_report()
-                    self._tell_committed(self._report)
+                    report = self._report = self._make_report()
+                    if report.ok and not self.dry_run:
+                        facts = {**self._identity(), "fingerprint": report.fingerprint}
+                        hooks.notify("wtransfer_weights_committed", worker=None, **facts)
             except BaseException as error:
                 self._break(error)
         finally:
@@ -681,11 +683,6 @@ class Round:
         )
 
     # -- the report
-
-    def _tell_committed(self, report: Report) -> None:
-        if report.ok and not self.dry_run:
-            facts = {**self._identity(), "fingerprint": report.fingerprint}
-            hooks.notify("wtransfer_weights_committed", worker=None, **facts)
 
     def _identity(self) -> dict[str, str]:
         return {"round_id": self.round_id, "version": self.version}

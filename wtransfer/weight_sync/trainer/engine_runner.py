@@ -148,7 +148,11 @@ class EngineCall:
     """
 
     def __init__(
-        self, method: str, function: Callable[[], object], plugin: str, on_done: Callable[[], None]
+        self,
+        method: str,
+        function: Callable[[], object],
+        plugin: str,
+        on_done: Callable[[], None] = lambda: None,
     ) -> None:
         self.done = False
         self.error: WTransferError | None = None
@@ -202,10 +206,20 @@ class EngineRunner:
         self.members: frozenset[object] = frozenset()
         self.abandoned = False
         self._client = RoundClient()
-        self._cls: Any = trainer_cls or WeightTransferTrainerFactory.trainer_class(name)
-        algorithm: Any = getattr(self._cls, "digest_algorithm", "xxh3-128")
-        self.source = DigestingSource(source, algorithm, screen=screen)
-        self._info = _init_info(self._cls, options)
+        cls: Any = trainer_cls
+        if cls is None:
+            cls = WeightTransferTrainerFactory.trainer_class(name)
+        self._cls = cls
+        self.source = DigestingSource(
+            source, getattr(cls, "digest_algorithm", "xxh3-128"), screen=screen
+        )
+        try:
+            self._info = cls.init_info_cls(**options)
+        except (TypeError, ValueError) as error:
+            fields = ", ".join(getattr(cls.init_info_cls, "__dataclass_fields__", {})) or "none"
+            raise ValueError(
+                f"Invalid options for {cls.__name__}: {error}; it has the fields: {fields}"
+            ) from error
         self._engine: Any = None
 
     @property
@@ -241,13 +255,19 @@ class EngineRunner:
     def start(self, round_: Round) -> EngineCall:
         """Make the engine, which initialises the workers of `round_`."""
         self._client.attach(round_)
-        return self._start_call("trainer_init", self._start, round_)
+
+        def start() -> None:
+            engine = self._cls.trainer_init(self._info, client=self._client, source=self.source)
+            listen(engine)
+            self._engine = engine
+
+        return EngineCall("trainer_init", start, self.plugin, round_.wake)
 
     def plan(self, round_: Round, instead: WeightSource | None) -> EngineCall:
         """Read what the source has, or `instead` has; the result is what is planned."""
         # Here and not on the other thread: that may begin after a stop.
         self.source.begin(round_.version, instead)
-        return self._start_call("metadata", self.source.read, round_)
+        return EngineCall("metadata", self.source.read, self.plugin, round_.wake)
 
     def send(self, round_: Round) -> EngineCall:
         """Let the engine send to every worker of `round_`."""
@@ -258,13 +278,14 @@ class EngineRunner:
             _ROUND.set(round_)
             engine.send_weights()
 
-        return self._start_call("send_weights", send, round_)
+        return EngineCall("send_weights", send, self.plugin, round_.wake)
 
     def resend(self, round_: Round) -> EngineCall:
         """Let the engine send its last committed weights to the workers of `round_` only."""
         client = RoundClient()
         client.attach(round_)
-        return self._start_call("resend", lambda: self._engine.resend(client), round_)
+        engine = self._engine
+        return EngineCall("resend", lambda: engine.resend(client), self.plugin, round_.wake)
 
     def finished(self, *, committed: bool) -> None:
         """Tell the engine what became of what it sent."""
@@ -276,7 +297,6 @@ class EngineRunner:
                 "round_finished",
                 lambda: guarded("round_finished", lambda: tell(committed=committed)),
                 self.plugin,
-                _nothing,
             )
         except BaseException:
             # An engine that has not heard what is committed must not serve joiners.
@@ -303,29 +323,6 @@ class EngineRunner:
         engine, self._engine = self._engine, None
         call = getattr(engine, "shutdown", None)
         if call is not None:
-            EngineCall("shutdown", lambda: guarded("shutdown", call), self.plugin, _nothing).join(
+            EngineCall("shutdown", lambda: guarded("shutdown", call), self.plugin).join(
                 UNBLOCK_GRACE_S
             )
-
-    def _start(self) -> None:
-        engine = self._cls.trainer_init(self._info, client=self._client, source=self.source)
-        listen(engine)
-        self._engine = engine
-
-    def _start_call(self, method: str, call: Callable[[], object], round_: Round) -> EngineCall:
-        return EngineCall(method, call, self.plugin, round_.wake)
-
-
-def _nothing() -> None:
-    """Wake nobody."""
-
-
-def _init_info(trainer_cls: Any, options: dict[str, Any]) -> Any:
-    info_cls = trainer_cls.init_info_cls
-    try:
-        return info_cls(**options)
-    except (TypeError, ValueError) as error:
-        fields = ", ".join(getattr(info_cls, "__dataclass_fields__", {})) or "none"
-        raise ValueError(
-            f"Invalid options for {trainer_cls.__name__}: {error}; it has the fields: {fields}"
-        ) from error

@@ -570,15 +570,38 @@ class Publisher:
     def _run_catch_up(self) -> None:
         """Serve instances that are behind, one after the other, between rounds."""
         while True:
+            round_ = None
             with self._lock:
                 while not self._closed and (found := self._next_behind()) is None:
                     self._changed.wait()
                 if self._closed:
                     return
-            assert found is not None
-            self._bring_up_to_date(*found)
+                assert found is not None
+                name, ranks, proven = found
+                try:
+                    round_ = self._new_round(proven.version, {name: ranks}, proven=proven)
+                except WTransferError as error:
+                    logger.warning("catch-up of %s could not begin: %s", name, error)
+            if round_ is not None and self._was_brought(name, round_):
+                continue
+            with self._lock:
+                for worker in ranks:
+                    worker.num_failed += 1
+                delay_s = CATCH_UP_RETRY_S * max(worker.num_failed for worker in ranks)
+                self._changed.wait_for(lambda: self._closed, delay_s)
 
-    def _next_behind(self) -> tuple[str, list[Worker]] | None:
+    def _was_brought(self, name: str, round_: Round) -> bool:
+        """Wait for a catch-up; return whether it did what it could."""
+        try:
+            report = round_.result()
+        except WTransferError as error:
+            if not round_.called_off:
+                logger.warning("catch-up of %s failed: %s", name, error)
+            return round_.called_off
+        own = [each for each in report.workers if each.instance == name]
+        return all(each.outcome == "committed" for each in own)
+
+    def _next_behind(self) -> tuple[str, list[Worker], ProvenUpdate] | None:
         """Return an instance that lacks the current version and can be served it now."""
         current = self._current
         if self._active is not None or current is None:
@@ -590,33 +613,8 @@ class Publisher:
                 worker.state != "pending" and worker.num_failed < CATCH_UP_ATTEMPTS
                 for worker in ranks
             ):
-                return name, ranks
+                return name, ranks, current
         return None
-
-    def _bring_up_to_date(self, name: str, ranks: list[Worker]) -> None:
-        round_ = None
-        try:
-            with self._lock:
-                current = self._current
-                if self._closed or self._active is not None or current is None:
-                    return
-                round_ = self._new_round(current.version, {name: ranks}, proven=current)
-            report = round_.result()
-        except WTransferError as error:
-            if round_ is not None and round_.called_off:
-                return
-            logger.warning("catch-up of %s failed: %s", name, error)
-        else:
-            own = [each for each in report.workers if each.instance == name]
-            if all(each.outcome == "committed" for each in own):
-                for worker in ranks:
-                    worker.num_failed = 0
-                return
-        with self._lock:
-            for worker in ranks:
-                worker.num_failed += 1
-            delay_s = CATCH_UP_RETRY_S * max(worker.num_failed for worker in ranks)
-            self._changed.wait_for(lambda: self._closed, delay_s)
 
     def _check_usable(self) -> None:
         self._check_process()
