@@ -11,7 +11,7 @@ from wtransfer.calls import forget_frames, start_call
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import NotInitializedError, VersionNotKeptError, WTransferError
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
-from wtransfer.weight_sync.worker.hosted import UNBLOCK_GRACE_S, engine_error, guarded
+from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S, engine_error, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

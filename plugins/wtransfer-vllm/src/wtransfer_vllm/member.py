@@ -132,7 +132,8 @@ class Member:
         if self._joined.pop(address, None) is None or self._session is None:
             return
         # Closed before its engine, where the interpreter ends: then it has left already.
-        with contextlib.suppress(ClosedError):
+        # Or another publisher has taken the place of one that was lost.
+        with contextlib.suppress(ClosedError, ValueError):
             self._session.leave(address)
 
     def _open(self, invitation: Invitation) -> WorkerSession:
