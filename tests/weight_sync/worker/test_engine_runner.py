@@ -149,3 +149,25 @@ def test_closing_while_an_engine_hangs_leaves_no_thread_that_waits_for_more():
     runner.abort(hanging)
     gate.set()
     assert hanging.wait(TIMEOUT_S)
+
+
+def test_a_second_abort_of_a_hanging_call_leaves_the_next_thread_alone(monkeypatch):
+    monkeypatch.setattr(module, "UNBLOCK_GRACE_S", 0.05)
+    engine = EngineRunner(0, 1, None)
+    release = threading.Event()
+    hanging = engine.submit(lambda: release.wait(20))
+    engine.abort(hanging)
+    started, on_current_thread = threading.Event(), []
+
+    def call():
+        started.set()
+        release.wait(0.5)
+        on_current_thread.append(engine._mover.runs_here())
+
+    after = engine.submit(call)
+    assert started.wait(5)
+    engine.abort(hanging)
+    release.set()
+    assert after.wait(5)
+    assert on_current_thread == [True]
+    engine.shutdown()

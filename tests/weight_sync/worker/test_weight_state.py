@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 import wtransfer
 from wtransfer.errors import CommitError, RoundBusyError
 from wtransfer.weight_sync.messages import Ack, Lost
-from wtransfer.weight_sync.worker.weight_state import Held, Pending, WeightState
+from wtransfer.weight_sync.worker.weight_state import Held, WeightState
 
 ENDS = (
     ["committed"],
@@ -363,4 +363,8 @@ def test_closed_state_keeps_no_tensors():
     assert (state.held.version, state.held.tensors, state._previous) == ("v1", None, None)
     state.not_applied(pending, held, RuntimeError("no"), restored=True)
     assert state.held.tensors is None
-    assert isinstance(pending, Pending)
+    late = Update(2, None)
+    state.plan(late)
+    state.verified(late)
+    state.commit(late.round_id)
+    assert state.pending is None, "nothing will apply it: it would only keep its memory"

@@ -454,7 +454,7 @@ class PublisherConnection:
         )
         # An engine that hangs while it is made must not hold up the one that is asked for now.
         self._runner.abort_in_background(self._making)
-        # The answer is for who asked: a later publisher counts epochs from one as well.
+        # The answer goes over the same connection: a later publisher counts epochs from one, too.
         asked_by = self._connection
         self._making = self._runner.submit(lambda: self._make_engine(init, asked_by))
 

@@ -99,8 +99,8 @@ class WorkerSession:
             ``WTRANSFER_TOKEN_FILE`` names.
         commit: ``"adopt"`` points parameters at the staged memory (those of up to 16 KiB at memory
             of their own, which is written), ``"copy"`` writes into theirs.
-        keep_previous: Keep what is needed to go back if applying fails. Without it a failed commit
-            leaves the session *empty*.
+        keep_previous: Keep what is needed to roll back if applying fails. Without it a failed
+            commit leaves the session *empty*.
         cast: Allow updates in another floating dtype than the model's.
         engines: Engine names that a publisher may ask for. Default: every one found here.
         instance: Serving instance that this rank belongs to; its ranks commit all or none.
@@ -330,7 +330,7 @@ class WorkerSession:
         where its engine can.
 
         A verified update that waits for `commit_pending` stays (`pending`): it is whole and its
-        publisher has ordered it, so applying it is the shortest way back to weights with a name.
+        publisher has ordered it, so applying it is the shortest way to weights with a name.
 
         Args:
             reason: What became of the weights, for people.

@@ -44,7 +44,7 @@ class StateDictTarget:
         commit: ``"adopt"`` points a tensor at the staged memory, which costs nothing and needs no
             second copy, but changes its address; tensors of up to 16 KiB are copied. ``"copy"``
             writes into the existing memory: for models
-            whose addresses somebody holds (a captured graph, an optimizer's flat buffer). An update
+            whose addresses are in use (by a captured graph, an optimizer's flat buffer). An update
             must not lie in the model's own memory, ever.
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
             parts of a flat buffer, made in inference mode) are copied either way. Staged tensors
@@ -229,7 +229,7 @@ def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.T
         staged = _copied(fresh, staged)
     elif staged.numel():
         # A storage of its own: what moves the model's in place (`share_memory`, sending it to
-        # another process) must not move the version to go back to.
+        # another process) must not move the version that a rollback would apply.
         staged = torch.from_numpy(byte_view(staged)).view(staged.dtype).view(staged.shape)
     taken.add(staged.data_ptr())
     return staged

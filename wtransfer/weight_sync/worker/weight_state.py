@@ -249,7 +249,7 @@ class WeightState:
             # Never before the vote, and never in the place of what is pending: a rollback that the
             # model's thread has not seen would be forgotten.
             update = self._current(round_id, self._verified and self.pending is None)
-            if update is None:
+            if update is None or self.closed:
                 return
             self.update = None
             # A publisher orders the next commit when it has finished the one before.
