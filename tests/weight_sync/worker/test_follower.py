@@ -417,7 +417,7 @@ def test_a_version_that_comes_while_another_waits_is_taken_after_it(publish, fol
 
 
 def test_leaving_while_a_version_is_read_ends_the_reading(publish, follow, store, paused_reading):
-    reading, go_on = paused_reading
+    reading, go_on, read = paused_reading
     publish("v1")
     _, session = follow()
     assert reading.wait(PATIENCE_S)
@@ -428,6 +428,7 @@ def test_leaving_while_a_version_is_read_ends_the_reading(publish, follow, store
     leaving.join(PATIENCE_S)
     assert not session.commit_pending(0.1)
     assert (session.state, session.refusal) == ("fresh", None)
+    assert len(read) == 1
 
 
 # -- beside a live publisher
@@ -461,15 +462,16 @@ def test_folder_takes_the_place_of_a_publisher_that_was_lost(fleet, store, publi
 
 @pytest.fixture
 def paused_reading(monkeypatch):
-    """Followers stop after their first tensor: an event that says so, and one that ends it."""
-    reading, go_on = threading.Event(), threading.Event()
+    """Followers stop after their first tensor: events that say so and end it, and what was read."""
+    reading, go_on, names = threading.Event(), threading.Event(), []
     read = CheckpointSource.iter_full
 
     def slowly(source):
         for pair in read(source):
+            names.append(pair[0])
             reading.set()
             assert go_on.wait(PATIENCE_S)
             yield pair
 
     monkeypatch.setattr(CheckpointSource, "iter_full", slowly)
-    return reading, go_on
+    return reading, go_on, names

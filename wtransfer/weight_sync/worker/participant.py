@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import TensorSpec
     from wtransfer.transport.channel import Connection
+    from wtransfer.weight_sync.worker.follower import Follower
     from wtransfer.weight_sync.worker.session import WorkerSession
-    from wtransfer.weight_sync.worker.weight_state import Pending, Publisher
+    from wtransfer.weight_sync.worker.weight_state import Pending
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class StagedUpdate:
     """
 
     def __init__(self, plan: Plan, manifest: Manifest, participant: Participant) -> None:
-        self.publisher: Publisher = participant.publisher
+        self.publisher = participant.publisher
         self.round_id = plan.round_id
         self.version = plan.version
         self.held = Held(plan.version, "", manifest)
@@ -85,7 +86,6 @@ class StagedUpdate:
         self._named = plan.manifest if isinstance(plan.manifest, str) else None
         self._layout: TensorLayout | None = None
         self._staging: Staging | None = None
-        self._lock = threading.Lock()
         self._progress_at = 0.0
         self._started_at = time.monotonic()
 
@@ -96,19 +96,18 @@ class StagedUpdate:
         return {"round_id": self.round_id, "version": self.version, "worker": session.name}
 
     def drop(self, reason: str) -> None:
-        """Release everything that is staged; from any thread. The engine's next call raises."""
-        with self._lock:
-            self.dropped = reason
-            staging, self._staging = self._staging, None
-            self.held = self.held.without_tensors()
+        """Release everything that is staged, under the state's lock.
+
+        The engine, which may be at work for it, is made to return by its next `load_weights`.
+        """
+        self.dropped = reason
+        staging, self._staging = self._staging, None
+        self.held = self.held.without_tensors()
         if staging is not None:
             staging.stop(reason)
 
-    def judge_plan(self) -> list[str]:
+    def judge_plan(self) -> Accept:
         """Raise unless the update fits the target and there is room for it.
-
-        Returns:
-            What the publisher should know of this worker.
 
         Raises:
             WTransferError: Why the plan is refused.
@@ -143,25 +142,28 @@ class StagedUpdate:
         elif runner.copies or runner.allocates:
             require_memory(layout.nbytes, f"staging update {self.version!r}")
             notes.append(f"stages {layout.nbytes} bytes of its own")
-        with self._lock:
+        staging = Staging(layout, copies=runner.copies, on_progress=self._progress)
+        with session.weight_state.changed:
             if self.dropped is None:
-                self._staging = Staging(layout, copies=runner.copies, on_progress=self._progress)
+                self._staging = staging
         runner.optional("set_layout", layout)
         runner.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at
-        return notes
+        hooks.notify("wtransfer_round_started", **self.facts)
+        return Accept(self.round_id, notes)
 
-    def receive(self, data: Data) -> None:
+    def receive(self, data: Data) -> Received:
         """Let the engine receive once."""
         begun = time.monotonic()
         load_weights = self._staged().load_weights
         self._participant.runner.receive(data.update_info, load_weights)
         self.seconds["transfer"] = self.seconds.get("transfer", 0.0) + time.monotonic() - begun
+        return Received(self.round_id, data.seq)
 
     def verify(self, prepare: Prepare) -> Vote:
         """Prove that every piece has arrived as it was sent; see `Staging.verify`."""
         begun = time.monotonic()
-        runner = self._participant.runner
+        runner, state = self._participant.runner, self._participant.session.weight_state
         runner.optional("finish_weight_update")
         staging, layout = self._staged(), self._layout
         assert layout is not None
@@ -174,13 +176,16 @@ class StagedUpdate:
         fingerprint = layout.fingerprint(digests)
         # What an engine delivers from here on is in no digest.
         staging.stop("the update is verified")
-        with self._lock:
-            self._staging = None
-            if self.dropped is None:
-                self.held = Held(
-                    self.version, fingerprint, layout.manifest, staging.tensors, self.held.casts
-                )
         self.seconds["verify"] = time.monotonic() - begun
+        with state.changed:
+            self._staging = None
+            self.held = Held(
+                self.version, fingerprint, layout.manifest, staging.tensors, self.held.casts
+            )
+            # In this order: the commit may come as soon as the vote has left.
+            if not state.verified(self):
+                self.held = self.held.without_tensors()
+                raise RoundAbortedError(f"the round was ended: {self.dropped}")
         return Vote(self.round_id, fingerprint, staging.nbytes, self.seconds)
 
     def _staged(self) -> Staging:
@@ -212,7 +217,7 @@ class Participant:
     def __init__(
         self,
         session: WorkerSession,
-        publisher: Publisher,
+        publisher: PublisherConnection | Follower,
         runner: EngineRunner,
         on_error: Callable[[WTransferError], None],
     ) -> None:
@@ -237,11 +242,11 @@ class Participant:
             case Data():
                 staged = state.data(message.round_id, message.seq)
                 if staged is not None:
-                    self._queue(staged, lambda update: self._receive(update, message), Fault)
+                    self._queue(staged, lambda update: update.receive(message), Fault)
             case Prepare():
                 staged = state.prepare(message.round_id)
                 if staged is not None:
-                    self._queue(staged, lambda update: self._verify(update, message), Fault)
+                    self._queue(staged, lambda update: update.verify(message), Fault)
             case Commit():
                 state.commit(message.round_id)
             case Finish():
@@ -297,19 +302,19 @@ class Participant:
             busy = error
             self.runner.submit(lambda: self._answer_failure(update, busy, Refuse))
         else:
-            self._queue(update, self._accept, Refuse)
+            self._queue(update, StagedUpdate.judge_plan, Refuse)
 
     def _queue(
         self,
         update: StagedUpdate,
-        step: Callable[[StagedUpdate], None],
+        step: Callable[[StagedUpdate], msgspec.Struct],
         answer: type[Refuse | Fault],
     ) -> None:
         def run() -> None:
             if update.dropped is not None:
                 return
             try:
-                step(update)
+                self.publisher.send(step(update))
             except BaseException as error:
                 if not isinstance(error, WTransferError):
                     logger.exception("round %s failed", update.round_id)
@@ -327,24 +332,6 @@ class Participant:
         info = ErrorInfo.of(error)
         self._on_error(error if isinstance(error, WTransferError) else info.rebuild())
         self.publisher.send(answer(update.round_id, info))
-
-    # -- on the engine's thread
-
-    def _accept(self, update: StagedUpdate) -> None:
-        notes = update.judge_plan()
-        hooks.notify("wtransfer_round_started", **update.facts)
-        self.publisher.send(Accept(update.round_id, notes))
-
-    def _receive(self, update: StagedUpdate, data: Data) -> None:
-        update.receive(data)
-        self.publisher.send(Received(update.round_id, data.seq))
-
-    def _verify(self, update: StagedUpdate, prepare: Prepare) -> None:
-        vote = update.verify(prepare)
-        # In this order: the commit may come as soon as the vote has left.
-        if not self._state.verified(update):
-            raise RoundAbortedError("the round was ended during its verification")
-        self.publisher.send(vote)
 
 
 class PublisherConnection:
@@ -417,10 +404,12 @@ class PublisherConnection:
     # -- on the channel's thread
 
     def _on_open(self, connection: Connection) -> None:
-        self._connection = connection
-        self.connected_since = time.monotonic()
         self._participant.begin_anew()
-        self.send(self._session.hello(self._host))
+        # In one step: what the hello says is held must not be older than an ack before it.
+        with self._session.weight_state.changed:
+            self._connection = connection
+            self.connected_since = time.monotonic()
+            self.send(self._session.hello(self._host))
 
     def _on_close(self, connection: Connection, error: Exception | None) -> None:
         if connection is not self._connection:

@@ -387,7 +387,7 @@ class WorkerSession:
         it any more.
         """
         pending = self.weight_state.pending
-        return pending is not None and not pending.publisher.connected
+        return pending is not None and not pending.update.publisher.connected
 
     def publisher_at(self, address: str) -> PublisherConnection | Follower | None:
         """Return the publisher, if it was joined by this address; else None.
@@ -493,13 +493,8 @@ class WorkerSession:
 
     def notify_aborted(self, pending: Pending, error: WTransferError) -> None:
         """Tell observers that an update whose commit was ordered is not what the model has."""
-        facts = {
-            "round_id": pending.round_id,
-            "version": pending.version,
-            "worker": self.name,
-        }
-        error.add_facts(**facts)
-        hooks.notify("wtransfer_round_aborted", error=error, **facts)
+        error.add_facts(**pending.update.facts)
+        hooks.notify("wtransfer_round_aborted", error=error, **pending.update.facts)
 
     def _send(self, message: msgspec.Struct) -> None:
         publisher = self.publisher
@@ -532,21 +527,21 @@ class WorkerSession:
 
     def _apply(self, pending: Pending) -> Failure | None:
         begun = time.monotonic()
-        pending.seconds["wait"] = begun - pending.since
+        pending.update.seconds["wait"] = begun - pending.since
         state, held = self.weight_state, pending.held
         assert held.tensors is not None
         handed = NotedTensors(held.tensors)
         previous = state.held
         touched = False
         try:
-            if pending.judged is not None:
+            if pending.update.judged is not None:
                 # Coverage was proven for the model as it was then.
-                check_unchanged(pending.judged, self.schema())
+                check_unchanged(pending.update.judged, self.schema())
             if self._keep_previous and previous.tensors is None and not state.empty:
                 previous = replace(previous, tensors=self._target.capture())
             touched = True
             self._target.apply(handed)
-            pending.seconds["commit"] = time.monotonic() - begun
+            pending.update.seconds["commit"] = time.monotonic() - begun
             # Within: an interrupt between the two would leave new weights under the old label.
             # Observers come after: the publisher waits for the ack, with a deadline.
             state.applied(pending, previous, keep=self._keep_previous)
@@ -559,7 +554,7 @@ class WorkerSession:
             "wtransfer_weights_committed",
             version=held.version,
             fingerprint=held.fingerprint,
-            round_id=pending.round_id,
+            round_id=pending.update.round_id,
             worker=self.name,
         )
         return None
@@ -582,7 +577,7 @@ class WorkerSession:
             touched: Whether the model may have been changed.
             last_read: The tensor that the target had read last.
         """
-        undone = pending.version
+        undone = pending.update.version
         # An empty worker whose model was not touched is as empty as before.
         restored = previous.tensors is not None if touched else not self.weight_state.empty
         if restored and touched:
@@ -608,7 +603,7 @@ class WorkerSession:
         failure = CommitError(
             text,
             worker=self.name,
-            round_id=pending.round_id,
+            round_id=pending.update.round_id,
             version=undone,
             phase="commit",
             piece=piece,
@@ -632,7 +627,7 @@ class WorkerSession:
             if not state.changed.wait_for(settled, self._deadline_s):
                 # Others may not have committed: this rank must not serve new weights alone.
                 reason = f"not released within {self._deadline_s:g} s"
-                state.rollback(committed.round_id, reason)
+                state.rollback(committed.update.round_id, reason)
             # Else it was finished, and the next commit may be pending already.
             rollback = state.pending
             if rollback is None or rollback.rollback_reason is None:

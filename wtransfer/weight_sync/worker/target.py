@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import ItemsView, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.errors import SchemaError
 from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
-from wtransfer.weight_sync.state import (
+from wtransfer.weight_sync.storages import (
     Storage,
     group_storages,
     memory_address,
@@ -195,29 +195,6 @@ class NotedTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.tensors)
-
-    def items(self) -> ItemsView[str, torch.Tensor]:
-        """Return pairs; a pair counts as read when it is handed out."""
-        return _NotedItems(self)
-
-    def note(self, name: str) -> None:
-        """Note the tensor that is read now."""
-        self.last_read = name
-
-    def note_each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield pairs, noting each."""
-        for name, tensor in self.tensors.items():
-            self.last_read = name
-            yield name, tensor
-
-
-class _NotedItems(ItemsView[str, "torch.Tensor"]):
-    """The pairs of `NotedTensors`; Python's own view makes two calls for each."""
-
-    _mapping: NotedTensors
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._mapping.note_each()
 
 
 def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.Tensor:

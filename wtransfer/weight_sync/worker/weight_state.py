@@ -36,7 +36,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
-    from wtransfer.engines.interface import TensorSpec
     from wtransfer.weight_sync.worker.participant import StagedUpdate
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
@@ -100,35 +99,14 @@ def unknown_weights() -> Held:
     return Held(None, local_fingerprint())
 
 
-class Publisher(Protocol):
-    """Where updates come from: a `PublisherConnection` or a `Follower`."""
-
-    address: str
-
-    @property
-    def connected(self) -> bool:
-        """Whether it is reached right now."""
-
-    def send(self, message: msgspec.Struct) -> None:
-        """Take a message. Must neither wait nor raise."""
-
-
 @dataclass(frozen=True)
 class Pending:
     """What ``commit_pending`` has to do: apply a verified set, or the previous one again."""
 
-    publisher: Publisher
-    """Source of the update."""
-    round_id: str
-    """Round."""
-    version: str
-    """Label of the round's update."""
+    update: StagedUpdate
+    """The update whose commit was ordered."""
     held: Held
     """What the model shall consist of."""
-    seconds: dict[str, float]
-    """Seconds by stage so far."""
-    judged: Mapping[str, TensorSpec] | None = None
-    """Schema by which the plan was judged; None: any complete update was accepted."""
     rollback_reason: str | None = None
     """Why to roll back; None: this is a commit."""
     since: float = field(default_factory=time.monotonic)
@@ -221,8 +199,8 @@ class WeightState:
                 what = "commit" if self.pending.rollback_reason is None else "rollback"
                 raise RoundBusyError(
                     f"{what} pending since {time.monotonic() - self.pending.since:.1f} s: "
-                    f"{self.pending.version!r} of {self.pending.publisher.address} waits for "
-                    "commit_pending()"
+                    f"{self.pending.update.version!r} of "
+                    f"{self.pending.update.publisher.address} waits for commit_pending()"
                 )
             assert self.update is None, "end_round() first"
             self.update = update
@@ -254,14 +232,7 @@ class WeightState:
             self.update = None
             # A publisher orders the next commit when it has finished the one before.
             self._finish()
-            self.pending = Pending(
-                update.publisher,
-                round_id,
-                update.version,
-                update.held,
-                update.seconds,
-                update.judged,
-            )
+            self.pending = Pending(update, update.held)
             self.changed.notify_all()
 
     def finish(self, round_id: str) -> None:
@@ -280,7 +251,7 @@ class WeightState:
         with self.changed:
             if self._unfinished_is(round_id):
                 self._order_rollback(reason)
-            elif self.pending is None or self.pending.round_id != round_id:
+            elif self.pending is None or self.pending.update.round_id != round_id:
                 pass
             elif self._applying:
                 # The model may be half way between two sets: only `applied` can roll back.
@@ -303,7 +274,7 @@ class WeightState:
             commit = self._unfinished or self.pending
             if self._num_ranks == 1 or commit is None:
                 return None
-            return self.rollback(commit.round_id, ORPHANED)
+            return self.rollback(commit.update.round_id, ORPHANED)
 
     def end_round(self, reason: str, round_id: str | None = None) -> StagedUpdate | None:
         """End the round that is being staged; return its update to the caller that ended it.
@@ -431,18 +402,11 @@ class WeightState:
     def _order_rollback(self, reason: str) -> None:
         commit, previous = self._unfinished, self._previous
         if commit is not None and previous is not None and self.pending is None:
-            self.pending = Pending(
-                commit.publisher,
-                commit.round_id,
-                commit.version,
-                previous,
-                {},
-                rollback_reason=reason,
-            )
+            self.pending = Pending(commit.update, previous, reason)
             self.changed.notify_all()
 
     def _unfinished_is(self, round_id: str) -> bool:
-        return self._unfinished is not None and self._unfinished.round_id == round_id
+        return self._unfinished is not None and self._unfinished.update.round_id == round_id
 
     def _finish(self) -> None:
         self._unfinished = self._previous = None
@@ -450,12 +414,12 @@ class WeightState:
     def _ack(self, pending: Pending, outcome: str, error: Exception | None = None) -> None:
         self._send(
             Ack(
-                round_id=pending.round_id,
+                round_id=pending.update.round_id,
                 outcome=outcome,
                 version=self.held.version,
                 fingerprint=self.held.fingerprint,
                 state=self.state_for_publisher,
-                seconds=pending.seconds,
+                seconds=pending.update.seconds,
                 error=None if error is None else ErrorInfo.of(error),
             )
         )
