@@ -127,6 +127,7 @@ def test_it_never_commits_and_leaves_the_workers_free_for_others(fleet, engine, 
         Publisher(weights, engine=engine, token="t") as other,
         ThreadPoolExecutor(1) as pool,
     ):
+        member.session.leave(made.publisher.address)
         member.session.join(other.address, token="t")
         other.wait_for_workers(1)
         publishing = pool.submit(other.publish, "others")

@@ -72,7 +72,7 @@ def test_what_is_not_finite_is_counted_there(engine):
 
 def test_an_engine_answers_for_its_own_memory(engine, monkeypatch):
     # The host's is not asked for.
-    monkeypatch.setattr("wtransfer.weight_sync.worker.reception.require_memory", pytest.fail)
+    monkeypatch.setattr("wtransfer.weight_sync.worker.participant.require_memory", pytest.fail)
     with Fleet({"a": torch.ones(2500)}, engine=engine) as fleet:
         fleet.join()
         (worker,) = fleet.publish("v1").workers

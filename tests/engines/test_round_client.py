@@ -13,7 +13,6 @@ from wtransfer.errors import NotInitializedError, RoundAbortedError
 from wtransfer.testing.memory import MemoryEngine
 from wtransfer.weight_sync.trainer import engine_runner
 from wtransfer.weight_sync.trainer.engine_runner import RoundClient
-from wtransfer.weight_sync.worker import hosted
 
 
 class SomeRound:
@@ -84,25 +83,3 @@ def test_an_engine_sends_in_the_context_of_its_round(fleet, weights):
 def test_a_client_without_a_round_says_so():
     with pytest.raises(NotInitializedError, match="no round yet"):
         RoundClient().update_weights({})
-
-
-def test_a_second_abort_of_a_hanging_call_leaves_the_next_thread_alone(monkeypatch):
-    monkeypatch.setattr(hosted, "UNBLOCK_GRACE_S", 0.05)
-    engine = hosted.HostedEngine(0, 1, None)
-    release = threading.Event()
-    hanging = engine.submit(lambda: release.wait(20))
-    engine.abort(hanging)
-    started, on_current_thread = threading.Event(), []
-
-    def call():
-        started.set()
-        release.wait(0.5)
-        on_current_thread.append(engine._mover.runs_here())
-
-    after = engine.submit(call)
-    assert started.wait(5)
-    engine.abort(hanging)
-    release.set()
-    assert after.wait(5)
-    assert on_current_thread == [True]
-    engine.shutdown()

@@ -9,7 +9,7 @@ from torch import nn
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
-from wtransfer.weight_sync.state import stands_alone
+from wtransfer.weight_sync.storages import stands_alone
 from wtransfer.weight_sync.worker.target import (
     SMALL_NBYTES,
     ModuleTarget,

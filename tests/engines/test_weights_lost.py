@@ -121,12 +121,16 @@ def test_who_is_joined_after_the_loss_is_told_that_a_set_waits(fleet, engines, w
     round_ = made.publisher.publish("v1", wait=False)
     until(lambda: member.session.pending)
     lose(member)
+    member.session.leave(made.publisher.address)
     with Publisher(weights, engine=engines["memory"]) as other:
         member.session.join(other.address, token=other.token)
         other.wait_for_workers(1, 5.0)
         assert [(each.version, each.state) for each in other.workers()] == [(None, "pending")]
-        member.session.leave(other.address)
-    assert made.finish(round_).ok
+        # Its publisher has gone, and the next one hears what came of it.
+        assert member.session.orphaned
+        assert member.session.commit_pending()
+        until(lambda: [each.version for each in other.workers()] == ["v1"])
+    assert not round_.result(5).ok
 
 
 def test_a_commit_that_fails_after_the_loss_does_not_name_the_old_set_again(

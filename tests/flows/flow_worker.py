@@ -61,18 +61,18 @@ class WorkerPuppet(flow_stage.Puppet):
         self._looked_at = 0.0
         self.witness.note("init")
         self.session = WorkerSession(self.target, **options)
-        self._watch_commits(self.session.ledger)
+        self._watch_commits(self.session.weight_state)
         self.session.join(join)
 
-    def _watch_commits(self, ledger):
+    def _watch_commits(self, state):
         """Enter the phase "vote" when the commit has been ordered, before anything follows."""
-        offer = ledger.offer
+        commit = state.commit
 
-        def offer_and_tell(pending):
+        def tell_and_commit(round_id):
             self.witness.enter("vote")
-            offer(pending)
+            commit(round_id)
 
-        ledger.offer = offer_and_tell
+        state.commit = tell_and_commit
 
     def patience_s(self):
         return 0.005 if self.auto else None
@@ -100,13 +100,13 @@ class WorkerPuppet(flow_stage.Puppet):
 
     def look(self):
         """Return what the model is and what the session says it is."""
-        claim = self.session.ledger._claim
+        update = self.session.weight_state.update
         return {
             "numbers": self.model.numbers(),
             "version": self.session.version,
             "fingerprint": self.session.fingerprint,
             "state": self.session.state,
-            "claim": claim and str(claim),
+            "staging": update and update.round_id,
             "connected": self.session.connected,
             "errors": self.errors,
             "refusal": self.session.refusal and flow_stage.describe(self.session.refusal),
@@ -115,9 +115,9 @@ class WorkerPuppet(flow_stage.Puppet):
     def until_free(self, within_s):
         """Return the time at which no round has this session any more."""
         end = time.monotonic() + within_s
-        while self.session.ledger._claim is not None:
+        while self.session.weight_state.update is not None:
             if time.monotonic() > end:
-                raise TimeoutError(f"still held by {self.session.ledger._claim}")
+                raise TimeoutError(f"still staging {self.look()}")
             time.sleep(0.001)
         return time.monotonic()
 

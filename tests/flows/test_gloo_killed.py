@@ -213,22 +213,3 @@ def test_of_a_worker_killed_while_a_bucket_travels_nothing_is_left_in_the_others
     flow.publish(trainer, 3 * num_kills + 3, [stays])
     left_over = flow.left_over(seen, lambda: [trainer.holdings(), stays.holdings()])
     assert not any(left_over), left_over
-
-
-def test_a_second_trainer_is_refused_while_the_first_one_broadcasts(flow, failing):
-    home = {"token": "shared", "engine": "gloo", "options": OPTIONS}
-    first, second = flow.trainer(**home), flow.trainer(**home)
-    worker = flow.worker(trainer=first)
-    worker.ask("join", address=second.ask("where")["address"])
-    first.ask("wait", n=1)
-    second.ask("wait", n=1)
-    round_id = flow.held_in(first, worker, "midst", number=1)
-    with failing("RoundBusyError") as busy:
-        second.ask("publish", number=2)
-    assert round_id in busy.error.text
-    assert " s old" in busy.error.text
-    worker.go_on()
-    assert first.ask("result")["ok"]
-    flow.holds(worker, 1)
-    assert second.ask("publish", number=3)["ok"]
-    flow.holds(worker, 3)

@@ -150,7 +150,7 @@ def test_a_port_in_use_is_named_and_the_round_ends(flow, failing, taken_port):
     assert f"127.0.0.1:{taken_port}" in refused.error.text
     assert refused.error.seconds < 1
     flow.holds(worker, 0)
-    assert worker.look()["claim"] is None
+    assert worker.look()["staging"] is None
 
 
 def test_a_fixed_port_is_free_again_for_every_new_group(flow, failing):

@@ -96,12 +96,13 @@ def test_another_trainer_takes_over_from_a_stopped_one(flow):
     trainer = flow.trainer(deadline_s=DEADLINE_S, token=token)
     worker = flow.worker()
     successor = flow.trainer(listen=random_address(), token=token)
-    worker.ask("join", address=successor.ask("where")["address"])
     trainer.ask("wait", n=1)
-    successor.ask("wait", n=1)
     flow.held_in(trainer, trainer, "transfer", number=1)
     trainer.signal(signal.SIGSTOP)
     worker.ask("until_free", within_s=10)
+    # Lost to the worker, which dials it again and again: the successor takes its place.
+    worker.ask("join", address=successor.ask("where")["address"])
+    successor.ask("wait", n=1)
     assert successor.ask("publish", number=2)["ok"]
     flow.holds(worker, 2)
 

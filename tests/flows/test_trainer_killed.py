@@ -86,7 +86,7 @@ def test_a_new_trainer_takes_over_the_dead_round_of_the_old_one(flow, home, serv
     workers[0].witness.hold("transfer")
     dead = trainer.ask("begin", number=2)
     workers[0].until_held()
-    assert dead in workers[0].look()["claim"]
+    assert workers[0].look()["staging"] == dead
     trainer.kill()
     # The worker's engine is still at work on the dead round when the new trainer comes.
     successor = flow.trainer(**home)

@@ -118,7 +118,6 @@ def test_without_a_token_it_makes_one_and_shows_it_once(start, nursery, tmp_path
     [
         (["--listen", "somewhere"], 2, "Error: 'somewhere' is no address"),
         (["--join", "somewhere"], 2, "Error: 'somewhere' is no address"),
-        (["--join", "unix:@a", "--join", "unix:@a"], 2, "has joined unix:@a already"),
         (["--token-file", "/nowhere"], 2, "token file '/nowhere'"),
         (["--checkpoint", "/nowhere"], 2, "does not exist"),
         (["--commit", "perhaps"], 2, "is not one of"),

@@ -46,7 +46,7 @@ def test_while_its_engine_is_made_the_round_ends_and_the_next_one_works(flow, fa
     assert lost.ended - killed_at < 1
     assert (victim.name, "init") == (lost.worker, lost.phase)
     look = survivor.look()
-    assert (None, {0}, None) == (look["version"], set(look["numbers"]), look["claim"])
+    assert (None, {0}, None) == (look["version"], set(look["numbers"]), look["staging"])
     flow.publish(trainer, 2, [survivor, flow.worker()])
 
 

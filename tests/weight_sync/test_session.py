@@ -123,9 +123,9 @@ def test_rank_is_sent_back_at_once_when_another_one_cannot_apply(fleet, weights)
     targets[1].fails = True
     report = made.publish("v2")
     assert [each.outcome for each in report.workers] == ["reverted", "restored"]
-    taken_back = [str(error) for error in made.commit_errors if "taken back" in str(error)]
-    assert len(taken_back) == 1
-    assert "'v2' was taken back: rank 1 of the instance: restored" in taken_back[0]
+    rolled_back = [str(error) for error in made.commit_errors if "rolled back" in str(error)]
+    assert len(rolled_back) == 1
+    assert "'v2' was rolled back: rank 1 of the instance: restored" in rolled_back[0]
 
 
 def test_round_is_refused_while_a_commit_is_pending(fleet, weights):

@@ -42,9 +42,8 @@ _WAIT_S = 1.0
 )
 @click.option(
     "--join",
-    multiple=True,
     metavar="ADDRESS",
-    help="A publisher to follow, or file:/ROOT, a folder of versions. Repeat for more.",
+    help="The publisher to follow, or file:/ROOT, a folder of versions.",
 )
 @token_file_option
 @click.option("--name", help="Name in reports. Default: host and process id.")
@@ -60,7 +59,7 @@ def worker(
     *,
     checkpoint: Path,
     listen: str,
-    join: tuple[str, ...],
+    join: str | None,
     token_file: str | None,
     name: str | None,
     commit: Any,
@@ -83,10 +82,15 @@ def worker(
             token = given or new_token()
             tensors = dict(CheckpointSource(checkpoint).iter_full())
             session = stack.enter_context(
-                WorkerSession(tensors, token=token, commit=commit, deadline_s=deadline_s, name=name)
+                WorkerSession(
+                    tensors,
+                    join=join,
+                    token=token,
+                    commit=commit,
+                    deadline_s=deadline_s,
+                    name=name,
+                )
             )
-            for address in join:
-                session.join(address)
             server = stack.enter_context(WorkerServer(session, listen=listen, token=token))
             if given is None:
                 click.echo(f"token: {token} (a new one, for publishers: set it as WTRANSFER_TOKEN)")
@@ -103,7 +107,7 @@ def worker(
                     click.echo(str(error), err=True)
                     continue
                 if applied:
-                    held = session.ledger.held
+                    held = session.weight_state.held
                     click.echo(
                         f"now {held.version!r}: {held.fingerprint} (verified by {held.verified})"
                     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wtransfer.weight_sync.state import group_storages, module_tensors
+from wtransfer.weight_sync.storages import group_storages, module_tensors
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,8 +23,8 @@ def module_fingerprint(
 ) -> str:
     """Return the fingerprint that a publisher of this model gives to its weights as they are.
 
-    Equal weights under equal names have equal fingerprints, in whichever process and whoever
-    brought them.
+    Equal weights under equal names have equal fingerprints, in every process, whatever brought
+    them.
 
     Args:
         module: The model, as a `Publisher` takes it: of a module its parameters and persistent

@@ -91,7 +91,7 @@ def test_a_rank_that_cannot_load_takes_the_other_one_back_with_it(fresh_ranks, r
         round_ = publisher.publish("b", wait=False)
         await_commit(round_)
         ranks.do("start")
-        with pytest.raises(HostError, match=r"broken at|taken back"):
+        with pytest.raises(HostError, match=r"broken at|rolled back"):
             ranks.do("finish", "b")
         outcomes = sorted(worker.outcome for worker in round_.result(20).workers)
         assert outcomes == ["restored", "reverted"]

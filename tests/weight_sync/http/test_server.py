@@ -84,8 +84,10 @@ def until(condition, timeout_s=5.0):
         time.sleep(0.005)
 
 
-def addresses(worker):
-    return [link.address for link in worker.session.links]
+def joined(worker):
+    """Return the address of the worker's publisher; None if it has none."""
+    publisher = worker.session.publisher
+    return None if publisher is None else publisher.address
 
 
 def join(worker, publisher, **more):
@@ -104,7 +106,7 @@ def test_publisher_registers_and_updates_worker(worker, weights):
     assert (info["weight_version"], info["fingerprint"]) == ("v1", report.fingerprint)
     assert (info["state"], info["verified"], info["worker"]) == ("serving", "digests", "w0")
     assert contents(weights) == contents(worker.tensors)
-    assert worker.session.links == ()
+    assert joined(worker) is None
 
 
 def test_fresh_worker_claims_no_version(worker):
@@ -121,7 +123,7 @@ def test_registration_is_idempotent(worker, weights):
     with Publisher(weights, token=TOKEN) as publisher:
         for _ in range(2):
             assert join(worker, publisher)["worker"] == "w0"
-        assert addresses(worker) == [publisher.address]
+        assert joined(worker) == publisher.address
         assert worker.num_joined == 1
 
 
@@ -131,14 +133,14 @@ def test_publisher_that_refuses_the_worker_is_left_and_the_caller_gets_its_error
         pytest.raises(AuthenticationError, match="could not prove that it knows the token"),
     ):
         join(worker, publisher, token="not this one")
-    assert worker.session.links == ()
+    assert joined(worker) is None
 
 
 def test_unreachable_publisher_is_left(worker, monkeypatch):
     monkeypatch.setattr(http_server, "JOIN_S", 0.2)
     with pytest.raises(StallError, match=r"unix:@wt-absent was not reached within 0\.2 s"):
         join(worker, "unix:@wt-absent")
-    assert worker.session.links == ()
+    assert joined(worker) is None
 
 
 def test_lost_publisher_is_replaced(worker, weights):
@@ -149,34 +151,40 @@ def test_lost_publisher_is_replaced(worker, weights):
     with Publisher(weights, token=TOKEN) as last:
         until(lambda: not worker.session.connected)
         join(worker, last)
-        assert addresses(worker) == [last.address]
+        assert joined(worker) == last.address
 
 
-def test_shutdown_leaves_registered_publishers_and_not_the_owners(worker, weights):
-    with Publisher(weights, token=TOKEN) as own, Publisher(weights, token=TOKEN) as registered:
-        worker.session.join(own.address)
-        for each in (own, registered):
-            join(worker, each)
-        with worker.http(headers=BEARER) as http:
-            left = http.post("/shutdown_weight_transfer_engine").json()["left"]
-        assert (left, addresses(worker)) == ([registered.address], [own.address])
-
-
-def test_leave_leaves_that_publisher_only(worker, weights):
-    with Publisher(weights, token=TOKEN) as one, Publisher(weights, token=TOKEN) as other:
-        for each in (one, other):
-            join(worker, each)
-        worker.client.leave(one.address)
-        assert addresses(worker) == [other.address]
+@pytest.mark.parametrize("owner_joined", [False, True])
+@pytest.mark.parametrize("way", ["shutdown", "leave", "close"])
+def test_registered_publisher_is_left_and_the_owners_is_not(
+    worker, http, weights, owner_joined, way
+):
+    with Publisher(weights, token=TOKEN) as publisher:
+        if owner_joined:
+            worker.session.join(publisher.address)
+        join(worker, publisher)
         worker.client.leave("unix:@wt-never-joined")
+        if way == "shutdown":
+            left = http.post("/shutdown_weight_transfer_engine").json()["left"]
+            assert left == ([] if owner_joined else [publisher.address])
+        elif way == "leave":
+            worker.client.leave(publisher.address)
+        else:
+            worker.server.close()
+        assert joined(worker) == (publisher.address if owner_joined else None)
 
 
-def test_closed_server_leaves_registered_publishers(worker, weights):
-    with Publisher(weights, token=TOKEN) as own, Publisher(weights, token=TOKEN) as registered:
-        worker.session.join(own.address)
-        join(worker, registered)
-        worker.server.close()
-        assert addresses(worker) == [own.address]
+def test_second_publisher_is_refused_while_the_first_is_connected(worker, http, weights):
+    with Publisher(weights, token=TOKEN) as first, Publisher(weights, token=TOKEN) as second:
+        join(worker, first)
+        body = {"init_info": {"wtransfer": {"address": second.address}}}
+        answer = http.post("/init_weight_transfer_engine", json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (409, "RoundBusyError")
+        assert first.address in answer.json()["error"]["message"]
+        assert joined(worker) == first.address
+        worker.client.leave(first.address)
+        join(worker, second)
+        assert joined(worker) == second.address
 
 
 def test_invalid_address_is_a_value_error(worker):
@@ -301,7 +309,7 @@ def test_malformed_body_is_refused_and_never_unpickled(worker, http, body, unpic
     before = unpickled.by_us()
     answer = http.post("/init_weight_transfer_engine", content=body, headers=JSON)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "ProtocolError")
-    assert (worker.session.links, worker.client.weight_info()["state"]) == ((), "fresh")
+    assert (joined(worker), worker.client.weight_info()["state"]) == (None, "fresh")
     assert before == unpickled.by_us()
 
 
@@ -646,7 +654,7 @@ def test_close_ends_a_registration_under_way(start, monkeypatch):
     worker.server.close()
     calling.join(5)
     assert failed == ["ClosedError"]
-    assert worker.session.links == ()
+    assert joined(worker) is None
 
 
 def test_program_ends_with_an_open_server():

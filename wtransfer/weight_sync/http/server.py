@@ -3,7 +3,7 @@
 ==========================================  =======================================================
 POST ``/init_weight_transfer_engine``       ``{"init_info": {"wtransfer": {"address", "token"}}}``
                                             joins a publisher; with ``"leave": true`` leaves it
-POST ``/shutdown_weight_transfer_engine``   leaves every publisher that requests have named
+POST ``/shutdown_weight_transfer_engine``   leaves the publisher that a request has named
 POST ``/start_weight_update``,              403: weights come in rounds of a publisher, which prove
 ``/update_weights``,                        every byte
 ``/finish_weight_update``
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.weight_sync.worker.follower import Follower
-    from wtransfer.weight_sync.worker.link import Link
+    from wtransfer.weight_sync.worker.participant import PublisherConnection
     from wtransfer.weight_sync.worker.session import WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -368,9 +368,9 @@ def _check_unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 class _Routes:
-    """Endpoints of one session, and the publishers that requests have let it join.
+    """Endpoints of one session, and the publisher that a request has let it join.
 
-    Publishers that the session's owner has joined are left alone.
+    A publisher that the session's owner has joined is left alone.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class _Routes:
         self._on_resume = on_resume or (lambda: None)
         self._paused: str | None = None
         self._lock = threading.Lock()
-        self._joined: dict[str, Link | Follower] = {}
+        self._registered: PublisherConnection | Follower | None = None
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -421,9 +421,10 @@ class _Routes:
         )
 
     def leave_all(self) -> list[str]:
-        """Leave every publisher that requests have named; return their addresses."""
+        """Leave the publisher that a request has named; return its address, if there is one."""
         with self._lock:
-            return [address for address in list(self._joined) if self._leave(address)]
+            left = self._leave()
+            return [] if left is None else [left]
 
     async def _init(self, request: Request) -> JSONResponse:
         init_info = (await _read(request, _InitBody)).init_info
@@ -483,9 +484,9 @@ class _Routes:
     def _held(self) -> dict[str, Any]:
         from wtransfer import __version__
 
-        ledger = self._session.ledger
-        with ledger.changed:
-            held, state = ledger.held, ledger.state
+        weights = self._session.weight_state
+        with weights.changed:
+            held, state = weights.held, weights.state
         return {
             "weight_version": held.version,
             "fingerprint": held.fingerprint,
@@ -511,31 +512,30 @@ class _Routes:
     def _register(self, publisher: _Registration) -> None:
         """Join a publisher and wait until it is reached; idempotent."""
         with self._lock:
-            # A publisher that was lost is dead, or registers again.
-            for lost in [each for each, link in self._joined.items() if not link.connected]:
-                self._leave(lost)
-            address = publisher.address
-            link = self._session.link_to(address)
-            if link is None:
+            if self._registered is not None and not self._registered.connected:
+                # A publisher that was lost is dead, or registers again, perhaps with a new token.
+                self._leave()
+            session = self._session
+            joined = session.publisher_at(publisher.address)
+            if joined is None:
                 token = publisher.token or self._token
-                self._session.join(address, token=token, host=publisher.host)
-                link = self._session.link_to(address)
-                assert link is not None
-                self._joined[address] = link
+                session.join(publisher.address, token=token, host=publisher.host)
+                joined = self._registered = session.publisher
+                assert joined is not None
             try:
-                self._await_connected(link)
+                self._await_connected(joined)
             except BaseException:
-                self._leave(address)
+                self._leave()
                 raise
 
-    def _await_connected(self, link: Link | Follower) -> None:
+    def _await_connected(self, joined: PublisherConnection | Follower) -> None:
         deadline = Deadline(JOIN_S)
-        while not link.connected:
-            if link.refusal is not None:
-                raise link.refusal
+        while not joined.connected:
+            if joined.refusal is not None:
+                raise joined.refusal
             if deadline.expired:
                 raise StallError(
-                    f"publisher {link.address} was not reached within {deadline.seconds:g} s; is "
+                    f"publisher {joined.address} was not reached within {deadline.seconds:g} s; is "
                     "it there, and can this host dial it?",
                     seconds=deadline.seconds,
                 )
@@ -544,17 +544,16 @@ class _Routes:
 
     def _deregister(self, address: str) -> bool:
         with self._lock:
-            return self._leave(address)
+            return self._session.publisher_at(address) is self._registered and bool(self._leave())
 
-    def _leave(self, address: str) -> bool:
-        link = self._joined.pop(address, None)
-        if link is None:
-            return False
+    def _leave(self) -> str | None:
+        left, self._registered = self._registered, None
         # The session's owner may have left it, or closed the session, meanwhile.
-        if self._session.link_to(address) is link:
-            with contextlib.suppress(ClosedError):
-                self._session.leave(address)
-        return True
+        if left is None or self._session.publisher is not left:
+            return None
+        with contextlib.suppress(ClosedError):
+            self._session.leave(left.address)
+        return left.address
 
 
 async def _in_thread(call: Callable[[], T]) -> T:

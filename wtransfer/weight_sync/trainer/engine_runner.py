@@ -15,7 +15,7 @@ from wtransfer.registry.registry import registry
 from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.membership import send_to
-from wtransfer.weight_sync.worker.hosted import UNBLOCK_GRACE_S, engine_error, guarded
+from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S, engine_error, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

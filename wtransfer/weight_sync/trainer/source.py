@@ -9,7 +9,7 @@ import torch
 
 from wtransfer.engines.interface import ParamMeta, WeightSource
 from wtransfer.transport.tensors import PLAIN_TYPES
-from wtransfer.weight_sync.state import group_storages, module_tensors, only_tensors
+from wtransfer.weight_sync.storages import group_storages, module_tensors, only_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

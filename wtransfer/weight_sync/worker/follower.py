@@ -1,4 +1,4 @@
-"""Follow a folder of versions: stage its current version, with no publisher alive."""
+"""Follow a folder of versions: its current version goes the way of a publisher's round."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.calls import forget_frames
 from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
-from wtransfer.errors import AddressError, RoundAbortedError, WTransferError
-from wtransfer.registry import hooks
-from wtransfer.transport.layout import TensorLayout
-from wtransfer.transport.memory import require_memory
-from wtransfer.weight_sync.messages import Ack, Lost
-from wtransfer.weight_sync.worker.hosted import engine_error
-from wtransfer.weight_sync.worker.ledger import Held, Pending
-from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
-from wtransfer.weight_sync.worker.staging import Staging
+from wtransfer.errors import AddressError, WTransferError
+from wtransfer.weight_sync.messages import (
+    Ack,
+    Commit,
+    Data,
+    Fault,
+    Lost,
+    Plan,
+    Prepare,
+    Refuse,
+    Vote,
+)
+from wtransfer.weight_sync.worker.engine_runner import EngineRunner, engine_error
+from wtransfer.weight_sync.worker.participant import Participant
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import msgspec
 
     from wtransfer.checkpoint.versions import Version
-    from wtransfer.engines.interface import TensorSpec
+    from wtransfer.engines.interface import LoadWeights
     from wtransfer.weight_sync.worker.session import WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ MAX_RETRY_S = 60.0
 CLOSE_GRACE_S = 1.0
 """How long closing waits for the thread, which may hang in a share that does not answer."""
 
-Look = tuple[int, int, int]
+FileIdentity = tuple[int, int, int]
 """Identity of a ``current.json``: inode, time of change, size."""
 
 
@@ -54,7 +56,7 @@ Look = tuple[int, int, int]
 class Attempts:
     """State of one ``current.json``: tried, offered, settled."""
 
-    look: Look
+    identity: FileIdentity
     """Identity of the file."""
     settled: bool = False
     """Whether its current version was committed or declined."""
@@ -62,32 +64,48 @@ class Attempts:
     """Failures in a row."""
     again_at: float = 0.0
     """When to try again, in monotonic seconds."""
-    offered: str | None = None
-    """Round in which the version was offered, until its ack."""
+    round_id: str | None = None
+    """Round in which the version is staged or pending."""
 
     @property
     def due(self) -> bool:
         """Whether to try now."""
-        idle = not self.settled and self.offered is None
+        idle = not self.settled and self.round_id is None
         return idle and time.monotonic() >= self.again_at
 
     def failed(self) -> None:
         """Wait before the next attempt, longer each time."""
-        self.offered = None
+        self.round_id = None
         wait_s = min(RETRY_S * 2**self.num_failed, MAX_RETRY_S)
         self.num_failed += 1
         self.again_at = time.monotonic() + wait_s
 
 
-class Follower:
-    """Watches a folder of versions until closed, and brings its session to the current one.
+class VersionReader:
+    """Reads a version as an engine would receive it."""
 
-    A version is offered once per change of ``current.json``. While a publisher is connected it
-    decides what the worker holds, and the folder may be a round behind: then only a worker that
-    holds no version yet takes one from the folder.
+    name: ClassVar[str] = "file"
+    tensors_valid_until: ClassVar[str] = "round"
+    allocates: ClassVar[bool] = True
+
+    def receive_weights(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:
+        """Read every tensor; stops between two of them when the round has ended."""
+        for pair in update_info["source"].iter_full():
+            load_weights([pair])
+
+    def shutdown(self) -> None:
+        """Do nothing: nothing is open between two calls."""
+
+
+class Follower:
+    """Watches a folder of versions until closed, and sends its session what is current there.
+
+    It is a publisher in the same process: its messages and the worker's answers are those of a
+    round, so a version on disk passes the same checks. A version is offered once per change of
+    ``current.json``.
 
     Args:
-        session: Receives the versions; its ledger decides when it may be changed.
+        session: Receives the versions.
         address: ``file:/absolute/path`` of the folder. It need not exist yet.
 
     Raises:
@@ -99,55 +117,55 @@ class Follower:
 
     def __init__(self, session: WorkerSession, address: str) -> None:
         self.address = address
-        self.num_dropped = 0
+        self.connected_since: float | None = None
         self.refusal: Exception | None = None
         """Why the current version is not taken; None if it was, or nothing was tried."""
         self._store = VersionStore(folder_of(address))
         self._session = session
-        self._ledger = session.ledger
-        self._connected = False
+        self._state = session.weight_state
+        self._runner = EngineRunner(0, 1, None, VersionReader())
+        self._participant = Participant(session, self, self._runner, self._refuse)
         self._attempts: Attempts | None = None
-        # Rounds of which observers have seen the start: their labels; and those that have ended.
-        self._rounds: dict[str, str] = {}
-        self._ended: deque[tuple[str, WTransferError]] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wtransfer-follow", daemon=True)
+
+    def start(self) -> None:
+        """Watch."""
         self._thread.start()
 
     @property
     def connected(self) -> bool:
         """Whether there was a current version at the last look."""
-        return self._connected
+        return self.connected_since is not None
 
     def send(self, message: msgspec.Struct) -> None:
-        """Take the ack of an offered version, or the news that it was lost."""
-        attempts = self._attempts
-        if isinstance(message, Lost) and attempts is not None and attempts.settled:
-            attempts.settled, attempts.offered = False, None
-        if not isinstance(message, Ack):
-            return
-        error = None if message.error is None else message.error.rebuild()
-        if message.outcome == "committed":
-            # There are no other ranks, so no rollback can follow. The session tells observers.
-            self._ledger.release(message.round_id)
-            self._rounds.pop(message.round_id, None)
-        else:
-            # Observers may be slow: they are called on the follower's thread.
-            declined = RoundAbortedError("the host of the model declined the version")
-            self._ended.append((message.round_id, error or declined))
-        if attempts is None or attempts.offered != message.round_id:
-            # Of a version that is not the current one any more.
-            return
-        if message.outcome in ("committed", "discarded"):
-            attempts.settled = True
-        else:
-            self.refusal = error
-            attempts.failed()
+        """Take the worker's answer; on any of its threads."""
+        with self._state.changed:
+            attempts = self._attempts
+            if attempts is None:
+                return
+            if isinstance(message, Lost):
+                attempts.settled = False
+            elif attempts.round_id != getattr(message, "round_id", None):
+                pass  # about a version that is not the current one any more
+            elif isinstance(message, Vote):
+                self.refusal = None
+                self._participant.handle(Commit(message.round_id))
+            elif isinstance(message, (Refuse, Fault)):
+                attempts.failed()
+            elif isinstance(message, Ack) and message.outcome in ("committed", "discarded"):
+                attempts.settled, attempts.round_id = True, None
+            elif isinstance(message, Ack):
+                attempts.failed()
+                self.refusal = None if message.error is None else message.error.rebuild()
 
     def close(self) -> None:
-        """Stop watching; an offered version can still be committed while the session is open."""
+        """Stop watching; a version that is pending can still be committed."""
         self._closed.set()
+        self._participant.ended(self._state.end_round("the worker leaves"))
         self._thread.join(CLOSE_GRACE_S)
+        self._runner.shutdown()
+        self.connected_since = None
 
     # -- on the follower's thread
 
@@ -156,109 +174,54 @@ class Follower:
             try:
                 self._look()
             except BaseException as error:
-                self._refuse(error)
+                forget_frames(error)
+                ours = error if isinstance(error, WTransferError) else None
+                self._refuse(ours or engine_error("reading a version", error, "engines:file"))
+                if self._attempts is not None:
+                    self._attempts.failed()
             self._closed.wait(POLL_S)
-            while self._ended:
-                self._notify_aborted(*self._ended.popleft())
-        for round_id in list(self._rounds) if self._ledger.closed else ():
-            self._notify_aborted(round_id, RoundAbortedError("the worker session was closed"))
 
     def _look(self) -> None:
-        look = _look_at(self._store.root / CURRENT_NAME)
-        self._connected = look is not None
-        if look is None:
+        identity = _identity(self._store.root / CURRENT_NAME)
+        if identity is None:
+            self.connected_since = None
             return
-        if self._attempts is None or self._attempts.look != look:
-            self._attempts = Attempts(look)
-        attempts = self._attempts
-        if not attempts.due or self._ledger.busy:
-            return
+        self.connected_since = self.connected_since or time.monotonic()
+        with self._state.changed:
+            if self._attempts is None or self._attempts.identity != identity:
+                self._attempts = Attempts(identity)
+            attempts = self._attempts
+            if not attempts.due or self._state.busy:
+                return
         versions = self._store.versions()
-        with self._ledger.changed:
+        with self._state.changed:
             # In one step: a loss in between would be settled with it.
-            current = not versions or versions[-1].fingerprint == self._session.fingerprint
-            attempts.settled = current
-        if current:
+            held = self._state.held.fingerprint
+            attempts.settled = not versions or versions[-1].fingerprint == held
+        if attempts.settled:
             self.refusal = None
-        elif self._session.version is None or not self._session.has_publisher:
-            self._take(versions[-1], attempts)
+        else:
+            self._offer(versions[-1], attempts)
 
-    def _take(self, version: Version, attempts: Attempts) -> None:
-        begun, before = time.monotonic(), self._session.fingerprint
-        round_id = secrets.token_hex(8)
-        self._rounds[round_id] = version.version
-        hooks.notify(
-            "wtransfer_round_started",
-            round_id=round_id,
-            version=version.version,
-            worker=self._session.name,
-        )
-        try:
-            held, schema = self._stage(version)
-            pending = Pending(
-                self, round_id, held, {"transfer": time.monotonic() - begun}, schema=schema
-            )
-            with self._ledger.changed:
-                # In one step: no publisher's round can begin in between; and none did before.
-                self._check_undisturbed()
-                if self._session.fingerprint != before:
-                    raise RoundAbortedError("a publisher's round was committed meanwhile")
-                attempts.offered, self.refusal = round_id, None
-                self._ledger.offer(pending)
-        except BaseException as error:
-            ours = _as_ours(error)
-            self._notify_aborted(round_id, ours)
-            raise ours from error
-
-    def _stage(self, version: Version) -> tuple[Held, Mapping[str, TensorSpec] | None]:
-        """Read a version, and prove that it is what was committed."""
+    def _offer(self, version: Version, attempts: Attempts) -> None:
         source = self._store.source(version)
         assert source.manifest is not None
-        manifest = source.manifest.manifest
-        found, casts = self._session.schema(), ""
-        # A copy: what a target returns may be its own, and change.
-        schema = None if found is None else dict(found)
-        if schema is None:
-            check_whole(manifest)
-        else:
-            casts = check_fit(
-                manifest, schema, cast=self._session.cast, cast_hint=self._session.cast_hint
-            )
-        require_memory(manifest.nbytes, f"staging version {version.version!r}")
-        layout = TensorLayout(manifest)
-        staging = Staging(layout, copies=False, on_progress=self._check_undisturbed)
-        for pair in source.iter_full():
-            staging.load_weights([pair])
-        staging.verify(source.manifest.digests, canonical_names(schema or {}))
-        held = Held(
-            version.version, version.fingerprint, manifest, staging.tensors, "digests", casts
-        )
-        return held, schema
+        with self._state.changed:
+            if self._closed.is_set():
+                return
+            # In one step: `close` ends what was planned before it.
+            round_id = attempts.round_id = secrets.token_hex(8)
+            self._participant.handle(Plan(round_id, version.version, source.manifest.manifest))
+        # The engine's thread takes them in order; if one fails, the others are late and dropped.
+        self._participant.handle(Data(round_id, 0, {"source": source}))
+        self._participant.handle(Prepare(round_id, source.manifest.digests))
 
-    def _check_undisturbed(self, _nbytes: int = 0) -> None:
-        # A live publisher makes the folder needless; and there may be no memory for both.
-        if self._ledger.busy or self._closed.is_set():
-            raise RoundAbortedError("a publisher's round has begun, or the worker leaves")
-
-    def _notify_aborted(self, round_id: str, error: WTransferError) -> None:
-        version = self._rounds.pop(round_id, None)
-        if version is not None:
-            facts = {"round_id": round_id, "version": version, "worker": self._session.name}
-            error.add_facts(**facts)
-            hooks.notify("wtransfer_round_aborted", error=error, **facts)
-
-    def _refuse(self, error: BaseException) -> None:
-        forget_frames(error)
-        attempts = self._attempts
-        if isinstance(error, RoundAbortedError) or attempts is None:
-            return
-        attempts.failed()
-        ours = _as_ours(error)
-        if ours.message != getattr(self.refusal, "message", None):
+    def _refuse(self, error: WTransferError) -> None:
+        if error.message != getattr(self.refusal, "message", None):
             logger.warning(
-                "%s refuses the version in %s: %s", self._session.name, self._store.root, ours
+                "%s refuses the version in %s: %s", self._session.name, self._store.root, error
             )
-        self.refusal = ours
+        self.refusal = error
 
 
 def is_folder(address: str) -> bool:
@@ -278,16 +241,10 @@ def folder_of(address: str) -> Path:
     return Path(os.path.normpath(path))
 
 
-def _look_at(file: Path) -> Look | None:
+def _identity(file: Path) -> FileIdentity | None:
     try:
         status = file.stat()
     except OSError:
         # Not there yet, or not mounted at the moment.
         return None
     return (status.st_ino, status.st_mtime_ns, status.st_size)
-
-
-def _as_ours(error: BaseException) -> WTransferError:
-    if isinstance(error, WTransferError):
-        return error
-    return engine_error("reading a version", error, "engines:file")

@@ -1,4 +1,7 @@
-"""Whether an update fits a target: names, dtypes, shapes, and that nothing is missing."""
+"""Whether an update fits a target: names, dtypes, shapes, and that nothing is missing.
+
+`check_fit` judges a plan; `check_unchanged` looks again before the update is applied.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
+from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import WHOLE, Manifest, Piece
 from wtransfer.transport.tensors import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from wtransfer.engines.interface import TensorSpec
 
 MAX_LISTED = 20
 """Mismatches that an error lists."""
@@ -71,6 +73,42 @@ def check_fit(
     if wrong:
         raise _schema_error(wrong, cast_hint if would_cast else None)
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(sorted(casts))) if casts else ""
+
+
+def check_unchanged(judged: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec] | None) -> None:
+    """Raise if the target is not what an update was judged by: coverage would be no proof.
+
+    Args:
+        judged: Its schema when the plan was judged.
+        now: Its schema now; None: it has none any more.
+
+    Raises:
+        SchemaError: The first name that differs, then and now.
+    """
+    if now is None or judged == now:
+        return
+    names = [*judged, *(name for name in now if name not in judged)]
+    wrong = [name for name in names if judged.get(name) != now.get(name)]
+    name = wrong[0]
+    raise SchemaError(
+        f"the model has changed in {len(wrong)} of its names since the update was judged, "
+        f"first {name!r}: {_shown(judged.get(name))} then, {_shown(now.get(name))} now",
+        piece=name,
+    )
+
+
+def _shown(spec: TensorSpec | None) -> str:
+    if spec is None:
+        return "not there"
+    tied = f", tied to {', '.join(map(repr, spec.aliases))}" if spec.aliases else ""
+    return f"{dtype_name(spec.dtype)} {list(spec.shape)}{tied}"
+
+
+def schema_of(manifest: Manifest) -> Mapping[str, TensorSpec]:
+    """Return the schema of a target that has no other form than that of its last update."""
+    return {
+        piece.name: TensorSpec(torch_dtype(piece.dtype), piece.shape) for piece in manifest.pieces
+    }
 
 
 def check_whole(manifest: Manifest) -> None:

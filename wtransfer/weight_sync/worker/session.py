@@ -1,4 +1,4 @@
-"""A worker's session: it stages, proves and applies updates, and knows what the worker holds.
+"""A worker's session: receives updates, proves them, and applies them when the model allows it.
 
 A session has two sides. The channel and the engine work on threads of their own and bring an
 update up to the point where it is verified; the model meanwhile serves. Only `commit_pending`,
@@ -7,10 +7,11 @@ called between two steps by the thread that owns the model, changes the model.
     fresh ──commit──> serving <──────────┐
       │                  │               │ commit_pending
       └────── T commit ──┴──> pending ───┤
-                                         ├──> behind (restored: the old version, whole)
+                                         ├──> behind (rolled back: the old version, whole)
                                          └──> empty  (could not be restored: must not serve)
 
-From any of them `weights_lost` leads to *empty*, and the next commit out of it.
+From any of them `weights_lost` leads to *empty*, and the next commit out of it. The whole state
+machine is `wtransfer.weight_sync.worker.weight_state`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from wtransfer.calls import forget_frames
 from wtransfer.deadline import Deadline
-from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import (
     AuthenticationError,
     ClosedError,
     CommitError,
     ForkedError,
+    RoundAbortedError,
     RoundBusyError,
-    SchemaError,
     StallError,
     WTransferError,
 )
@@ -44,35 +44,40 @@ from wtransfer.registry import hooks
 from wtransfer.transport.address import parse_address
 from wtransfer.transport.digests import digest
 from wtransfer.transport.handshake import resolve_token
-from wtransfer.transport.tensors import dtype_name, torch_dtype
 from wtransfer.weight_sync.close_at_exit import close_at_exit
-from wtransfer.weight_sync.messages import Ack, ErrorInfo, Hello, Lost
+from wtransfer.weight_sync.messages import ErrorInfo, Hello
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
-from wtransfer.weight_sync.worker.hosted import HostedEngine
-from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
-from wtransfer.weight_sync.worker.link import Link
-from wtransfer.weight_sync.worker.schema import CAST_HINT
+from wtransfer.weight_sync.worker.participant import PublisherConnection
+from wtransfer.weight_sync.worker.schema import CAST_HINT, check_unchanged, schema_of
 from wtransfer.weight_sync.worker.target import (
     CommitMode,
     NotedTensors,
     StateDictTarget,
     as_target,
 )
+from wtransfer.weight_sync.worker.weight_state import WeightState
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
+    import msgspec
     import torch
     from torch import nn
     from typing_extensions import Self
 
-    from wtransfer.engines.interface import WeightTarget
-    from wtransfer.manifest import Manifest
+    from wtransfer.engines.interface import TensorSpec, WeightTarget
     from wtransfer.transport.address import Address
+    from wtransfer.weight_sync.worker.weight_state import Held, Pending
 
 logger = logging.getLogger(__name__)
+
+
+LOSS_GRACE_S = 0.25
+"""How long `WorkerSession.join` waits for a connected publisher to be noticed as lost."""
+LOSS_POLL_S = 0.005
+"""Seconds between two looks."""
 
 
 class Failure(NamedTuple):
@@ -89,13 +94,13 @@ class WorkerSession:
 
     Args:
         model_or_target: A torch module, a mapping of names to tensors, or a `WeightTarget`.
-        join: Address of a publisher; more can follow by `join()`.
+        join: Address of the publisher; see `join()`.
         token: Shared secret. Default: ``WTRANSFER_TOKEN``, or the owner-only file that
             ``WTRANSFER_TOKEN_FILE`` names.
         commit: ``"adopt"`` points parameters at the staged memory (those of up to 16 KiB at memory
             of their own, which is written), ``"copy"`` writes into theirs.
-        keep_previous: Keep what is needed to go back if applying fails. Without it a failed commit
-            leaves the session *empty*.
+        keep_previous: Keep what is needed to roll back if applying fails. Without it a failed
+            commit leaves the session *empty*.
         cast: Allow updates in another floating dtype than the model's.
         engines: Engine names that a publisher may ask for. Default: every one found here.
         instance: Serving instance that this rank belongs to; its ranks commit all or none.
@@ -133,23 +138,27 @@ class WorkerSession:
             raise ValueError(f"deadline_s is {deadline_s}, expected a finite number above 0")
         self.cast = cast
         self.name = name or f"{socket.gethostname()}:{os.getpid()}/{rank}"
-        self.ledger = Ledger()
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.weight_state = WeightState(num_ranks, self._send)
+        """What the worker holds, held before and is about to hold."""
+        self.publisher: PublisherConnection | Follower | None = None
+        """The publisher, or the folder of versions, that was joined and not left."""
         self._target = as_target(model_or_target, commit)
         self._token = token
         self._keep_previous = keep_previous
         self._engines = None if engines is None else frozenset(engines)
         self._instance = instance or f"{self.name}:{secrets.token_hex(4)}"
-        self._rank = rank
-        self.num_ranks = num_ranks
         self._deadline_s = deadline_s
         self._pid = os.getpid()
         self._last_error: WTransferError | None = None
-        self._links: list[Link | Follower] = []
-        # Held by whoever changes the model or decides not to: one thing at a time.
+        # Held while a publisher is joined or left.
+        self._joining = threading.RLock()
+        # Held by the thread that changes the model, or decides not to: one thing at a time.
         self._model = threading.Lock()
         self._model_thread: int | None = None
         model = getattr(self._target, "vouched_as", model_or_target)
-        self._weights = process_weights.hold(self.ledger.held.fingerprint, model)
+        self._weights = process_weights.hold(self.weight_state.held.fingerprint, model)
         self._forget_weights = weakref.finalize(self, self._weights.close)
         close_at_exit(self)
         if join is not None:
@@ -160,58 +169,84 @@ class WorkerSession:
     def join(self, address: str, *, token: str | None = None, host: str | None = None) -> None:
         """Dial a publisher, now and again whenever the connection is lost, until closed or left.
 
-        ``file:/path`` is the folder that engine ``file`` publishes to: whatever version is current
+        ``file:/path`` is the folder that engine ``file`` publishes to: the version that is current
         there, now and later, is taken from it, also when no publisher lives.
 
-        Returns at once: a publisher that is not there yet is found when it comes.
+        A session has one publisher. While it is connected no other can be joined; one that was lost
+        is replaced. A folder is connected while it has a version.
+
+        Does not wait for the publisher: one that is not there yet is found when it comes.
 
         Args:
             address: The publisher's, or that of a folder.
-            token: Its secret, where that is another than the session's. A folder has none: who may
-                read it, may follow it.
+            token: Its secret, where that is another than the session's. A folder has none: any
+                process that may read it, may follow it.
             host: What the publisher calls the host that it has asked to let this worker join.
 
         Raises:
             AuthenticationError: No token was given and none is in the environment.
+            RoundBusyError: Another publisher is connected.
             ValueError: Not an address, one that was joined before, or a folder's for a rank of
                 several.
         """
         self._check_usable()
-        # Before anything is made: a second connection would be thrown out as the same worker.
-        if self.link_to(address) is not None:
-            raise ValueError(f"this WorkerSession has joined {address} already; join it once")
-        if is_folder(address):
-            self._follow(address)
-            return
-        token = resolve_token(self._token if token is None else token, os.environ)
-        if token is None:
-            raise AuthenticationError(
-                f"no token for {address}: pass token=, or set WTRANSFER_TOKEN to the publisher's"
-            )
-        engine = HostedEngine(self._rank, self.num_ranks, self._engines)
-        self._links = [*self._links, Link(self, address, token, engine, host)]
-
-    def _follow(self, address: str) -> None:
-        if self.num_ranks > 1:
-            raise ValueError(
-                f"a rank of {self.num_ranks} cannot follow {address}: nobody there would see to it "
-                "that all ranks commit or none; join a publisher (it may send a kept version)"
-            )
-        self._links = [*self._links, Follower(self, address)]
+        with self._joining:
+            current = self.publisher
+            # Before anything is made: a second connection would be thrown out as the same worker.
+            if self.publisher_at(address) is not None:
+                raise ValueError(f"this WorkerSession has joined {address} already; join it once")
+            # A publisher that ended a moment ago is noticed within milliseconds.
+            grace = Deadline(LOSS_GRACE_S)
+            while current is not None and current.connected and not grace.expired:
+                time.sleep(LOSS_POLL_S)
+            since = None if current is None else current.connected_since
+            if current is not None and since is not None:
+                raise RoundBusyError(
+                    f"{self.name} cannot join {address}: its publisher is {current.address}, "
+                    f"connected for {time.monotonic() - since:.1f} s; leave that one, or end it"
+                )
+            if is_folder(address) and self.num_ranks > 1:
+                raise ValueError(
+                    f"a rank of {self.num_ranks} cannot follow {address}: a folder cannot see to "
+                    "it that all ranks commit or none; join a publisher (it may send a kept "
+                    "version)"
+                )
+            secret = resolve_token(self._token if token is None else token, os.environ)
+            if not is_folder(address) and secret is None:
+                raise AuthenticationError(
+                    f"no token for {address}: pass token=, or set WTRANSFER_TOKEN to the "
+                    "publisher's"
+                )
+            self.publisher = None
+            if current is not None:
+                # First: from here on no message of it can begin a round.
+                current.close()
+            publisher: PublisherConnection | Follower
+            if secret is None or is_folder(address):
+                publisher = Follower(self, address)
+            else:
+                publisher = PublisherConnection(self, address, secret, host, self._engines)
+            # In this order: what is sent after its hello must reach it.
+            self.publisher = publisher
+            try:
+                publisher.start()
+            except BaseException:
+                self.publisher = None
+                raise
 
     def leave(self, address: str) -> None:
-        """Leave a publisher that was joined; the model keeps the weights that it has.
+        """Leave the publisher; the model keeps the weights that it has.
 
         Raises:
             ValueError: Not an address, or one that was not joined.
         """
         self._check_usable()
-        link = self.link_to(address)
-        if link is None:
-            raise ValueError(f"this WorkerSession has not joined {address}")
-        # Anew, not in place: other threads may be going through the list.
-        self._links = [each for each in self._links if each is not link]
-        link.close()
+        with self._joining:
+            current = self.publisher_at(address)
+            if current is None:
+                raise ValueError(f"this WorkerSession has not joined {address}")
+            self.publisher = None
+            current.close()
 
     def commit_pending(self, timeout_s: float = 0.0) -> bool:
         """Apply a verified update, if there is one. Call it between two steps of the model.
@@ -233,9 +268,9 @@ class WorkerSession:
         """
         self._check_usable()
         self._check_not_within()
-        ledger = self.ledger
-        with ledger.changed:
-            ledger.changed.wait_for(lambda: ledger.pending is not None or ledger.closed, timeout_s)
+        state = self.weight_state
+        with state.changed:
+            state.changed.wait_for(lambda: state.pending is not None or state.closed, timeout_s)
         with self._changing_model():
             done, failure = self._do_pending()
         if failure is None:
@@ -251,7 +286,7 @@ class WorkerSession:
             del failure
 
     def wait_for(self, version: str, timeout_s: float) -> None:
-        """Apply updates as they come until the model has `version`; for who has nothing to serve.
+        """Apply updates as they come until the model has `version`; for workers that do not serve.
 
         Call it on the thread that owns the model, as `commit_pending`.
 
@@ -280,9 +315,10 @@ class WorkerSession:
         self._check_usable()
         self._check_not_within()
         with self._changing_model():
-            pending = self.ledger.discard()
+            pending = self.weight_state.discard()
         if pending is not None:
-            self.ack(pending, "discarded")
+            declined = RoundAbortedError("the host of the model declined the version")
+            self.notify_aborted(pending, declined)
         return pending is not None
 
     def weights_lost(self, reason: str) -> None:
@@ -290,11 +326,11 @@ class WorkerSession:
 
         For hosts whose model loses its weights by other ways than a commit: it was put to sleep
         without them, or reloaded from disk. Call it between two steps of the model. The session is
-        *empty* until the next commit. Every publisher is told, and brings the current version again
+        *empty* until the next commit. The publisher is told, and brings the current version again
         where its engine can.
 
         A verified update that waits for `commit_pending` stays (`pending`): it is whole and its
-        publisher has ordered it, so applying it is the shortest way back to weights with a name.
+        publisher has ordered it, so applying it is the shortest way to weights with a name.
 
         Args:
             reason: What became of the weights, for people.
@@ -307,81 +343,65 @@ class WorkerSession:
         self._check_not_within()
         logger.warning("%s is empty: %s", self.name, reason)
         with self._changing_model():
-            self._enter_lost(reason)
+            with self.weight_state.changed:
+                self.weight_state.weights_lost(reason)
+                self._weights.settle(self.weight_state.held.fingerprint)
             forget = getattr(self._target, "forget", None)
             if forget is not None:
                 forget()
-
-    def _enter_lost(self, reason: str) -> None:
-        ledger = self.ledger
-        # Told under the lock: publishers take the last message for what is held.
-        with ledger.changed:
-            ledger.lose()
-            self._weights.settle(ledger.held.fingerprint)
-            lost = Lost(ledger.held.fingerprint, ledger.standing, reason)
-            for link in self._links:
-                link.send(lost)
 
     @property
     def pending(self) -> bool:
         """Whether a verified update waits for `commit_pending`, whatever `state` says."""
         self._check_process()
-        return self.ledger.pending is not None
+        return self.weight_state.pending is not None
 
     @property
     def version(self) -> str | None:
         """Label of the weights that the model has; None before the first commit."""
-        return self.ledger.held.version
+        return self.weight_state.held.version
 
     @property
     def fingerprint(self) -> str:
         """Identity of the weights that the model has."""
-        return self.ledger.held.fingerprint
+        return self.weight_state.held.fingerprint
 
     @property
     def state(self) -> str:
         """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
         self._check_process()
-        with self.ledger.changed:
-            return self.ledger.state
+        with self.weight_state.changed:
+            return self.weight_state.state
 
     @property
     def connected(self) -> bool:
-        """Whether a publisher is reached right now."""
-        return any(link.connected for link in self._links)
+        """Whether the publisher is reached right now."""
+        publisher = self.publisher
+        return publisher is not None and publisher.connected
 
     @property
     def orphaned(self) -> bool:
         """Whether the update that waits for `commit_pending` has lost its publisher.
 
-        It is verified and was ordered, so it may still be applied; nobody waits for it any more.
+        It is verified and its commit was ordered, so it may still be applied; no report waits for
+        it any more.
         """
-        pending = self.ledger.pending
-        return pending is not None and not getattr(pending.link, "connected", False)
+        pending = self.weight_state.pending
+        return pending is not None and not pending.update.publisher.connected
 
-    @property
-    def links(self) -> tuple[Link | Follower, ...]:
-        """The link to every publisher that was joined and not left."""
-        return tuple(self._links)
-
-    def link_to(self, address: str) -> Link | Follower | None:
-        """Return the link to a publisher that was joined and not left; None if there is none.
+    def publisher_at(self, address: str) -> PublisherConnection | Follower | None:
+        """Return the publisher, if it was joined by this address; else None.
 
         Raises:
             AddressError: Not an address.
         """
-        place = _place(address)
-        return next((each for each in self._links if _place(each.address) == place), None)
-
-    @property
-    def has_publisher(self) -> bool:
-        """Whether a publisher is reached right now, not only a folder of versions."""
-        return any(isinstance(link, Link) and link.connected for link in self._links)
+        place, publisher = _place(address), self.publisher
+        return publisher if publisher is not None and _place(publisher.address) == place else None
 
     @property
     def refusal(self) -> Exception | None:
-        """Why a publisher last refused this worker (token, protocol); None if none has."""
-        return next((link.refusal for link in self._links if link.refusal), None)
+        """Why the publisher last refused this worker (token, protocol); None if it has not."""
+        return None if self.publisher is None else self.publisher.refusal
 
     @property
     def last_error(self) -> Exception | None:
@@ -419,15 +439,21 @@ class WorkerSession:
     @property
     def num_dropped(self) -> int:
         """Late or repeated messages that were dropped."""
-        return sum(link.num_dropped for link in self._links)
+        return self.weight_state.num_dropped
 
     def close(self) -> None:
-        """Leave every publisher. The model keeps the weights that it has."""
-        if os.getpid() != self._pid or not self.ledger.close():
+        """Leave the publisher. The model keeps the weights that it has."""
+        if os.getpid() != self._pid:
             return
-        self._forget_weights()
-        for link in self._links:
-            link.close()
+        with self._joining:
+            if self.weight_state.closed:
+                return
+            pending = self.weight_state.close()
+            self._forget_weights()
+            if self.publisher is not None:
+                self.publisher.close()
+        if pending is not None:
+            self.notify_aborted(pending, RoundAbortedError("the worker session was closed"))
 
     def __enter__(self) -> Self:
         return self
@@ -435,20 +461,20 @@ class WorkerSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- for links; none of these waits
+    # -- for the publisher's thread; none of these waits
 
     def hello(self, host: str | None = None) -> Hello:
-        """Return what this worker is and holds, for who has invited it by way of `host`."""
-        ledger = self.ledger
-        with ledger.changed:
+        """Return what this worker is and holds; `host` is the endpoint that let it join."""
+        state = self.weight_state
+        with state.changed:
             return Hello(
                 worker=self.name,
                 instance=self._instance,
-                rank=self._rank,
+                rank=self.rank,
                 num_ranks=self.num_ranks,
-                version=ledger.held.version,
-                fingerprint=ledger.held.fingerprint,
-                state=ledger.standing,
+                version=state.held.version,
+                fingerprint=state.held.fingerprint,
+                state=state.state_for_publisher,
                 host=host,
                 host_ranks=self.host_ranks,
             )
@@ -456,8 +482,8 @@ class WorkerSession:
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Return what updates must look like; a target without a schema follows the last one."""
         schema = self._target.schema()
-        last = self.ledger.held.manifest
-        return _schema_of(last) if schema is None and last is not None else schema
+        last = self.weight_state.held.manifest
+        return schema_of(last) if schema is None and last is not None else schema
 
     def notes(self) -> list[str]:
         """Return what a publisher should know of this worker before a round."""
@@ -465,21 +491,15 @@ class WorkerSession:
             return []
         return ["keeps no previous version: a failed commit empties it"]
 
-    def ack(self, pending: Pending, outcome: str, error: WTransferError | None = None) -> None:
-        """Tell the publisher what came of its round, and what is held now."""
-        ledger = self.ledger
-        with ledger.changed:
-            ack = Ack(
-                round_id=pending.round_id,
-                outcome=outcome,
-                version=ledger.held.version,
-                fingerprint=ledger.held.fingerprint,
-                state=ledger.standing,
-                seconds=pending.seconds,
-                error=None if error is None else ErrorInfo.of(error),
-            )
-            # Under the lock: publishers take the last message for what is held.
-            pending.link.send(ack)
+    def notify_aborted(self, pending: Pending, error: WTransferError) -> None:
+        """Tell observers that an update whose commit was ordered is not what the model has."""
+        error.add_facts(**pending.update.facts)
+        hooks.notify("wtransfer_round_aborted", error=error, **pending.update.facts)
+
+    def _send(self, message: msgspec.Struct) -> None:
+        publisher = self.publisher
+        if publisher is not None:
+            publisher.send(message)
 
     # -- applying
 
@@ -493,148 +513,127 @@ class WorkerSession:
                 self._model_thread = None
 
     def _do_pending(self) -> tuple[bool, Failure | None]:
-        pending = self.ledger.begin()
+        pending = self.weight_state.begin()
         if pending is None:
             return False, None
         # KV cache of the old weights is not served from here on, nor any that is not surely new.
-        with self._weights.changing(lambda: self.ledger.held.kv_name):
+        with self._weights.changing(lambda: self.weight_state.held.kv_name):
             if pending.rollback_reason is not None:
-                return False, self._go_back(pending)
+                return False, self._roll_back(pending, pending.held)
             failure = self._apply(pending)
             if failure is None and self.num_ranks > 1:
-                failure = self._await_release(pending)
+                failure = self._await_finish(pending)
             return True, failure
 
     def _apply(self, pending: Pending) -> Failure | None:
         begun = time.monotonic()
-        pending.seconds["wait"] = begun - pending.since
-        tensors = pending.held.tensors
-        assert tensors is not None
-        handed = NotedTensors(tensors)
-        previous = None
+        pending.update.seconds["wait"] = begun - pending.since
+        state, held = self.weight_state, pending.held
+        assert held.tensors is not None
+        handed = NotedTensors(held.tensors)
+        previous = state.held
+        touched = False
         try:
-            self._check_unchanged(pending)
-            previous = self._restorable()
+            if pending.update.judged is not None:
+                # Coverage was proven for the model as it was then.
+                check_unchanged(pending.update.judged, self.schema())
+            if self._keep_previous and previous.tensors is None and not state.empty:
+                previous = replace(previous, tensors=self._target.capture())
+            touched = True
             self._target.apply(handed)
-            pending.seconds["commit"] = time.monotonic() - begun
+            pending.update.seconds["commit"] = time.monotonic() - begun
             # Within: an interrupt between the two would leave new weights under the old label.
-            self.ledger.committed(pending, previous, keep=self._keep_previous)
+            # Observers come after: the publisher waits for the ack, with a deadline.
+            state.applied(pending, previous, keep=self._keep_previous)
         except BaseException as error:
-            return self._restore(previous, pending, error, handed.last_read)
+            return self._roll_back(
+                pending, previous, cause=error, touched=touched, last_read=handed.last_read
+            )
         self._last_error = None
-        # Told first: the publisher waits, with a deadline, and observers may be slow.
-        self.ack(pending, "committed")
         hooks.notify(
             "wtransfer_weights_committed",
-            version=pending.held.version,
-            fingerprint=pending.held.fingerprint,
-            round_id=pending.round_id,
+            version=held.version,
+            fingerprint=held.fingerprint,
+            round_id=pending.update.round_id,
             worker=self.name,
         )
         return None
 
-    def _check_unchanged(self, pending: Pending) -> None:
-        """Raise if the model is not what the update was judged by: coverage would be no proof."""
-        judged = pending.schema
-        now = None if judged is None else self.schema()
-        if judged is None or now is None or judged == now:
-            return
-        names = [*judged, *(name for name in now if name not in judged)]
-        wrong = [name for name in names if judged.get(name) != now.get(name)]
-        name = wrong[0]
-        raise SchemaError(
-            f"the model has changed in {len(wrong)} of its names since the update was judged, "
-            f"first {name!r}: {_shown(judged.get(name))} then, {_shown(now.get(name))} now",
-            piece=name,
-        )
-
-    def _restorable(self) -> Held:
-        """Return what the model has, with tensors if there is a way back to it."""
-        held = self.ledger.held
-        if self._keep_previous and held.tensors is None and not self.ledger.empty:
-            return replace(held, tensors=self._target.capture())
-        return held
-
-    def _restore(
-        self, way_back: Held | None, pending: Pending, cause: BaseException, last_read: str | None
+    def _roll_back(
+        self,
+        pending: Pending,
+        previous: Held,
+        *,
+        cause: BaseException | None = None,
+        touched: bool = True,
+        last_read: str | None = None,
     ) -> Failure:
-        """Go back after `cause`, and return what the caller shall see.
+        """Apply the previous set again, and return what the caller of `commit_pending` shall see.
 
         Args:
-            way_back: What the model had; None if the model was not touched yet.
-            pending: What was to be applied.
-            cause: Why it was not.
-            last_read: The tensor that the target had taken last.
+            pending: The commit that failed, or the rollback that was ordered.
+            previous: What the model had.
+            cause: Why the commit failed; None: the publisher has ordered a rollback.
+            touched: Whether the model may have been changed.
+            last_read: The tensor that the target had read last.
         """
-        previous = way_back or self.ledger.held
-        # An empty worker, whose model was not touched, is as empty as before.
-        restored = self._put_back(previous) if way_back else not self.ledger.empty
-        self.ledger.put_back(previous, restored=restored)
-        back = f"{previous.version!r}" if previous.version else "its first weights"
-        now = (
-            f"the worker has {back} again"
-            if restored
-            else "the old version could not be restored: this worker must not serve"
-        )
-        piece = getattr(cause, "piece", None) or last_read
-        where = f" after reading {piece!r}" if piece else ""
-        failure = CommitError(
-            f"applying {pending.held.version!r} failed{where} ({type(cause).__name__}: {cause}); "
-            f"{now}",
-            worker=self.name,
-            round_id=pending.round_id,
-            version=pending.held.version,
-            phase="commit",
-            piece=piece,
-        )
-        failure.restored = restored
-        self._last_error = ErrorInfo.of(failure).rebuild()
-        self.ack(pending, "restored" if restored else "empty", failure)
-        return Failure(failure, cause) if isinstance(cause, Exception) else Failure(cause)
-
-    def _put_back(self, previous: Held) -> bool:
-        """Apply `previous`; return whether the model is whole again."""
-        restored = previous.tensors is not None
-        if previous.tensors is not None:
+        undone = pending.update.version
+        # An empty worker whose model was not touched is as empty as before.
+        restored = previous.tensors is not None if touched else not self.weight_state.empty
+        if restored and touched:
+            assert previous.tensors is not None
             try:
                 self._target.apply(previous.tensors)
             except BaseException:
                 logger.exception("%s could not restore %r", self.name, previous.version)
                 restored = False
-        return restored
-
-    def _go_back(self, pending: Pending) -> Failure:
-        """Undo a commit because another rank of the instance failed, and say so."""
-        undone = self.ledger.held.version
-        restored = self._put_back(pending.held)
-        self.ledger.put_back(pending.held, restored=restored)
+        not_restored = "the old version could not be restored: this worker must not serve"
+        if cause is None:
+            piece = None
+            text = f"{undone!r} was rolled back: {pending.rollback_reason}"
+            text += "" if restored else f"; {not_restored}"
+        else:
+            piece = getattr(cause, "piece", None) or last_read
+            back = f"{previous.version!r}" if previous.version else "its first weights"
+            text = (
+                f"applying {undone!r} failed{f' after reading {piece!r}' if piece else ''} "
+                f"({type(cause).__name__}: {cause}); "
+                f"{f'the worker has {back} again' if restored else not_restored}"
+            )
         failure = CommitError(
-            f"{undone!r} was taken back: {pending.rollback_reason}"
-            + ("" if restored else "; the old version could not be restored: must not serve"),
+            text,
             worker=self.name,
-            round_id=pending.round_id,
+            round_id=pending.update.round_id,
+            version=undone,
+            phase="commit",
+            piece=piece,
         )
         failure.restored = restored
         self._last_error = ErrorInfo.of(failure).rebuild()
-        self.ack(pending, "reverted" if restored else "empty", failure)
-        return Failure(failure)
+        self.weight_state.not_applied(pending, previous, failure, restored=restored)
+        self.notify_aborted(pending, failure)
+        if cause is None or isinstance(cause, Exception):
+            return Failure(failure, cause)
+        return Failure(cause)
 
-    def _await_release(self, committed: Pending) -> Failure | None:
+    def _await_finish(self, committed: Pending) -> Failure | None:
         """Wait until every rank has committed; between two of them no step may run."""
-        ledger = self.ledger
+        state = self.weight_state
 
         def settled() -> bool:
-            return ledger.released or ledger.pending is not None or ledger.closed
+            return state.finished or state.pending is not None or state.closed
 
-        with ledger.changed:
-            if not ledger.changed.wait_for(settled, self._deadline_s):
+        with state.changed:
+            if not state.changed.wait_for(settled, self._deadline_s):
                 # Others may not have committed: this rank must not serve new weights alone.
                 reason = f"not released within {self._deadline_s:g} s"
-                ledger.rollback(committed.link, committed.round_id, reason)
-            rollback = ledger.pending
-        if rollback is not None and rollback.rollback_reason is not None:
-            return self._go_back(rollback)
-        return None
+                state.rollback(committed.update.round_id, reason)
+            # Else it was finished, and the next commit may be pending already.
+            rollback = state.pending
+            if rollback is None or rollback.rollback_reason is None:
+                return None
+            state.begin()
+        return self._roll_back(rollback, rollback.held)
 
     def _check_not_within(self) -> None:
         if self._model_thread == threading.get_ident():
@@ -645,7 +644,7 @@ class WorkerSession:
 
     def _check_usable(self) -> None:
         self._check_process()
-        if self.ledger.closed:
+        if self.weight_state.closed:
             raise ClosedError("this WorkerSession is closed")
 
     def _check_process(self) -> None:
@@ -655,18 +654,5 @@ class WorkerSession:
             )
 
 
-def _shown(spec: TensorSpec | None) -> str:
-    if spec is None:
-        return "not there"
-    tied = f", tied to {', '.join(map(repr, spec.aliases))}" if spec.aliases else ""
-    return f"{dtype_name(spec.dtype)} {list(spec.shape)}{tied}"
-
-
 def _place(address: str) -> Address | Path:
     return folder_of(address) if is_folder(address) else parse_address(address)
-
-
-def _schema_of(manifest: Manifest) -> Mapping[str, TensorSpec]:
-    return {
-        piece.name: TensorSpec(torch_dtype(piece.dtype), piece.shape) for piece in manifest.pieces
-    }

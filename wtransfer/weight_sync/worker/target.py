@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import ItemsView, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.errors import SchemaError
 from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
-from wtransfer.weight_sync.state import (
+from wtransfer.weight_sync.storages import (
     Storage,
     group_storages,
     memory_address,
@@ -44,7 +44,7 @@ class StateDictTarget:
         commit: ``"adopt"`` points a tensor at the staged memory, which costs nothing and needs no
             second copy, but changes its address; tensors of up to 16 KiB are copied. ``"copy"``
             writes into the existing memory: for models
-            whose addresses somebody holds (a captured graph, an optimizer's flat buffer). An update
+            whose addresses are in use (by a captured graph, an optimizer's flat buffer). An update
             must not lie in the model's own memory, ever.
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
             parts of a flat buffer, made in inference mode) are copied either way. Staged tensors
@@ -196,29 +196,6 @@ class NotedTensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def items(self) -> ItemsView[str, torch.Tensor]:
-        """Return pairs; a pair counts as read when it is handed out."""
-        return _NotedItems(self)
-
-    def note(self, name: str) -> None:
-        """Note the tensor that is read now."""
-        self.last_read = name
-
-    def note_each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield pairs, noting each."""
-        for name, tensor in self.tensors.items():
-            self.last_read = name
-            yield name, tensor
-
-
-class _NotedItems(ItemsView[str, "torch.Tensor"]):
-    """The pairs of `NotedTensors`; Python's own view makes two calls for each."""
-
-    _mapping: NotedTensors
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._mapping.note_each()
-
 
 def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.Tensor:
     """Return a staged tensor in the dtype of the model's, alone in its memory."""
@@ -229,7 +206,7 @@ def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.T
         staged = _copied(fresh, staged)
     elif staged.numel():
         # A storage of its own: what moves the model's in place (`share_memory`, sending it to
-        # another process) must not move the version to go back to.
+        # another process) must not move the version that a rollback would apply.
         staged = torch.from_numpy(byte_view(staged)).view(staged.dtype).view(staged.shape)
     taken.add(staged.data_ptr())
     return staged

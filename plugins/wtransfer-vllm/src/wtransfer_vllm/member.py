@@ -163,5 +163,6 @@ class Member:
         if self._joined.pop(address, None) is None or self.session is None:
             return
         # Closed before its engine, where the interpreter ends: then it has left already.
-        with contextlib.suppress(ClosedError):
+        # Or another publisher has replaced one that was lost.
+        with contextlib.suppress(ClosedError, ValueError):
             self.session.leave(address)

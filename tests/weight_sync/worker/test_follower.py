@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from wtransfer import WorkerSession
 from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
 from wtransfer.errors import (
@@ -17,6 +18,7 @@ from wtransfer.errors import (
     CommitError,
     DigestMismatchError,
     ManifestError,
+    RoundBusyError,
     SchemaError,
     SourceError,
     StagingMemoryError,
@@ -26,7 +28,6 @@ from wtransfer.registry import hooks
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
 from wtransfer.weight_sync.worker import session as session_module
-from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weights import ProcessWeights
 
@@ -111,8 +112,6 @@ def test_every_further_version_is_taken_once(publish, follow):
     sent = publish("v2")
     assert session.commit_pending(PATIENCE_S)
     assert (session.version, contents(model)) == ("v2", sent)
-    # The previous set was released.
-    assert session.ledger.released
 
 
 def test_a_version_of_the_same_weights_is_not_taken_again(store, publish, follow, weights):
@@ -406,59 +405,6 @@ def test_observers_see_the_end_of_an_offered_version(publish, weights, follow, o
     assert text in observed["v1"]
 
 
-def test_observers_see_the_end_of_a_version_that_a_round_has_overtaken(
-    made_over_shm, store, weights, paused_reading, observed
-):
-    made, (reading, go_on) = made_over_shm, paused_reading
-    member = made.join()
-    member.session.join(f"file:{store.root}")
-    assert reading.wait(PATIENCE_S)
-    weights["layer.1"] += 1
-    assert made.finish(made.publisher.publish("new", wait=False)).ok
-    go_on.set()
-    eventually(lambda: "old" in observed)
-    assert "meanwhile" in observed["old"]
-
-
-# -- beside a live publisher
-
-
-def test_a_worker_may_follow_both_the_folder_and_its_publisher(fleet, store, weights):
-    made = fleet(weights, engine="file", options={"path": str(store.root)})
-    member = made.join()
-    member.session.join(f"file:{store.root}")
-    for number in range(5):
-        weights["layer.1"] += 1
-        assert made.publish(f"v{number}").ok
-        assert (member.session.version, member.contents) == (f"v{number}", contents(weights))
-    assert not member.session.commit_pending(0.2)
-
-
-def test_a_version_from_a_publisher_is_not_replaced_by_the_folder(fleet, store, publish, weights):
-    publish("v1")
-    made = fleet(weights, engine="shm")
-    member = made.join()
-    member.session.join(f"file:{store.root}")
-    assert member.session.commit_pending(PATIENCE_S)
-    weights["layer.1"] += 1
-    assert made.publish("v2").ok
-    assert not member.session.commit_pending(0.2)
-    assert member.session.version == "v2"
-
-
-def test_a_folder_changes_nothing_while_a_publisher_is_reached(fleet, store, publish, weights):
-    made = fleet(weights, engine="shm")
-    member = made.join()
-    member.session.join(f"file:{store.root}")
-    assert made.publish("sent").ok
-    listed = publish("listed")
-    assert not member.session.commit_pending(0.3)
-    assert member.session.version == "sent"
-    made.publisher.close()
-    assert member.session.commit_pending(PATIENCE_S)
-    assert (member.session.version, member.contents) == ("listed", listed)
-
-
 def test_a_version_that_comes_while_another_waits_is_taken_after_it(publish, follow):
     publish("v1")
     _, session = follow()
@@ -470,43 +416,62 @@ def test_a_version_that_comes_while_another_waits_is_taken_after_it(publish, fol
         assert session.version == version
 
 
-@pytest.mark.parametrize("when", ["in its midst", "at its end"])
-def test_a_round_that_begins_while_a_folder_is_read_wins(
-    made_over_shm, store, weights, paused_reading, when
-):
-    made, (reading, go_on) = made_over_shm, paused_reading
-    member = made.join()
-    member.session.join(f"file:{store.root}")
+def test_leaving_while_a_version_is_read_ends_the_reading(publish, follow, store, paused_reading):
+    reading, go_on, read = paused_reading
+    publish("v1")
+    _, session = follow()
     assert reading.wait(PATIENCE_S)
-    weights["layer.1"] += 1
-    round_ = made.publisher.publish("new", wait=False)
-    if when == "at its end":
-        assert made.finish(round_).ok
-    else:
-        eventually(lambda: round_.phase not in ("init", "plan"))
+    leaving = threading.Thread(target=lambda: session.leave(f"file:{store.root}"))
+    leaving.start()
+    eventually(lambda: session.publisher is None)
     go_on.set()
-    assert made.finish(round_).ok
-    assert not member.session.commit_pending(0.2)
-    assert member.session.version == "new"
+    leaving.join(PATIENCE_S)
+    assert not session.commit_pending(0.1)
+    assert (session.state, session.refusal) == ("fresh", None)
+    assert len(read) == 1
+
+
+# -- beside a live publisher
+
+
+def test_folder_is_refused_while_a_publisher_is_connected_and_the_other_way_round(
+    fleet, store, publish, weights
+):
+    listed = publish("listed")
+    made = fleet(weights, engine="shm")
+    member, address = made.join(), made.publisher.address
+    with pytest.raises(RoundBusyError, match=f"its publisher is {address}, connected for"):
+        member.session.join(f"file:{store.root}")
+    member.session.leave(address)
+    member.session.join(f"file:{store.root}")
+    assert member.session.commit_pending(PATIENCE_S)
+    assert (member.session.version, member.contents) == ("listed", listed)
+    with pytest.raises(RoundBusyError, match=f"its publisher is file:{store.root}"):
+        member.session.join(address, token=made.publisher.token)
+
+
+def test_folder_takes_the_place_of_a_publisher_that_was_lost(fleet, store, publish, weights):
+    listed = publish("listed")
+    made = fleet(weights, engine="shm")
+    member = made.join()
+    made.publisher.close()
+    member.session.join(f"file:{store.root}")
+    assert member.session.commit_pending(PATIENCE_S)
+    assert (member.session.version, member.contents) == ("listed", listed)
 
 
 @pytest.fixture
-def made_over_shm(fleet, publish, weights):
-    publish("old")
-    return fleet(weights, engine="shm")
-
-
-@pytest.fixture
-def paused_reading(made_over_shm, monkeypatch):
-    """Followers stop after their first tensor: an event that says so, and one that ends it."""
-    reading, go_on = threading.Event(), threading.Event()
+def paused_reading(monkeypatch):
+    """Followers stop after their first tensor: events that say so and end it, and what was read."""
+    reading, go_on, names = threading.Event(), threading.Event(), []
     read = CheckpointSource.iter_full
 
     def slowly(source):
         for pair in read(source):
+            names.append(pair[0])
             reading.set()
             assert go_on.wait(PATIENCE_S)
             yield pair
 
     monkeypatch.setattr(CheckpointSource, "iter_full", slowly)
-    return reading, go_on
+    return reading, go_on, names

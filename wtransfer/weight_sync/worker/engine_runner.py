@@ -1,4 +1,4 @@
-"""The engine that a worker runs for one publisher: made on request, guarded, rebuilt."""
+"""Run the engine of one publisher: made on request, guarded, rebuilt after a hang."""
 
 from __future__ import annotations
 
@@ -36,23 +36,31 @@ UNBLOCK_GRACE_S = 1.0
 """Seconds an engine gets to return after ``abort_weight_update`` before its thread is abandoned."""
 
 
-class HostedEngine:
-    """An engine, the thread it is called on, and what it was made from.
+class EngineRunner:
+    """Calls an engine, on a thread of its own that can be given up.
 
-    Everything but `submit`, `abort` and `shutdown` runs on that thread.
+    Everything but `submit`, `abort`, `leave_group` and `shutdown` runs on that thread.
 
     Args:
         rank: Rank within the serving instance.
         num_ranks: Ranks of the instance.
         allowed: Engine names that a peer may ask for; None: every one that is found here.
+        reader: An engine without state, in the place of those that are asked for.
     """
 
-    def __init__(self, rank: int, num_ranks: int, allowed: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        allowed: Collection[str] | None,
+        reader: Any = None,
+    ) -> None:
         self._rank = rank
         self._num_ranks = num_ranks
         self._allowed = allowed
+        self._reader = reader
         self._init: Init | None = None
-        self._engine: Any = None
+        self._engine: Any = reader
         self._lock = threading.Lock()
         self._closed = False
         self._mover = SerialThread("wtransfer-engine")
@@ -99,8 +107,8 @@ class HostedEngine:
             if all(call.done is not running for call in waiting):
                 self._given_up.add(running)
             self._mover = SerialThread("wtransfer-engine")
-            # Whoever has put another one in the place of the first, has shut that one down.
-            left, self._engine = self._engine, None
+            # An engine that was replaced meanwhile has been shut down by its successor's `make`.
+            left, self._engine = self._engine, self._reader
             for call in waiting:
                 self._mover.resubmit(call)
             if self._closed:
@@ -131,7 +139,7 @@ class HostedEngine:
     @property
     def name(self) -> str | None:
         """Engine name, once one was asked for."""
-        return None if self._init is None else self._init.engine
+        return getattr(self._reader, "name", None) if self._init is None else self._init.engine
 
     # -- on the engine's thread
 
@@ -182,7 +190,7 @@ class HostedEngine:
         again before the last view of it is gone; one that derives from them may do as it likes.
         """
         return not self.copies and not type(self._own()).__module__.startswith(
-            ("wtransfer.engines.", "wtransfer_nccl.")
+            ("wtransfer.engines.", "wtransfer.weight_sync.", "wtransfer_nccl.")
         )
 
     @property

@@ -1,17 +1,16 @@
-"""A worker's side of one publisher, against a publisher that is played by hand."""
+"""A worker against a publisher that is played by hand."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
 import wtransfer
 from wtransfer.engines.factory import WeightTransferEngineFactory
-from wtransfer.errors import CommitError, RoundAbortedError, RoundBusyError
+from wtransfer.errors import CommitError, RoundBusyError
 from wtransfer.manifest import Manifest
 from wtransfer.registry import hooks
 from wtransfer.testing.memory import MemoryEngine
@@ -33,10 +32,6 @@ from wtransfer.weight_sync.messages import (
     Rollback,
     Vote,
 )
-from wtransfer.weight_sync.worker import hosted as hosted_module
-from wtransfer.weight_sync.worker.hosted import HostedEngine
-from wtransfer.weight_sync.worker.ledger import Held, Ledger, Pending
-from wtransfer.weight_sync.worker.session import WorkerSession
 
 TIMEOUT_S = 10
 
@@ -137,7 +132,7 @@ def join(publisher):
 
     def make(**options):
         token = publisher.listener.token
-        session = WorkerSession(
+        session = wtransfer.WorkerSession(
             AnyTarget(), join=publisher.listener.address, token=token, **options
         )
         sessions.append(session)
@@ -164,14 +159,13 @@ def observe():
 
 
 def wait_until_pending(session):
-    with session.ledger.changed:
-        assert session.ledger.changed.wait_for(lambda: session.ledger.pending, TIMEOUT_S)
+    eventually(lambda: session.pending)
 
 
-# -- a commit that is taken back
+# -- a commit that is rolled back
 
 
-def test_a_commit_that_is_taken_back_before_it_is_applied_is_dropped(publisher, join):
+def test_a_commit_that_is_rolled_back_before_it_is_applied_is_dropped(publisher, join):
     session = join(instance="i", rank=0, num_ranks=2)
     publisher.order_commit()
     wait_until_pending(session)
@@ -182,7 +176,7 @@ def test_a_commit_that_is_taken_back_before_it_is_applied_is_dropped(publisher, 
     assert not session.commit_pending()
 
 
-def test_a_commit_that_is_taken_back_while_it_is_applied_is_undone(publisher, join):
+def test_a_commit_that_is_rolled_back_while_it_is_applied_is_undone(publisher, join):
     session = join(instance="i", rank=0, num_ranks=2)
     publisher.order_commit()
     GATES.apply = gate = threading.Event()
@@ -199,9 +193,9 @@ def test_a_commit_that_is_taken_back_while_it_is_applied_is_undone(publisher, jo
     thread.start()
     assert GATES.applying.wait(TIMEOUT_S)
     publisher.send(Rollback("r", "rank 1 was lost"))
-    with session.ledger.changed:
-        while session.ledger.pending is not None:
-            session.ledger.changed.wait(0.01)
+    # Answered after the rollback was taken; nothing can be staged before it is done.
+    publisher.send(Plan("next", "v2", Manifest(())))
+    assert "commit pending since" in publisher.hear(Refuse).error.message
     gate.set()
     thread.join(TIMEOUT_S)
     # Never "discarded": the model was being changed.
@@ -281,84 +275,6 @@ def eventually(holds):
         time.sleep(0.005)
 
 
-def test_an_abort_never_reaches_the_engine_that_comes_after_the_one_that_was_meant():
-    hosted, aborted = HostedEngine(0, 1, None), []
-
-    def engine(name):
-        return SimpleNamespace(
-            abort_weight_update=lambda: aborted.append(name), shutdown=lambda: None
-        )
-
-    class EndsMeanwhile(threading.Event):
-        """Looks as if its task ran, which then ends, and another has made its engine."""
-
-        def is_set(self):
-            hosted._engine = engine("after")
-            self.set()
-            return False
-
-    hosted._engine = engine("meant")
-    hosted.abort(EndsMeanwhile())
-    assert aborted == ["meant"]
-    hosted.shutdown()
-
-
-def stuck_engine():
-    """Return an engine that no abort ends, and what was done to it."""
-    done = []
-    return SimpleNamespace(
-        abort_weight_update=lambda: done.append("abort"), shutdown=lambda: done.append("shutdown")
-    ), done
-
-
-def test_a_task_that_was_given_up_takes_no_later_engine_with_it(monkeypatch):
-    monkeypatch.setattr(hosted_module, "UNBLOCK_GRACE_S", 0.05)
-    hosted, gate = HostedEngine(0, 1, None), threading.Event()
-    hosted._engine, done = stuck_engine()
-    hanging = hosted.submit(lambda: gate.wait(TIMEOUT_S))
-    hosted.abort(hanging)
-    eventually(lambda: done == ["abort", "shutdown"])
-    hosted._engine, done = stuck_engine()
-    hosted.abort(hanging)
-    assert done == []
-    gate.set()
-    hosted.shutdown()
-
-
-def test_a_task_that_had_yet_to_run_can_still_be_given_up(monkeypatch):
-    """Not it, but what it stood behind was left."""
-    monkeypatch.setattr(hosted_module, "UNBLOCK_GRACE_S", 0.05)
-    hosted, gate, ran = HostedEngine(0, 1, None), threading.Event(), threading.Event()
-    hosted.submit(lambda: gate.wait(TIMEOUT_S))
-    queued = hosted.submit(lambda: gate.wait(TIMEOUT_S))
-    hosted.submit(ran.set)
-    hosted.abort(queued)
-    hosted.abort(queued)
-    assert ran.wait(TIMEOUT_S / 2)
-    gate.set()
-    hosted.shutdown()
-
-
-def test_an_engine_that_was_replaced_meanwhile_is_not_shut_down_twice(monkeypatch):
-    monkeypatch.setattr(hosted_module, "UNBLOCK_GRACE_S", 0.2)
-    hosted, gate = HostedEngine(0, 1, None), threading.Event()
-    (first, done), (second, done_to_second) = stuck_engine(), stuck_engine()
-    hosted._engine = first
-
-    def make():
-        # After an abort that meant the first one.
-        eventually(lambda: done == ["abort"])
-        hosted._drop()
-        hosted._engine = second
-        gate.wait(TIMEOUT_S)
-
-    hosted.abort(hosted.submit(make))
-    eventually(lambda: done_to_second == ["shutdown"])
-    assert done == ["abort", "shutdown"]
-    gate.set()
-    hosted.shutdown()
-
-
 def test_a_process_that_ends_closes_its_session_though_it_gets_no_more_threads(
     publisher, join, monkeypatch
 ):
@@ -378,57 +294,7 @@ def test_a_process_that_ends_closes_its_session_though_it_gets_no_more_threads(
     eventually(lambda: "wtransfer-engine" not in [each.name for each in threading.enumerate()])
 
 
-def test_a_thread_that_was_given_up_gets_no_engine():
-    hosted, gate, raised = HostedEngine(0, 1, None), threading.Event(), []
-
-    def come_back_late():
-        gate.wait(TIMEOUT_S)
-        calls = [
-            hosted.ensure,
-            lambda: hosted.optional("start_weight_update"),
-            lambda: hosted.receive({}, list),
-            lambda: hosted.make(init),
-        ]
-        for call in calls:
-            with pytest.raises(RoundAbortedError, match="given up"):
-                call()
-            raised.append(call)
-
-    init = Init(1, "tests-gated", None, None, 0, 1, {"shelf": "nothing is on it"})
-    hanging = hosted.submit(come_back_late)
-    hosted.abort(hanging)
-    assert hosted.submit(lambda: hosted.make(init)).wait(TIMEOUT_S)
-    engine = hosted._engine
-    gate.set()
-    assert hanging.wait(TIMEOUT_S)
-    assert len(raised) == 4
-    assert hosted._engine is engine is not None
-    hosted.shutdown()
-
-
-def test_closing_while_an_engine_hangs_leaves_no_thread_that_waits_for_more():
-    # The check that nothing is left runs after each test of this folder.
-    hosted, gate = HostedEngine(0, 1, None), threading.Event()
-    hanging = hosted.submit(lambda: gate.wait(TIMEOUT_S) and None)
-    hosted.shutdown()
-    hosted.abort(hanging)
-    gate.set()
-    assert hanging.wait(TIMEOUT_S)
-
-
 # -- closing and joining
-
-
-def test_a_closed_ledger_keeps_no_tensors():
-    ledger = Ledger()
-    held = Held("v1", "f", Manifest(()), {})
-    ledger.close()
-    ledger.offer(Pending(None, "r", held, {}))
-    assert ledger.pending is None
-    ledger.committed(Pending(None, "r", held, {}), held, keep=True)
-    assert (ledger.held.version, ledger.held.tensors, ledger._previous) == ("v1", None, None)
-    ledger.put_back(held, restored=True)
-    assert ledger.held.tensors is None
 
 
 def test_an_address_is_joined_once(publisher, join):
@@ -439,13 +305,13 @@ def test_an_address_is_joined_once(publisher, join):
 
 def test_an_address_that_cannot_be_read_starts_nothing():
     with pytest.raises(ValueError, match="nowhere"):
-        WorkerSession(AnyTarget(), join="nowhere", token="t" * 64)
+        wtransfer.WorkerSession(AnyTarget(), join="nowhere", token="t" * 64)
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, float("inf"), float("nan")])
 def test_a_deadline_is_a_finite_number_above_zero(deadline_s):
     with pytest.raises(ValueError, match="deadline_s"):
-        WorkerSession(AnyTarget(), deadline_s=deadline_s)
+        wtransfer.WorkerSession(AnyTarget(), deadline_s=deadline_s)
 
 
 # -- observers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from wtransfer.weight_sync.state import (
+from wtransfer.weight_sync.storages import (
     group_storages,
     module_tensors,
     only_tensors,

@@ -1,0 +1,466 @@
+"""One publisher as its worker sees it, and one round of it.
+
+`Participant` answers a publisher's messages; `StagedUpdate` is an update on its way to the commit:
+judged, received, verified. `PublisherConnection` is a publisher that is dialed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from wtransfer.calls import forget_frames
+from wtransfer.errors import PeerError, ProtocolError, RoundAbortedError, WTransferError
+from wtransfer.manifest import Manifest
+from wtransfer.registry import hooks
+from wtransfer.transport.channel import Dialer
+from wtransfer.transport.layout import TensorLayout
+from wtransfer.transport.memory import require_memory
+from wtransfer.weight_sync.messages import (
+    CODEC,
+    Abort,
+    Accept,
+    Commit,
+    Data,
+    ErrorInfo,
+    Fault,
+    Finish,
+    Init,
+    Plan,
+    Prepare,
+    Progress,
+    Ready,
+    Received,
+    Refuse,
+    Refused,
+    Rollback,
+    Vote,
+)
+from wtransfer.weight_sync.worker.engine_runner import EngineRunner
+from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
+from wtransfer.weight_sync.worker.staging import Staging
+from wtransfer.weight_sync.worker.weight_state import Held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    import msgspec
+
+    from wtransfer.engines.interface import TensorSpec
+    from wtransfer.transport.channel import Connection
+    from wtransfer.weight_sync.worker.follower import Follower
+    from wtransfer.weight_sync.worker.session import WorkerSession
+    from wtransfer.weight_sync.worker.weight_state import Pending
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 0.1
+"""Least time between two progress messages."""
+
+
+class StagedUpdate:
+    """One update beside the model: judged, received and verified on the engine's thread.
+
+    Args:
+        plan: What the publisher announces.
+        manifest: The one of the plan, or else the last one that came from this publisher.
+        participant: Answers the publisher.
+    """
+
+    def __init__(self, plan: Plan, manifest: Manifest, participant: Participant) -> None:
+        self.publisher = participant.publisher
+        self.round_id = plan.round_id
+        self.version = plan.version
+        self.held = Held(plan.version, "", manifest)
+        """The set; complete once it is verified."""
+        self.judged: Mapping[str, TensorSpec] | None = None
+        """Schema by which the plan was judged."""
+        self.seconds: dict[str, float] = {}
+        self.dropped: str | None = None
+        """Why the round has ended without a commit."""
+        self.running = threading.Event()
+        """Set when the engine's thread has nothing more to do for it."""
+        self._participant = participant
+        self._named = plan.manifest if isinstance(plan.manifest, str) else None
+        self._layout: TensorLayout | None = None
+        self._staging: Staging | None = None
+        self._progress_at = 0.0
+        self._started_at = time.monotonic()
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What locates it, for errors and observers."""
+        session = self._participant.session
+        return {"round_id": self.round_id, "version": self.version, "worker": session.name}
+
+    def drop(self, reason: str) -> None:
+        """Release everything that is staged, under the state's lock.
+
+        The engine, which may be at work for it, is made to return by its next `load_weights`.
+        """
+        self.dropped = reason
+        staging, self._staging = self._staging, None
+        self.held = self.held.without_tensors()
+        if staging is not None:
+            staging.stop(reason)
+
+    def judge_plan(self) -> Accept:
+        """Raise unless the update fits the target and there is room for it.
+
+        Raises:
+            WTransferError: Why the plan is refused.
+        """
+        session, runner = self._participant.session, self._participant.runner
+        manifest = self.held.manifest
+        assert manifest is not None
+        layout = self._layout = self._participant.layout_of(manifest)
+        if self._named not in (None, layout.identity):
+            # What a plan names is only compared with what was computed here, of what was checked.
+            raise ProtocolError(
+                f"the plan of {self.version!r} names the manifest {self._named!r:.80}; the last "
+                f"one over this connection is {layout.identity!r}; send the plan whole"
+            )
+        runner.ensure()
+        notes = session.notes()
+        schema = session.schema()
+        casts = ""
+        if schema is None:
+            check_whole(manifest)
+        else:
+            # A copy: what a target returns may be its own, and change.
+            self.judged = dict(schema)
+            casts = check_fit(manifest, schema, cast=session.cast, cast_hint=session.cast_hint)
+        if casts:
+            notes.append("casts floating dtypes at commit")
+        # The manifest of the layout: equal ones of round after round are one object.
+        self.held = Held(self.version, "", layout.manifest, casts=casts)
+        note = runner.make_room(layout.nbytes)
+        if note is not None:
+            notes.append(note)
+        elif runner.copies or runner.allocates:
+            require_memory(layout.nbytes, f"staging update {self.version!r}")
+            notes.append(f"stages {layout.nbytes} bytes of its own")
+        staging = Staging(layout, copies=runner.copies, on_progress=self._progress)
+        with session.weight_state.changed:
+            if self.dropped is None:
+                self._staging = staging
+        runner.optional("set_layout", layout)
+        runner.optional("start_weight_update")
+        self.seconds["accept"] = time.monotonic() - self._started_at
+        hooks.notify("wtransfer_round_started", **self.facts)
+        return Accept(self.round_id, notes)
+
+    def receive(self, data: Data) -> Received:
+        """Let the engine receive once."""
+        begun = time.monotonic()
+        load_weights = self._staged().load_weights
+        self._participant.runner.receive(data.update_info, load_weights)
+        self.seconds["transfer"] = self.seconds.get("transfer", 0.0) + time.monotonic() - begun
+        return Received(self.round_id, data.seq)
+
+    def verify(self, prepare: Prepare) -> Vote:
+        """Prove that every piece has arrived as it was sent; see `Staging.verify`."""
+        begun = time.monotonic()
+        runner, state = self._participant.runner, self._participant.session.weight_state
+        runner.optional("finish_weight_update")
+        staging, layout = self._staged(), self._layout
+        assert layout is not None
+        if runner.may_rewrite:
+            staging.digest_again()
+        tied = any(spec.aliases for spec in (self.judged or {}).values())
+        digests = staging.verify(
+            prepare.digests, canonical_names(self.judged or {}) if tied else {}
+        )
+        fingerprint = layout.fingerprint(digests)
+        # What an engine delivers from here on is in no digest.
+        staging.stop("the update is verified")
+        self.seconds["verify"] = time.monotonic() - begun
+        with state.changed:
+            self._staging = None
+            self.held = Held(
+                self.version, fingerprint, layout.manifest, staging.tensors, self.held.casts
+            )
+            # In this order: the commit may come as soon as the vote has left.
+            if not state.verified(self):
+                self.held = self.held.without_tensors()
+                raise RoundAbortedError(f"the round was ended: {self.dropped}")
+        return Vote(self.round_id, fingerprint, staging.nbytes, self.seconds)
+
+    def _staged(self) -> Staging:
+        staging = self._staging
+        if staging is None:
+            raise RoundAbortedError(f"the round was ended: {self.dropped}")
+        return staging
+
+    def _progress(self, nbytes: int) -> None:
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_INTERVAL_S:
+            self._progress_at = now
+            self._participant.publisher.send(Progress(self.round_id, nbytes))
+
+
+class Participant:
+    """Answers the messages of one publisher, whether it is dialed or a folder.
+
+    `handle` never waits: the state decides what is on time, engine work is queued to the engine's
+    thread, and applying is left to the thread that owns the model.
+
+    Args:
+        session: What the worker is and holds.
+        publisher: Takes the answers.
+        runner: Runs the engine.
+        on_error: Called with what is wrong with an update, or with this worker.
+    """
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        publisher: PublisherConnection | Follower,
+        runner: EngineRunner,
+        on_error: Callable[[WTransferError], None],
+    ) -> None:
+        self.session = session
+        self.publisher = publisher
+        self.runner = runner
+        self._state = session.weight_state
+        self._on_error = on_error
+        self._manifest = Manifest(())
+        self._layout: TensorLayout | None = None
+
+    def handle(self, message: msgspec.Struct) -> None:
+        """Take the next message.
+
+        Raises:
+            ProtocolError: A publisher does not send such messages.
+        """
+        state = self._state
+        match message:
+            case Plan():
+                self._plan(message)
+            case Data():
+                staged = state.data(message.round_id, message.seq)
+                if staged is not None:
+                    self._queue(staged, lambda update: update.receive(message), Fault)
+            case Prepare():
+                staged = state.prepare(message.round_id)
+                if staged is not None:
+                    self._queue(staged, lambda update: update.verify(message), Fault)
+            case Commit():
+                state.commit(message.round_id)
+            case Finish():
+                state.finish(message.round_id)
+            case Rollback():
+                self._dropped(state.rollback(message.round_id, message.reason), message.reason)
+            case Abort():
+                self.ended(state.end_round(message.reason, message.round_id))
+            case _:
+                raise ProtocolError(f"a publisher does not send {type(message).__name__}")
+
+    def ended(self, update: StagedUpdate | None) -> None:
+        """Let the engine return from a round that has ended, if it is at work for it."""
+        if update is None:
+            return
+        error = RoundAbortedError(f"the round was ended: {update.dropped}")
+        # Not here, on the channel's thread: observers that are slow would cost the connection.
+        self.runner.submit(
+            lambda: hooks.notify("wtransfer_round_aborted", error=error, **update.facts)
+        )
+        self.runner.abort_in_background(update.running)
+
+    def begin_anew(self) -> None:
+        """Forget manifests: either end knows of those that went over the present connection."""
+        self._manifest = Manifest(())
+
+    def publisher_lost(self, reason: str) -> None:
+        """End what only the publisher could bring on."""
+        self.ended(self._state.end_round(reason))
+        self._dropped(self._state.publisher_lost(), reason)
+
+    def _dropped(self, pending: Pending | None, reason: str) -> None:
+        if pending is not None:
+            error = RoundAbortedError(f"the update was dropped before it was applied: {reason}")
+            self.runner.submit(lambda: self.session.notify_aborted(pending, error))
+
+    def layout_of(self, manifest: Manifest) -> TensorLayout:
+        """Return the checked layout of a manifest; mostly that of the round before."""
+        if self._layout is None or self._layout.manifest != manifest:
+            manifest.check()
+            self._layout = TensorLayout(manifest)
+        return self._layout
+
+    def _plan(self, plan: Plan) -> None:
+        # The publisher knows which of its rounds is alive: a new plan ends an older one.
+        self.ended(self._state.end_round(f"superseded by round {plan.round_id}"))
+        if isinstance(plan.manifest, Manifest):
+            self._manifest = plan.manifest
+        update = StagedUpdate(plan, self._manifest, self)
+        try:
+            self._state.plan(update)
+        except WTransferError as error:
+            busy = error
+            self.runner.submit(lambda: self._answer_failure(update, busy, Refuse))
+        else:
+            self._queue(update, StagedUpdate.judge_plan, Refuse)
+
+    def _queue(
+        self,
+        update: StagedUpdate,
+        step: Callable[[StagedUpdate], msgspec.Struct],
+        answer: type[Refuse | Fault],
+    ) -> None:
+        def run() -> None:
+            if update.dropped is not None:
+                return
+            try:
+                self.publisher.send(step(update))
+            except BaseException as error:
+                if not isinstance(error, WTransferError):
+                    logger.exception("round %s failed", update.round_id)
+                # The frames that raised are over; observers and logs may keep the error for long.
+                forget_frames(error)
+                if self._state.failed(update, str(error)):
+                    self._answer_failure(update, error, answer)
+
+        update.running = self.runner.submit(run)
+
+    def _answer_failure(
+        self, update: StagedUpdate, error: BaseException, answer: type[Refuse | Fault]
+    ) -> None:
+        hooks.notify("wtransfer_round_aborted", error=error, **update.facts)
+        info = ErrorInfo.of(error)
+        self._on_error(error if isinstance(error, WTransferError) else info.rebuild())
+        self.publisher.send(answer(update.round_id, info))
+
+
+class PublisherConnection:
+    """Dials one publisher until closed, and answers it.
+
+    All ``_on_*`` methods run on the channel's thread and none of them waits.
+
+    Args:
+        session: What the worker is and holds.
+        address: The publisher's.
+        token: Shared secret.
+        host: By way of which host the publisher has invited this worker.
+        engines: Engine names that the publisher may ask for; None: every one that is found here.
+    """
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        address: str,
+        token: str,
+        host: str | None,
+        engines: Collection[str] | None,
+    ) -> None:
+        self.address = address
+        self.connected_since: float | None = None
+        self.refusal: Exception | None = None
+        """Why the publisher last refused this worker, or this worker the publisher."""
+        self._session = session
+        self._host = host
+        self._runner = EngineRunner(session.rank, session.num_ranks, engines)
+        self._participant = Participant(session, self, self._runner, session.note_error)
+        self._connection: Connection | None = None
+        self._making = threading.Event()
+        self._making.set()
+        self._token = token
+        self._dialer: Dialer | None = None
+
+    def start(self) -> None:
+        """Dial."""
+        self._dialer = Dialer(
+            CODEC,
+            address=self.address,
+            token=self._token,
+            on_open=self._on_open,
+            on_message=self._on_message,
+            on_close=self._on_close,
+            on_refused=self._on_refused,
+        )
+
+    @property
+    def connected(self) -> bool:
+        """Whether the publisher is reached right now."""
+        return self._connection is not None
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send to the publisher; without a connection the message has lost its meaning."""
+        self._send_to(self._connection, message)
+
+    def close(self) -> None:
+        """Leave the publisher; a round that is not committed ends."""
+        if self._dialer is not None:
+            self._dialer.close()
+        self._participant.ended(
+            self._session.weight_state.end_round("the worker closed its session")
+        )
+        # What it still does while it is made, such as to wait for a group's ranks, ends as well.
+        self._runner.abort_in_background(self._making)
+        self._runner.shutdown()
+
+    # -- on the channel's thread
+
+    def _on_open(self, connection: Connection) -> None:
+        self._participant.begin_anew()
+        # In one step: what the hello says is held must not be older than an ack before it.
+        with self._session.weight_state.changed:
+            self._connection = connection
+            self.connected_since = time.monotonic()
+            self.send(self._session.hello(self._host))
+
+    def _on_close(self, connection: Connection, error: Exception | None) -> None:
+        if connection is not self._connection:
+            return
+        self._connection = self.connected_since = None
+        self._participant.publisher_lost(f"the publisher was lost: {error}")
+        self._runner.leave_group(self._making)
+
+    def _on_refused(self, error: Exception) -> None:
+        logger.warning("publisher %s refuses this worker: %s", self.address, error)
+        self.refusal = error
+
+    def _on_message(self, _connection: Connection, message: msgspec.Struct) -> None:
+        state = self._session.weight_state
+        if isinstance(message, Init):
+            self._on_init(message)
+            return
+        is_current = state.update is None or state.update.round_id == getattr(
+            message, "round_id", None
+        )
+        self._participant.handle(message)
+        if isinstance(message, Abort) and is_current:
+            # Also of a round that ended between its init and its plan: its group is there, too. The
+            # abort comes before the init of another, on the same connection, so the group is that
+            # one.
+            self._runner.leave_group(self._making)
+
+    def _on_init(self, init: Init) -> None:
+        self._participant.ended(
+            self._session.weight_state.end_round("the engine is initialised anew")
+        )
+        # An engine that hangs while it is made must not hold up the one that is asked for now.
+        self._runner.abort_in_background(self._making)
+        # The answer goes over the same connection: a later publisher counts epochs from one, too.
+        asked_by = self._connection
+        self._making = self._runner.submit(lambda: self._make_engine(init, asked_by))
+
+    def _make_engine(self, init: Init, asked_by: Connection | None) -> None:
+        try:
+            self._runner.make(init)
+        except BaseException as error:
+            if not isinstance(error, WTransferError):
+                logger.exception("engine %r could not be made", init.engine)
+            self._send_to(asked_by, Refused(init.epoch, ErrorInfo.of(error)))
+        else:
+            self._send_to(asked_by, Ready(init.epoch))
+
+    def _send_to(self, connection: Connection | None, message: msgspec.Struct) -> None:
+        if connection is None:
+            return
+        try:
+            connection.send(message)
+        except PeerError as error:
+            logger.info("%s was not sent to %s: %s", type(message).__name__, self.address, error)

@@ -1,0 +1,425 @@
+"""What a worker holds, held before and is about to hold: its state in the two-phase commit.
+
+Every event is one method of `WeightState`, one step under one lock; none of them waits, moves a
+byte or touches the model.
+
+==================  ==========  ============================  =====================================
+event               thread      takes effect if               effect
+==================  ==========  ============================  =====================================
+plan                channel     nothing is pending            the update is the round's
+data, prepare       channel     next in its order             the engine may receive, or verify
+verified            engine      the round goes on             a commit may be ordered
+failed              engine      the round goes on             staging is dropped
+end_round           channel     it means this round           staging is dropped: an abort, a newer
+                                                              plan, a lost publisher
+commit              channel     verified, nothing pending     *pending*: the verified set
+publisher_lost      channel     the instance has several      as `rollback`, of whichever round;
+                                ranks                         what is staged is ended by `end_round`
+begin               model       something is pending          it is being applied
+applied             model                                     the set is held; ranks of several keep
+                                                              the previous one; sends `Ack`
+not_applied         model                                     the previous set is held, or nothing
+                                                              that has a name; sends `Ack`
+finish              channel     it means the last commit      the previous set is dropped
+rollback            channel,    it means the last commit      *pending*: the previous set
+                    model       it means the pending set      dropped; sends `Ack`; once it is being
+                                                              applied: as above, after `applied`
+discard             model       a set is pending              dropped; sends `Ack`
+weights_lost        model                                     nothing that has a name is held; sends
+                                                              `Lost`; what is pending stays
+close               any                                       everything is dropped
+==================  ==========  ============================  =====================================
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from wtransfer.errors import RoundBusyError
+from wtransfer.manifest import Manifest, local_fingerprint
+from wtransfer.weight_sync.messages import Ack, ErrorInfo, Lost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import msgspec
+    import torch
+
+    from wtransfer.weight_sync.worker.participant import StagedUpdate
+
+ORPHANED = "the publisher was lost before every rank of the instance had committed"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A set of weights."""
+
+    version: str | None
+    """Label; None for weights that no update has brought."""
+    fingerprint: str
+    """Identity."""
+    manifest: Manifest | None = None
+    """Its names, dtypes and shapes."""
+    tensors: Mapping[str, torch.Tensor] | None = None
+    """The weights themselves, where they can be applied again."""
+    casts: str = ""
+    """What `check_fit` says of the tensors that are cast as they are applied."""
+
+    @property
+    def verified(self) -> str | None:
+        """How the set was proven; None for weights that no update has brought."""
+        return None if self.version is None else "digests"
+
+    @property
+    def kv_name(self) -> str:
+        """Identity of what the model computes with, as KV cache is named by it.
+
+        Cast, one update is other weights in models of other dtypes; its fingerprint is the same.
+        """
+        if not self.casts:
+            return self.fingerprint
+        return "cast:" + xxhash.xxh3_128_hexdigest(f"{self.fingerprint}\0{self.casts}".encode())
+
+    def without_tensors(self) -> Held:
+        """Return the same set, which cannot be applied again."""
+        return replace(self, tensors=None)
+
+    def lost(self) -> Held:
+        """Return the state of a model that has lost this set: without a name, of the same form."""
+        return replace(unknown_weights(), manifest=self.manifest)
+
+
+def unknown_weights() -> Held:
+    """Return weights that no update has brought: those of a fresh worker."""
+    return Held(None, local_fingerprint())
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What ``commit_pending`` has to do: apply a verified set, or the previous one again."""
+
+    update: StagedUpdate
+    """The update whose commit was ordered."""
+    held: Held
+    """What the model shall consist of."""
+    rollback_reason: str | None = None
+    """Why to roll back; None: this is a commit."""
+    since: float = field(default_factory=time.monotonic)
+
+
+class WeightState:
+    """The state machine of one worker; its events are listed above.
+
+    Args:
+        num_ranks: Ranks of the serving instance, which commit all or none.
+        send: Sends a message to the publisher; must neither wait nor raise. Called under the lock:
+            publishers take the last message for what is held, so messages leave in the order of
+            the events that they report.
+    """
+
+    def __init__(
+        self, num_ranks: int = 1, send: Callable[[msgspec.Struct], None] = lambda _message: None
+    ) -> None:
+        self.changed = threading.Condition()
+        """The lock; notified after every event that a thread may wait for."""
+        self.held = unknown_weights()
+        """What the model consists of."""
+        self.update: StagedUpdate | None = None
+        """The round that is being staged."""
+        self.pending: Pending | None = None
+        """What the model's thread has to do."""
+        self.num_dropped = 0
+        """Late or repeated messages that were dropped."""
+        self.closed = False
+        self.empty = False
+        """Whether the model consists of nothing that has a name."""
+        self._num_ranks = num_ranks
+        self._send = send
+        self._next_seq = 0
+        self._prepared = False
+        self._verified = False
+        self._applying = False
+        self._rollback_after: str | None = None
+        """Why to roll back what is being applied, as soon as it is."""
+        self._unfinished: Pending | None = None
+        """The last commit, until its `Finish`."""
+        self._previous: Held | None = None
+        """What the model had before that commit."""
+        self._behind = False
+
+    @property
+    def state(self) -> str:
+        """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``.
+
+        A host asks whether it may serve. So *empty* comes first, also while a set is pending that
+        would end it.
+        """
+        if self.empty:
+            return "empty"
+        if self.pending is not None:
+            return "pending"
+        if self._behind:
+            return "behind"
+        return "fresh" if self.held.version is None else "serving"
+
+    @property
+    def state_for_publisher(self) -> str:
+        """The state as publishers are told it.
+
+        They ask whether they may send, and nothing can be staged while a set is pending. So
+        *pending* comes first; an empty worker shows by its fingerprint that it holds nothing.
+        """
+        return "pending" if self.pending is not None else self.state
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round is being staged, or a set is pending."""
+        return self.update is not None or self.pending is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no publisher may still order a rollback of the last commit."""
+        return self._unfinished is None
+
+    # -- the publisher's messages
+
+    def plan(self, update: StagedUpdate) -> None:
+        """Begin a round.
+
+        Raises:
+            RoundBusyError: A set is pending.
+        """
+        with self.changed:
+            if self.pending is not None:
+                what = "commit" if self.pending.rollback_reason is None else "rollback"
+                raise RoundBusyError(
+                    f"{what} pending since {time.monotonic() - self.pending.since:.1f} s: "
+                    f"{self.pending.update.version!r} of "
+                    f"{self.pending.update.publisher.address} waits for commit_pending()"
+                )
+            assert self.update is None, "end_round() first"
+            self.update = update
+            self._next_seq = 0
+            self._prepared = self._verified = False
+
+    def data(self, round_id: str, seq: int) -> StagedUpdate | None:
+        """Return the update that takes this data; None if the message is late or repeated."""
+        with self.changed:
+            update = self._current(round_id, not self._prepared and seq == self._next_seq)
+            self._next_seq += update is not None
+            return update
+
+    def prepare(self, round_id: str) -> StagedUpdate | None:
+        """Return the update to verify; None if the message is late or repeated."""
+        with self.changed:
+            update = self._current(round_id, not self._prepared)
+            self._prepared = self._prepared or update is not None
+            return update
+
+    def commit(self, round_id: str) -> None:
+        """Leave the verified set to the model's thread."""
+        with self.changed:
+            # Never before the vote, and never in the place of what is pending: a rollback that the
+            # model's thread has not seen would be forgotten.
+            update = self._current(round_id, self._verified and self.pending is None)
+            if update is None or self.closed:
+                return
+            self.update = None
+            # A publisher orders the next commit when it has finished the one before.
+            self._finish()
+            self.pending = Pending(update, update.held)
+            self.changed.notify_all()
+
+    def finish(self, round_id: str) -> None:
+        """Drop the previous set: no rollback will be ordered."""
+        with self.changed:
+            if self._unfinished_is(round_id) and self.pending is None:
+                self._finish()
+                self.changed.notify_all()
+
+    def rollback(self, round_id: str, reason: str) -> Pending | None:
+        """Roll a commit back, or drop the set if the model's thread has not begun with it.
+
+        Returns:
+            The set, if it was dropped.
+        """
+        with self.changed:
+            if self._unfinished_is(round_id):
+                self._order_rollback(reason)
+            elif self.pending is None or self.pending.update.round_id != round_id:
+                pass
+            elif self._applying:
+                # The model may be half way between two sets: only `applied` can roll back.
+                self._rollback_after = reason
+            else:
+                return self.discard()
+            return None
+
+    def publisher_lost(self) -> Pending | None:
+        """Choose the old version for a rank of several whose commit is not finished.
+
+        A worker by itself keeps what is pending: it is verified and its commit was ordered. Of an
+        instance of several ranks nothing knows any more which of them were told to commit, and did.
+        Each of them chooses alike: a rank that has applied rolls back, any other drops the set.
+
+        Returns:
+            The set, if it was dropped.
+        """
+        with self.changed:
+            commit = self._unfinished or self.pending
+            if self._num_ranks == 1 or commit is None:
+                return None
+            return self.rollback(commit.update.round_id, ORPHANED)
+
+    def end_round(self, reason: str, round_id: str | None = None) -> StagedUpdate | None:
+        """End the round that is being staged; return its update to the caller that ended it.
+
+        Args:
+            reason: Why.
+            round_id: The round that is meant; None: whichever it is.
+        """
+        with self.changed:
+            update = self.update
+            if update is None or round_id not in (None, update.round_id):
+                return None
+            self.update = None
+            self._verified = False
+            update.drop(reason)
+            return update
+
+    def _current(self, round_id: str, in_order: bool) -> StagedUpdate | None:
+        if in_order and self.update is not None and self.update.round_id == round_id:
+            return self.update
+        self.num_dropped += 1
+        return None
+
+    # -- the engine's results
+
+    def verified(self, update: StagedUpdate) -> bool:
+        """Record that every piece is proven; return whether the round still goes on."""
+        with self.changed:
+            if self.update is not update:
+                return False
+            self._verified = True
+            return True
+
+    def failed(self, update: StagedUpdate, reason: str) -> bool:
+        """End the round of an update that cannot be had; return whether it still went on."""
+        with self.changed:
+            return self.update is update and self.end_round(reason) is not None
+
+    # -- the thread that owns the model
+
+    def begin(self) -> Pending | None:
+        """Return what the model's thread has to do; it is being applied from here on."""
+        with self.changed:
+            self._applying = self.pending is not None
+            return self.pending
+
+    def applied(self, pending: Pending, previous: Held, *, keep: bool) -> None:
+        """Record that the model consists of a new set.
+
+        Args:
+            pending: What was applied.
+            previous: What the model had, for a rollback.
+            keep: Whether the set may be needed again, should the next one fail.
+        """
+        with self.changed:
+            self.held = pending.held
+            if self.closed or not keep:
+                self.held = self.held.without_tensors()
+            if self._num_ranks > 1 and not self.closed:
+                # Only another rank's failure can make a publisher order a rollback.
+                self._previous, self._unfinished = previous, pending
+            self._behind = self.empty = self._applying = False
+            self.pending = None
+            self._ack(pending, "committed")
+            reason, self._rollback_after = self._rollback_after, None
+            if reason is not None:
+                self._order_rollback(reason)
+            self.changed.notify_all()
+
+    def not_applied(
+        self, pending: Pending, previous: Held, error: Exception, *, restored: bool
+    ) -> None:
+        """Record that the model has its previous set again; or, if that failed, no named one.
+
+        Args:
+            pending: The commit that failed, or the rollback that was ordered.
+            previous: What the model had before.
+            error: Why.
+            restored: Whether it has that again, whole.
+        """
+        with self.changed:
+            self.held = previous if restored else previous.lost()
+            if self.closed:
+                self.held = self.held.without_tensors()
+            self.pending = self._rollback_after = None
+            self._applying = False
+            self._finish()
+            self._behind = True
+            self.empty = not restored
+            outcome = "restored" if pending.rollback_reason is None else "reverted"
+            self._ack(pending, outcome if restored else "empty", error)
+            self.changed.notify_all()
+
+    def discard(self) -> Pending | None:
+        """Drop a set that is pending; return it. A rollback cannot be dropped."""
+        with self.changed:
+            pending = self.pending
+            if pending is None or pending.rollback_reason is not None or self._applying:
+                return None
+            self.pending = None
+            self._behind = True
+            self._ack(pending, "discarded")
+            return pending
+
+    def weights_lost(self, reason: str) -> None:
+        """Record that the model consists of nothing that has a name, until the next commit.
+
+        What is pending stays: it is whole, and does not rest on what was lost.
+        """
+        with self.changed:
+            self.held = self.held.lost()
+            self.empty = True
+            self._send(Lost(self.held.fingerprint, self.state_for_publisher, reason))
+
+    def close(self) -> Pending | None:
+        """Drop everything; return what was pending, and is not being applied."""
+        with self.changed:
+            self.closed = True
+            pending, self.pending = self.pending, None
+            self._finish()
+            self.held = self.held.without_tensors()
+            self.changed.notify_all()
+            return None if self._applying else pending
+
+    def _order_rollback(self, reason: str) -> None:
+        commit, previous = self._unfinished, self._previous
+        if commit is not None and previous is not None and self.pending is None:
+            self.pending = Pending(commit.update, previous, reason)
+            self.changed.notify_all()
+
+    def _unfinished_is(self, round_id: str) -> bool:
+        return self._unfinished is not None and self._unfinished.update.round_id == round_id
+
+    def _finish(self) -> None:
+        self._unfinished = self._previous = None
+
+    def _ack(self, pending: Pending, outcome: str, error: Exception | None = None) -> None:
+        self._send(
+            Ack(
+                round_id=pending.update.round_id,
+                outcome=outcome,
+                version=self.held.version,
+                fingerprint=self.held.fingerprint,
+                state=self.state_for_publisher,
+                seconds=pending.update.seconds,
+                error=None if error is None else ErrorInfo.of(error),
+            )
+        )
