@@ -192,7 +192,7 @@ class Data(msgspec.Struct, frozen=True):
     seq: int
     """Counts from 0 in each round; anything else than the next one is dropped."""
     update_info: dict[str, Any]
-    """Fields of the engine's update info."""
+    """Fields of the engine's update info; a field of one engine goes here."""
 
     def num_entries(self) -> int:
         """Entries, for the frame's limit: the longest list in the info."""

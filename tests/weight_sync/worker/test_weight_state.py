@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 import wtransfer
 from wtransfer.errors import CommitError, RoundBusyError
 from wtransfer.weight_sync.messages import Ack, Lost
-from wtransfer.weight_sync.worker.weight_state import Held, WeightState
+from wtransfer.weight_sync.worker.weight_state import WeightSet, WeightState
 
 ENDS = (
     ["committed"],
@@ -41,7 +41,10 @@ class Update:
         self.publisher = publisher
         self.round_id = f"round-{number}"
         self.version = f"v{number}"
-        self.held = Held(self.version, f"fingerprint-{number}", None, {"a": number, "b": number})
+        tensors = {"a": number, "b": number}
+        self.held = WeightSet(self.version, f"fingerprint-{number}", None, tensors)
+            self.version, f"fingerprint-{number}", None, {"a": number, "b": number}
+        )
         self.seconds = {}
         self.judged = None
         self.facts = {"round_id": self.round_id, "version": self.version, "worker": "w"}
@@ -364,7 +367,7 @@ def test_any_order_of_events_keeps_the_promises(num_examples, several):
 
 
 def test_closed_state_keeps_no_tensors():
-    state, held = WeightState(num_ranks=2), Held("v1", "f", None, {})
+    state, held = WeightState(num_ranks=2), WeightSet("v1", "f", None, {})
     update = Update(1, None)
     state.plan(update)
     state.verified(update)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from wtransfer.transport.layout import TensorLayout
     from wtransfer.weight_sync.trainer.engine_runner import EngineCall, EngineRunner, Origin
     from wtransfer.weight_sync.trainer.membership import Membership, Worker
-    from wtransfer.weight_sync.trainer.round_state import Instance, Participant
+    from wtransfer.weight_sync.trainer.round_state import Instance, RankAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -590,7 +590,7 @@ class Round:
 
     # -- the waits
 
-    def _await(self, done: Callable[[Participant], bool], what: str) -> None:
+    def _await(self, done: Callable[[RankAnswers], bool], what: str) -> None:
         """Wait until every worker of the round has done something; raise what ends the round."""
         with self._lock:
             self._num_waiting += 1
@@ -642,7 +642,7 @@ class Round:
                 self.state.abort(symptom)
                 raise symptom
 
-    def _check_stall(self, waiting: list[Participant], begun: float, what: str) -> None:
+    def _check_stall(self, waiting: list[RankAnswers], begun: float, what: str) -> None:
         """Lose a worker that neither moves nor is still being fed by a moving trainer."""
         deadline_s = self._rules.deadline_s
         fed_at = max(begun, self._runner.source.moved_at)
@@ -715,7 +715,7 @@ class Round:
             dry_run=self.dry_run,
         )
 
-    def _report_rank(self, instance: Instance, rank: Participant, fingerprint: str) -> WorkerReport:
+    def _report_rank(self, instance: Instance, rank: RankAnswers, fingerprint: str) -> WorkerReport:
         worker, vote, ack = rank.worker, rank.vote, rank.ack
         error, outcome = rank.error, rank.outcome
         if instance.dropped:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 dist: Any = torch.distributed  # whose stores torch does not declare
 
 PUBLISHER = "publisher"
-"""Key of the publishing rank's `RoundState`; that of any other rank is its number."""
+"""Key of the publishing rank's `GatherRound`; that of any other rank is its number."""
 LAYOUT = "layout"
 """Key of the publishing rank's `LayoutState`."""
 
@@ -76,7 +76,7 @@ class Ended(msgspec.Struct, frozen=True):
     """Identity of what was published."""
 
 
-class RoundState(msgspec.Struct, frozen=True):
+class GatherRound(msgspec.Struct, frozen=True):
     """State of the publishing rank."""
 
     epoch: str
@@ -129,7 +129,7 @@ class RankState(msgspec.Struct, frozen=True):
 
 _RANK_DECODER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(tuple[int, RankState])
 _DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
-    PUBLISHER: msgspec.msgpack.Decoder(tuple[int, RoundState]),
+    PUBLISHER: msgspec.msgpack.Decoder(tuple[int, GatherRound]),
     LAYOUT: msgspec.msgpack.Decoder(tuple[int, LayoutState]),
 }
 

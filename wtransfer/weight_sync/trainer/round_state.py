@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Participant:
+class RankAnswers:
     """What one worker has answered in one round."""
 
     worker: Worker
@@ -68,7 +68,7 @@ class Participant:
 class Instance:
     """The ranks that commit all or none."""
 
-    ranks: list[Participant]
+    ranks: list[RankAnswers]
     dropped: bool = False
     """Whether it was left out before the commit."""
     settled: bool = False
@@ -135,7 +135,7 @@ class RoundState:
     ) -> None:
         self.round_id = round_id
         self.version = version
-        self.instances = [Instance([Participant(worker) for worker in each]) for each in instances]
+        self.instances = [Instance([RankAnswers(worker) for worker in each]) for each in instances]
         self.may_drop = may_drop
         self.committing = False
         """Whether commits were sent: from here the round only goes forward."""
@@ -144,7 +144,7 @@ class RoundState:
         self._send = send
         self._min_instances = min_instances
         self._num_sent = 0
-        self._places: dict[Worker, tuple[Instance, Participant]] = {
+        self._places: dict[Worker, tuple[Instance, RankAnswers]] = {
             rank.worker: (instance, rank) for instance in self.instances for rank in instance.ranks
         }
 
@@ -154,11 +154,11 @@ class RoundState:
         """Return the instances that are still in the round."""
         return [instance for instance in self.instances if not instance.dropped]
 
-    def ranks(self) -> Iterator[Participant]:
+    def ranks(self) -> Iterator[RankAnswers]:
         """Yield the ranks that are still in the round."""
         return (rank for instance in self.live() for rank in instance.ranks)
 
-    def participant(self, worker: Worker) -> Participant | None:
+    def participant(self, worker: Worker) -> RankAnswers | None:
         """Return what a worker has answered; None if the round began without it."""
         place = self._places.get(worker)
         return None if place is None else place[1]
@@ -219,8 +219,8 @@ class RoundState:
     def verify(self, fingerprint: str) -> None:
         """Raise unless every rank has proven that it holds the update.
 
-        A worker compares by itself. That the identity of what it has, which its own digests enter,
-        is compared here as well means that no worker is believed on its word.
+        The worker has compared every digest. The fingerprint that it computed from its own digests
+        is compared here as well, so a vote is proof and not a claim.
 
         Raises:
             DigestMismatchError: A vote is about other bytes than were sent, or there is none.
@@ -251,7 +251,7 @@ class RoundState:
         self._to_all(Abort(self.round_id, str(error)))
 
     def deadline(self, reason: str) -> None:
-        """Send the ranks of instances that do not agree back to what they had.
+        """Order a rollback in every instance whose ranks have not all committed.
 
         A rank that has committed goes back; one that has not drops what it was ordered to apply.
         """
@@ -265,7 +265,7 @@ class RoundState:
     def answer(self, worker: Worker, message: msgspec.Struct) -> bool:
         """Take in an answer; return whether it brings the round on.
 
-        Only that counts as life: a worker cannot talk a deadline away.
+        Only progress restarts the deadline for a stalled worker; repeated messages do not.
 
         Raises:
             ProtocolError: A worker does not say that, or not now.
@@ -315,7 +315,7 @@ class RoundState:
         if self.committing:
             rank.error = rank.error or error
             if not instance.settled and len(instance.ranks) > 1:
-                # Never told to finish, so it goes back by itself, whatever it said before.
+                # It never got `Finish`, so it rolls back by itself: its ack no longer counts.
                 rank.ack = None
             self._settle(instance)
         elif self.may_drop and self.ended is None and len(self.live()) > self._min_instances:
@@ -345,7 +345,7 @@ class RoundState:
             reason = f"rank {failed.worker.hello.rank} of the instance: {failed.outcome}"
             self._roll_back(instance, committed, reason)
 
-    def _roll_back(self, instance: Instance, ranks: list[Participant], reason: str) -> None:
+    def _roll_back(self, instance: Instance, ranks: list[RankAnswers], reason: str) -> None:
         instance.rolling_back = True
         for each in ranks:
             each.rolled_back = True

@@ -40,9 +40,9 @@ from wtransfer.weight_sync.trainer.gather_group import (
     SILENT_S,
     Ended,
     GatherGroup,
+    GatherRound,
     LayoutState,
     RankState,
-    RoundState,
     own_rank,
 )
 from wtransfer.weight_sync.trainer.source import as_source
@@ -119,7 +119,7 @@ class ShardedSource:
         )
         self._has_own_deadline = deadline_s is not None
         self._lock = threading.Lock()
-        self._state = RoundState(secrets.token_hex(8), 0)
+        self._state = GatherRound(secrets.token_hex(8), 0)
         self._met: frozenset[int] = frozenset()
         """The other ranks of the last pass."""
         self._layout = ""
@@ -303,7 +303,7 @@ class ShardedSource:
             )
         return found - {own}
 
-    def _begin_pass(self, metadata: Sequence[ParamMeta], others: frozenset[int]) -> RoundState:
+    def _begin_pass(self, metadata: Sequence[ParamMeta], others: frozenset[int]) -> GatherRound:
         self._meet(others)
         lines = msgspec.msgpack.encode(layout_of(metadata))
         digest = xxhash.xxh3_128_hexdigest(lines)
@@ -315,7 +315,7 @@ class ShardedSource:
             return self._state
 
     def _agree(
-        self, begun: RoundState, others: frozenset[int], count: int, bucket: list[Shard]
+        self, begun: GatherRound, others: frozenset[int], count: int, bucket: list[Shard]
     ) -> None:
         """Wait until every rank has its part of a bucket in hand, and let all gather it."""
 
@@ -520,7 +520,7 @@ class TrainerRank:
                 "version, which every rank must,"
             )
 
-        state: RoundState = group.until(lambda: group.heard(PUBLISHER), deadline, late)
+        state: GatherRound = group.until(lambda: group.heard(PUBLISHER), deadline, late)
         if metadata and not any(state.rank in ranks_of(meta) for meta in metadata):
             # In no group with the publishing rank: it asks for nothing that this one holds.
             return ""
@@ -535,15 +535,15 @@ class TrainerRank:
         return "" if end is None else end.fingerprint
 
     def _is_over(self) -> bool:
-        state: RoundState | None = self._group.heard(PUBLISHER)
+        state: GatherRound | None = self._group.heard(PUBLISHER)
         if state is None:
             return False
         same = (state.epoch, state.attempt) == (self._epoch, self._seen)
         return not same or state.phase == "over" or self._group.lost(PUBLISHER, "") is not None
 
-    def _turn(self, version: str) -> RoundState | Ended | None:
+    def _turn(self, version: str) -> GatherRound | Ended | None:
         """Return the round to join, or the end to tell, or None while there is neither."""
-        state: RoundState = self._group.heard(PUBLISHER)
+        state: GatherRound = self._group.heard(PUBLISHER)
         if state.epoch != self._epoch:
             # Another object of this rank may have taken part before.
             earlier: RankState | None = self._group.heard(self._group.key)
@@ -568,7 +568,7 @@ class TrainerRank:
         return None
 
     def _take_part(
-        self, joined: RoundState, metadata: Sequence[ParamMeta], version: str, *, wait: bool
+        self, joined: GatherRound, metadata: Sequence[ParamMeta], version: str, *, wait: bool
     ) -> Ended | None:
         """Gather with the publishing rank, up to the end; None if that is not waited for."""
         group = self._group
@@ -578,10 +578,10 @@ class TrainerRank:
         buckets: Iterator[list[Shard]] = iter(())
         bucket: list[Shard] = []
 
-        def news() -> RoundState | Ended | None:
+        def news() -> GatherRound | Ended | None:
             if (end := self._end_of(joined)) is not None:
                 return end
-            state: RoundState = group.heard(PUBLISHER)
+            state: GatherRound = group.heard(PUBLISHER)
             if state.phase == "packed":
                 return None if wait else state
             is_told = state.number > mine.number or (bucket and state.go == mine.ready)
@@ -589,7 +589,7 @@ class TrainerRank:
 
         try:
             while True:
-                state: RoundState | Ended = group.until(
+                state: GatherRound | Ended = group.until(
                     news,
                     Deadline(SILENT_DEADLINES * self._deadline_s),
                     "the round that the publishing rank has begun and not ended",
@@ -618,9 +618,9 @@ class TrainerRank:
         group.post(msgspec.structs.replace(mine, left=True))
         return state if isinstance(state, Ended) else None
 
-    def _end_of(self, joined: RoundState) -> Ended | None:
+    def _end_of(self, joined: GatherRound) -> Ended | None:
         """Return the end of a round; raise if there will be none."""
-        state: RoundState = self._group.heard(PUBLISHER)
+        state: GatherRound = self._group.heard(PUBLISHER)
         if state.epoch == joined.epoch:
             for end in state.ended:
                 if end.attempt == joined.attempt:
@@ -644,7 +644,7 @@ class TrainerRank:
                 f"the source's iter_local raised {type(error).__name__}: {error}"
             ) from error
 
-    def _compare(self, state: RoundState, metadata: Sequence[ParamMeta]) -> None:
+    def _compare(self, state: GatherRound, metadata: Sequence[ParamMeta]) -> None:
         """Check that this rank's tensors lie as the publishing rank's do."""
         mine = layout_of(metadata)
         digests = state.layout, xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(mine))
@@ -664,7 +664,7 @@ class TrainerRank:
         check_equal(theirs, mine, state.rank, own_rank())
         self._agreed = digests
 
-    def _gather(self, bucket: list[Shard], joined: RoundState, mine: RankState) -> None:
+    def _gather(self, bucket: list[Shard], joined: GatherRound, mine: RankState) -> None:
         """Take part in gathering a bucket; what comes of it is the publishing rank's."""
 
         def over() -> WTransferError | None:
@@ -909,7 +909,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _is_in(state: RankState | None, round_: RoundState) -> bool:
+def _is_in(state: RankState | None, round_: GatherRound) -> bool:
     return state is not None and (state.epoch, state.attempt) == (round_.epoch, round_.attempt)
 
 
@@ -917,7 +917,7 @@ def _keys(ranks: Iterable[int]) -> list[str]:
     return [str(rank) for rank in sorted(ranks)]
 
 
-def _takes_part(state: RankState | None, round_: RoundState) -> bool:
+def _takes_part(state: RankState | None, round_: GatherRound) -> bool:
     return state is not None and _is_in(state, round_) and not state.left
 
 

@@ -41,7 +41,7 @@ from wtransfer.weight_sync.messages import (
 from wtransfer.weight_sync.worker.engine_runner import EngineRunner
 from wtransfer.weight_sync.worker.schema import canonical_names, check_fit, check_whole
 from wtransfer.weight_sync.worker.staging import Staging
-from wtransfer.weight_sync.worker.weight_state import Held
+from wtransfer.weight_sync.worker.weight_state import WeightSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -73,7 +73,7 @@ class StagedUpdate:
         self.publisher = participant.publisher
         self.round_id = plan.round_id
         self.version = plan.version
-        self.held = Held(plan.version, "", manifest)
+        self.held = WeightSet(plan.version, "", manifest)
         """The set; complete once it is verified."""
         self.judged: Mapping[str, TensorSpec] | None = None
         """Schema by which the plan was judged."""
@@ -117,7 +117,8 @@ class StagedUpdate:
         assert manifest is not None
         layout = self._layout = self._participant.layout_of(manifest)
         if self._named not in (None, layout.identity):
-            # What a plan names is only compared with what was computed here, of what was checked.
+            # The publisher sent only the manifest's identity. It is compared with the identity
+            # that this worker computed from the last manifest that it checked.
             raise ProtocolError(
                 f"the plan of {self.version!r} names the manifest {self._named!r:.80}; the last "
                 f"one over this connection is {layout.identity!r}; send the plan whole"
@@ -135,7 +136,7 @@ class StagedUpdate:
         if casts:
             notes.append("casts floating dtypes at commit")
         # The manifest of the layout: equal ones of round after round are one object.
-        self.held = Held(self.version, "", layout.manifest, casts=casts)
+        self.held = WeightSet(self.version, "", layout.manifest, casts=casts)
         note = runner.make_room(layout.nbytes)
         if note is not None:
             notes.append(note)
@@ -179,7 +180,7 @@ class StagedUpdate:
         self.seconds["verify"] = time.monotonic() - begun
         with state.changed:
             self._staging = None
-            self.held = Held(
+            self.held = WeightSet(
                 self.version, fingerprint, layout.manifest, staging.tensors, self.held.casts
             )
             # In this order: the commit may come as soon as the vote has left.
@@ -270,11 +271,14 @@ class Participant:
         self.runner.abort_in_background(update.running)
 
     def begin_anew(self) -> None:
-        """Forget manifests: either end knows of those that went over the present connection."""
+        """Forget the last manifest: a plan may name only one that came over this connection."""
         self._manifest = Manifest(())
 
     def publisher_lost(self, reason: str) -> None:
-        """End what only the publisher could bring on."""
+        """End the round that is being staged, for the publisher's connection has ended.
+
+        A rank of several also rolls back a commit that is not finished.
+        """
         self.ended(self._state.end_round(reason))
         self._dropped(self._state.publisher_lost(), reason)
 
@@ -387,7 +391,7 @@ class PublisherConnection:
         return self._connection is not None
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send to the publisher; without a connection the message has lost its meaning."""
+        """Send to the publisher; without a connection the message is dropped."""
         self._send_to(self._connection, message)
 
     def close(self) -> None:
@@ -397,7 +401,7 @@ class PublisherConnection:
         self._participant.ended(
             self._session.weight_state.end_round("the worker closed its session")
         )
-        # What it still does while it is made, such as to wait for a group's ranks, ends as well.
+        # An engine that is still being made, and waits for the ranks of its group, ends as well.
         self._runner.abort_in_background(self._making)
         self._runner.shutdown()
 
@@ -405,7 +409,7 @@ class PublisherConnection:
 
     def _on_open(self, connection: Connection) -> None:
         self._participant.begin_anew()
-        # In one step: what the hello says is held must not be older than an ack before it.
+        # Under the lock: the hello must not report an older version than an ack sent before it.
         with self._session.weight_state.changed:
             self._connection = connection
             self.connected_since = time.monotonic()
@@ -432,9 +436,8 @@ class PublisherConnection:
         )
         self._participant.handle(message)
         if isinstance(message, Abort) and is_current:
-            # Also of a round that ended between its init and its plan: its group is there, too. The
-            # abort comes before the init of another, on the same connection, so the group is that
-            # one.
+            # An abort can come between the init of a round and its plan: the group exists by then,
+            # and the engine leaves it. On one connection no init of another round comes earlier.
             self._runner.leave_group(self._making)
 
     def _on_init(self, init: Init) -> None:
@@ -443,7 +446,8 @@ class PublisherConnection:
         )
         # An engine that hangs while it is made must not hold up the one that is asked for now.
         self._runner.abort_in_background(self._making)
-        # The answer goes over the same connection: a later publisher counts epochs from one, too.
+        # The answer goes over the connection of the init: a restarted publisher counts epochs from
+        # one again, and would take this answer for its own.
         asked_by = self._connection
         self._making = self._runner.submit(lambda: self._make_engine(init, asked_by))
 

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     from wtransfer.engines.interface import TensorSpec, WeightTarget
     from wtransfer.transport.address import Address
-    from wtransfer.weight_sync.worker.weight_state import Held, Pending
+    from wtransfer.weight_sync.worker.weight_state import Pending, WeightSet
 
 logger = logging.getLogger(__name__)
 
@@ -519,7 +519,7 @@ class WorkerSession:
         # KV cache of the old weights is not served from here on, nor any that is not surely new.
         with self._weights.changing(lambda: self.weight_state.held.kv_name):
             if pending.rollback_reason is not None:
-                return False, self._roll_back(pending, pending.held)
+                return False, self._restore_previous(pending, pending.held)
             failure = self._apply(pending)
             if failure is None and self.num_ranks > 1:
                 failure = self._await_finish(pending)
@@ -546,7 +546,7 @@ class WorkerSession:
             # Observers come after: the publisher waits for the ack, with a deadline.
             state.applied(pending, previous, keep=self._keep_previous)
         except BaseException as error:
-            return self._roll_back(
+            return self._restore_previous(
                 pending, previous, cause=error, touched=touched, last_read=handed.last_read
             )
         self._last_error = None
@@ -559,10 +559,10 @@ class WorkerSession:
         )
         return None
 
-    def _roll_back(
+    def _restore_previous(
         self,
         pending: Pending,
-        previous: Held,
+        previous: WeightSet,
         *,
         cause: BaseException | None = None,
         touched: bool = True,
@@ -633,7 +633,7 @@ class WorkerSession:
             if rollback is None or rollback.rollback_reason is None:
                 return None
             state.begin()
-        return self._roll_back(rollback, rollback.held)
+        return self._restore_previous(rollback, rollback.held)
 
     def _check_not_within(self) -> None:
         if self._model_thread == threading.get_ident():

@@ -18,14 +18,14 @@ publisher_lost      channel     the instance has several      as `rollback`, of 
 begin               model       something is pending          it is being applied
 applied             model                                     the set is held; ranks of several keep
                                                               the previous one; sends `Ack`
-not_applied         model                                     the previous set is held, or nothing
-                                                              that has a name; sends `Ack`
+not_applied         model                                     the previous set is held, or none
+                                                              (*empty*); sends `Ack`
 finish              channel     it means the last commit      the previous set is dropped
 rollback            channel,    it means the last commit      *pending*: the previous set
                     model       it means the pending set      dropped; sends `Ack`; once it is being
                                                               applied: as above, after `applied`
 discard             model       a set is pending              dropped; sends `Ack`
-weights_lost        model                                     nothing that has a name is held; sends
+weights_lost        model                                     no set is held (*empty*); sends
                                                               `Lost`; what is pending stays
 close               any                                       everything is dropped
 ==================  ==========  ============================  =====================================
@@ -56,7 +56,7 @@ ORPHANED = "the publisher was lost before every rank of the instance had committ
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightSet:
     """A set of weights."""
 
     version: str | None
@@ -79,24 +79,25 @@ class Held:
     def kv_name(self) -> str:
         """Identity of what the model computes with, as KV cache is named by it.
 
-        Cast, one update is other weights in models of other dtypes; its fingerprint is the same.
+        Models of different dtypes cast one update to different weights. Its fingerprint does not
+        show that, so the name contains the casts.
         """
         if not self.casts:
             return self.fingerprint
         return "cast:" + xxhash.xxh3_128_hexdigest(f"{self.fingerprint}\0{self.casts}".encode())
 
-    def without_tensors(self) -> Held:
+    def without_tensors(self) -> WeightSet:
         """Return the same set, which cannot be applied again."""
         return replace(self, tensors=None)
 
-    def lost(self) -> Held:
+    def lost(self) -> WeightSet:
         """Return the state of a model that has lost this set: without a name, of the same form."""
         return replace(unknown_weights(), manifest=self.manifest)
 
 
-def unknown_weights() -> Held:
+def unknown_weights() -> WeightSet:
     """Return weights that no update has brought: those of a fresh worker."""
-    return Held(None, local_fingerprint())
+    return WeightSet(None, local_fingerprint())
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Pending:
 
     update: StagedUpdate
     """The update whose commit was ordered."""
-    held: Held
+    held: WeightSet
     """What the model shall consist of."""
     rollback_reason: str | None = None
     """Why to roll back; None: this is a commit."""
@@ -137,7 +138,7 @@ class WeightState:
         """Late or repeated messages that were dropped."""
         self.closed = False
         self.empty = False
-        """Whether the model consists of nothing that has a name."""
+        """Whether the model's weights belong to no known version: the worker must not serve."""
         self._num_ranks = num_ranks
         self._send = send
         self._next_seq = 0
@@ -148,7 +149,7 @@ class WeightState:
         """Why to roll back what is being applied, as soon as it is."""
         self._unfinished: Pending | None = None
         """The last commit, until its `Finish`."""
-        self._previous: Held | None = None
+        self._previous: WeightSet | None = None
         """What the model had before that commit."""
         self._behind = False
 
@@ -263,9 +264,9 @@ class WeightState:
     def publisher_lost(self) -> Pending | None:
         """Choose the old version for a rank of several whose commit is not finished.
 
-        A worker by itself keeps what is pending: it is verified and its commit was ordered. Of an
-        instance of several ranks nothing knows any more which of them were told to commit, and did.
-        Each of them chooses alike: a rank that has applied rolls back, any other drops the set.
+        A worker by itself keeps what is pending: it is verified and its commit was ordered. In an
+        instance of several ranks no process knows any more which ranks were told to commit. So
+        every rank chooses alike: one that has applied rolls back, any other drops the set.
 
         Returns:
             The set, if it was dropped.
@@ -309,7 +310,7 @@ class WeightState:
             return True
 
     def failed(self, update: StagedUpdate, reason: str) -> bool:
-        """End the round of an update that cannot be had; return whether it still went on."""
+        """End the round, since staging or verifying failed; False: it had ended already."""
         with self.changed:
             return self.update is update and self.end_round(reason) is not None
 
@@ -321,7 +322,7 @@ class WeightState:
             self._applying = self.pending is not None
             return self.pending
 
-    def applied(self, pending: Pending, previous: Held, *, keep: bool) -> None:
+    def applied(self, pending: Pending, previous: WeightSet, *, keep: bool) -> None:
         """Record that the model consists of a new set.
 
         Args:
@@ -345,7 +346,7 @@ class WeightState:
             self.changed.notify_all()
 
     def not_applied(
-        self, pending: Pending, previous: Held, error: Exception, *, restored: bool
+        self, pending: Pending, previous: WeightSet, error: Exception, *, restored: bool
     ) -> None:
         """Record that the model has its previous set again; or, if that failed, no named one.
 
@@ -380,7 +381,7 @@ class WeightState:
             return pending
 
     def weights_lost(self, reason: str) -> None:
-        """Record that the model consists of nothing that has a name, until the next commit.
+        """Record that the model's weights belong to no known version, until the next commit.
 
         What is pending stays: it is whole, and does not rest on what was lost.
         """
