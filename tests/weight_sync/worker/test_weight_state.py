@@ -43,8 +43,6 @@ class Update:
         self.version = f"v{number}"
         tensors = {"a": number, "b": number}
         self.held = WeightSet(self.version, f"fingerprint-{number}", None, tensors)
-            self.version, f"fingerprint-{number}", None, {"a": number, "b": number}
-        )
         self.seconds = {}
         self.judged = None
         self.facts = {"round_id": self.round_id, "version": self.version, "worker": "w"}
