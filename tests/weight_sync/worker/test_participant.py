@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -14,6 +16,7 @@ from wtransfer.errors import CommitError, RoundBusyError
 from wtransfer.manifest import Manifest
 from wtransfer.registry import hooks
 from wtransfer.testing.memory import MemoryEngine
+from wtransfer.transport import rendezvous
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.rendezvous import host_rendezvous
 from wtransfer.weight_sync.messages import (
@@ -246,7 +249,7 @@ def test_the_answer_to_an_init_goes_to_the_publisher_that_sent_it(publisher, joi
 
 @pytest.mark.usefixtures("libuv")
 @pytest.mark.parametrize("end", ["worker leaves", "publisher is lost", "round is aborted"])
-def test_a_group_that_forms_is_called_off_when_nobody_wants_it_any_more(publisher, join, end):
+def test_group_that_forms_is_called_off_with_its_round(publisher, join, end):
     session, meeting = join(), host_rendezvous("127.0.0.1")
     at = {"master_address": meeting.host, "master_port": meeting.port, "rendezvous": meeting.name}
     publisher.send(Init(1, "gloo", None, None, 0, 1, {**at, "world_size": 2}))
@@ -265,7 +268,12 @@ def test_a_group_that_forms_is_called_off_when_nobody_wants_it_any_more(publishe
 
 
 def num_waiting_for_ranks():
-    return sum(thread.name == "wtransfer-guard" for thread in threading.enumerate())
+    """Return the number of engine threads that are within a rendezvous."""
+    frames = sys._current_frames()
+    engines = [each.ident for each in threading.enumerate() if each.name == "wtransfer-engine"]
+    stacks = [traceback.walk_stack(frames[ident]) for ident in engines if ident in frames]
+    files = [{frame.f_code.co_filename for frame, _ in stack} for stack in stacks]
+    return sum(rendezvous.__file__ in each for each in files)
 
 
 def eventually(holds):
