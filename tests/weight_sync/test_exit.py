@@ -1,4 +1,4 @@
-"""A trainer process that ends while a transfer stalls."""
+"""A process that ends with a publisher or a session that is open, or was closed just now."""
 
 from __future__ import annotations
 
@@ -65,3 +65,24 @@ def test_trainer_that_ends_in_a_stalled_transfer_does_not_wait_out_the_deadline(
     begun = time.monotonic()
     trainer.wait(2 * DEADLINE_S)
     assert time.monotonic() - begun < DEADLINE_S / 2
+
+
+BOTH_SIDES = """
+import sys, threading, torch
+from wtransfer import Publisher, WorkerSession
+
+publisher = Publisher({"w": torch.ones(3)}, engine="gloo", token="secret")
+session = WorkerSession({"w": torch.zeros(3)}, join=publisher.address, token="secret")
+publisher.wait_for_workers(1, 60)
+round_ = publisher.publish("v1", wait=False)
+session.wait_for("v1", 60)
+assert round_.result(60).ok
+if sys.argv[1] == "closed":
+    session.close()
+    publisher.close()
+"""
+
+
+@pytest.mark.parametrize("left", ["closed", "open"])
+def test_process_ends_well_right_after_a_round_of_gloo(run, left):
+    assert run(BOTH_SIDES, left).wait(60) == 0

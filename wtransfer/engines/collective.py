@@ -469,7 +469,9 @@ class CollectiveTrainerEngine(TrainerWeightTransferEngine[TOptions], Generic[TOp
             )
         self._world_size = init_info.world_size or 1 + int(num_workers or 0)
         deadline_s = getattr(client, "deadline_s", OPERATION_TIMEOUT_S / OPERATION_DEADLINES)
-        self.operation_timeout_s = init_info.timeout_s or OPERATION_DEADLINES * deadline_s
+        self.operation_timeout_s = init_info.timeout_s or min(
+            MAX_TIMEOUT_S, OPERATION_DEADLINES * deadline_s
+        )
         self._rendezvous = host_rendezvous(init_info.host, init_info.port)
         self._communicator: Communicator | None = None
         self._memory: torch.Tensor | None = None

@@ -42,6 +42,10 @@ dist: Any = torch.distributed  # whose groups torch does not declare
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest time that ranks take to connect to each other, after all have arrived."""
+RELEASE_GRACE_S = 1.0
+"""Longest wait for the release of a group that has nothing under way; it takes milliseconds."""
+BROKEN_GRACE_S = 0.1
+"""The same for a group with operations under way: gloo ends them at once, or by its time-out."""
 _TAG, _UNUSED_TAG = range(2)
 
 _abandoned: collections.defaultdict[int, list[threading.Thread]] = collections.defaultdict(list)
@@ -188,6 +192,9 @@ class GlooCommunicator:
                 if self._is_counted:
                     _abandoned[self.rank].append(self._thread)
                 self._to_do.put(None)
+            grace_s = BROKEN_GRACE_S if self._under_way else RELEASE_GRACE_S
+        # A process that ends while a thread of it releases a group is aborted by torch.
+        self._thread.join(grace_s)
 
     def _begin(
         self,
@@ -236,7 +243,8 @@ class GlooCommunicator:
 
 
 def _await_abandoned(rank: int, most: int, deadline: Deadline) -> None:
-    while len(left := list(_abandoned[rank])) > most:
+    # In a forked child, threads of the parent are listed and not alive.
+    while len(left := [each for each in _abandoned[rank] if each.is_alive()]) > most:
         what = f"the end of {len(left)} broken process groups of rank {rank}"
         logger.warning("waiting for %s: gloo keeps them until its time-out", what)
         left[0].join(deadline.remaining())

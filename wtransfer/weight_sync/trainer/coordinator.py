@@ -336,9 +336,12 @@ class Round:
 
     def init_workers(self, init_info: dict[str, Any]) -> None:
         """Have every worker make its engine; returns when all are ready."""
-        self._runner.worker_init_info = init_info
-        self._runner.members = self.members
-        self._origin.epoch += 1
+        with self._lock:
+            # An engine that was left behind must not count up the epoch of a later round.
+            self._check_state()
+            self._runner.worker_init_info = init_info
+            self._runner.members = self.members
+            self._origin.epoch += 1
         self._send_init()
 
     def deliver(self, update_info: dict[str, Any]) -> None:

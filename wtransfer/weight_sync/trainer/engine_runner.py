@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.calls import forget_frames, start_call
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
-from wtransfer.errors import NotInitializedError, VersionNotKeptError, WTransferError
+from wtransfer.errors import (
+    NotInitializedError,
+    RoundAbortedError,
+    VersionNotKeptError,
+    WTransferError,
+)
 from wtransfer.registry.registry import registry
 from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
@@ -221,6 +227,7 @@ class EngineRunner:
                 f"Invalid options for {cls.__name__}: {error}; it has the fields: {fields}"
             ) from error
         self._engine: Any = None
+        self._lock = threading.Lock()
 
     @property
     def started(self) -> bool:
@@ -258,8 +265,13 @@ class EngineRunner:
 
         def start() -> None:
             engine = self._cls.trainer_init(self._info, client=self._client, source=self.source)
-            listen(engine)
-            self._engine = engine
+            with self._lock:
+                if not self.abandoned:
+                    listen(engine)
+                    self._engine = engine
+                    return
+            guarded("shutdown", engine.shutdown)
+            raise RoundAbortedError(f"engine {self.name!r} took too long to be made")
 
         return EngineCall("trainer_init", start, self.plugin, round_.wake)
 
@@ -315,12 +327,14 @@ class EngineRunner:
 
     def _leave_behind(self, where: str) -> None:
         logger.warning("engine %s does not return from %s; rebuilding it", self.name, where)
-        self.abandoned = True
         self.shutdown()
 
     def shutdown(self) -> None:
         """Shut the engine down; one that hangs even there is left behind."""
-        engine, self._engine = self._engine, None
+        with self._lock:
+            # In one step: an engine that is made afterwards is shut down by its own thread.
+            self.abandoned = True
+            engine, self._engine = self._engine, None
         call = getattr(engine, "shutdown", None)
         if call is not None:
             EngineCall("shutdown", lambda: guarded("shutdown", call), self.plugin).join(

@@ -338,6 +338,8 @@ class GatherGroup:
         # A clone would try for minutes to reach a host that has ended.
         self._shared.check([self._prefix])
         self._store = dist.PrefixStore(self._prefix, self._shared.clone())
+        # Another store has nothing of what an earlier one was told.
+        self._written = {}
 
     def _take(self, mine: dict[str, msgspec.Struct], raw: dict[str, bytes]) -> bool:
         """Note what was written and read; return whether anything is new. Under the lock."""

@@ -438,6 +438,7 @@ class Publisher:
             instances = self._taking_part()
             if len(instances) < self._rules.min_workers:
                 raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
+            self._check_usable()
             self._renew_runner(frozenset(w for ranks in instances.values() for w in ranks))
             return self._new_round(version, instances, instead=instead, dry_run=dry_run)
 

@@ -70,7 +70,7 @@ OWN_SHARE = 0.9
 at the whole, could only say that the engine hangs."""
 SILENT_DEADLINES = 4
 """Deadlines that the publishing rank may take for a step of its round: it waits for its workers,
-one deadline at most for each of the seal, the commit, and ranks that go back."""
+one deadline at most for each of the prepare phase, the commit, and ranks that go back."""
 BUCKET_NBYTES = 64 << 20
 """Bytes of whole tensors that are gathered between two agreements; the same on all ranks."""
 NUM_ENDED = 8
@@ -359,7 +359,12 @@ class ShardedSource:
                 raise RoundAbortedError("the round is over; its weights are not gathered further")
             self._post(go=count)
         # Entered when it is written: alone in a gather this rank could only be left behind there.
-        self._group.flush(deadline)
+        try:
+            self._group.flush(Deadline(self.deadline_s * OWN_SHARE))
+        except StallError as error:
+            # The ranks may have read it and wait in the gather.
+            error.message += REBUILD
+            raise
 
     def _lost(self, others: Iterable[int]) -> PeerLostError | None:
         lost = (

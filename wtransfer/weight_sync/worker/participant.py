@@ -411,9 +411,10 @@ class PublisherConnection:
         self._participant.begin_anew()
         # Under the lock: the hello must not report an older version than an ack sent before it.
         with self._session.weight_state.changed:
+            # First: the engine's thread sends by `_connection`, and nothing may precede the hello.
+            self._send_to(connection, self._session.hello(self._host))
             self._connection = connection
             self.connected_since = time.monotonic()
-            self.send(self._session.hello(self._host))
 
     def _on_close(self, connection: Connection, error: Exception | None) -> None:
         if connection is not self._connection:
