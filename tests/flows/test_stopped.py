@@ -158,5 +158,5 @@ def test_a_stall_is_blamed_on_the_worker_and_not_on_the_engine_that_waits_for_it
             trainer.ask("publish", number=number)
         assert stalled.worker == slow.name, stalled.error
         slow.go_on()
-    flow.until(lambda: slow.look()["claim"] is None)
+    flow.until(lambda: slow.look()["staging"] is None)
     assert trainer.ask("publish", number=5)["ok"]
