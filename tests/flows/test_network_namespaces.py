@@ -151,9 +151,7 @@ def test_who_meets_at_a_host_that_is_cut_off_waits_no_longer_than_told(ranks, ca
     meeting = ranks[0].ask("host", host=cables[0].address)
     ranks[1].ask("join", **meeting)
     cables[0].link(up=False)
-    waiting = ranks[1].begin(
-        "meet", name=meeting["name"], rank=1, size=2, timeout_s=0.5
-    )
+    waiting = ranks[1].begin("meet", name=meeting["name"], rank=1, size=2, timeout_s=0.5)
     error = waiting.error()
     assert error.kind == "StallError"
     assert f"{cables[0].address}:{meeting['port']}: its host does not answer" in error.text

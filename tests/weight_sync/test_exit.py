@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 WORKER = """
 import os, signal, sys, torch
@@ -27,7 +27,7 @@ TRAINER = """
 import sys, time, torch
 from wtransfer import Publisher
 
-publisher = Publisher({"w": torch.ones(3)}, listen=sys.argv[1], token="secret", deadline_s=20)
+publisher = Publisher({"w": torch.ones(3)}, listen=sys.argv[1], token="secret", deadline_s=60)
 publisher.wait_for_workers(1, 60)
 round_ = publisher.publish("v1", wait=False)
 while round_.phase not in ("transfer", "over"):

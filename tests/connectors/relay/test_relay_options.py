@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 
 import pytest
@@ -103,13 +105,22 @@ def test_peers_are_allowed_by_address_network_and_port(options, allowed, refused
     assert [each for each in allowed + refused if scheduler.allows(each)] == allowed
 
 
+def first_of_two_free_ports():
+    """Return one below those that the system gives to connections."""
+    for port in range(20000 + os.getpid() % 5000 * 2, 32000):
+        with contextlib.suppress(OSError):
+            for each in (port, port + 1):
+                socket.create_server(("127.0.0.1", each)).close()
+            return port
+    raise AssertionError("no two free ports")
+
+
 def test_ports_follow_the_rank_and_one_that_is_taken_leaves_nothing(instance, leaves_nothing):
     def two(port):
         options = {"token": "t", "port": port, "shelf_bytes": 1 << 20}
         return instance.Instance("p", GROUP, ranks=2, alone=False, options=options)
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = first_of_two_free_ports()
     one = two(port)
     addresses = [worker.get_handshake_metadata().address for worker in one.workers]
     assert addresses == [f"tcp:127.0.0.1:{port}", f"tcp:127.0.0.1:{port + 1}"]
