@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from wtransfer import WeightTransferEngineFactory, hookimpl, hooks
+from wtransfer.engines.shm import ShmTrainerEngine
 from wtransfer.errors import (
     CommitError,
     NoWorkersError,
@@ -321,3 +322,62 @@ def test_every_worker_hears_of_an_abort_that_another_one_caused(fleet, weights):
     finally:
         hooks.unregister(aborts)
     assert sorted(aborts.workers, key=str) == [None, "worker-0", "worker-1"]
+
+
+# -- engines that return after they were left behind
+
+
+class LateEngine(ShmTrainerEngine):
+    """Its first is held where its workers have been asked, or before, until it is left behind."""
+
+    held = threading.Event()
+    where: ClassVar[str]
+    made: ClassVar[list[LateEngine]]
+    shut: ClassVar[list[LateEngine]]
+
+    @classmethod
+    def trainer_init(cls, init_info, *, client, source=None):
+        first = not cls.made
+        cls.made.append(None)
+        if first and cls.where == "before":
+            cls.held.wait(20)
+        engine = super().trainer_init(init_info, client=client, source=source)
+        if first and cls.where == "after":
+            cls.held.wait(20)
+        return engine
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.made.append(self)
+
+    def shutdown(self):
+        self.shut.append(self)
+        super().shutdown()
+
+
+def wait_until(holds):
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_engine_that_returns_late_is_shut_down_and_touches_no_later_round(
+    fleet, weights, monkeypatch, where
+):
+    for name, value in {"where": where, "made": [], "shut": [], "held": threading.Event()}.items():
+        monkeypatch.setattr(LateEngine, name, value, raising=False)
+    made = fleet(weights, engine="shm", trainer=LateEngine)
+    made.join()
+    round_ = made.publisher.publish("v1", wait=False)
+    wait_until(lambda: LateEngine.made)
+    round_.abort("late")
+    with pytest.raises(RoundAbortedError):
+        round_.result(10)
+    LateEngine.held.set()
+    assert made.publish("v2").ok
+    made.close()
+    engines = {id(each) for each in LateEngine.made if each is not None}
+    assert len(engines) == 2
+    wait_until(lambda: {id(each) for each in LateEngine.shut} == engines)
