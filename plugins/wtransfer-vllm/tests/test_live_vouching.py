@@ -20,7 +20,7 @@ def engine(models, tmp_path):
     engine.close()
 
 
-def test_loaded_and_received_weights_have_one_name(engine, joined):
+def test_loaded_and_received_weights_have_one_name(engine, joined, weights):
     own = engine.do("kv_name")
     assert own.startswith("local:")
     engine.do("vouch")
@@ -30,9 +30,8 @@ def test_loaded_and_received_weights_have_one_name(engine, joined):
     publisher, held = joined("A")
     assert engine.do("kv_name") == vouched, "joining a publisher changes nothing"
     assert [each.fingerprint for each in publisher.workers()] != [vouched]
-    _, held_by_b = joined("B")
     loaded = dict(held)
-    held.update(held_by_b)
+    held.update(weights["B"])
     other = publish(publisher, engine, "b").fingerprint
     assert engine.do("kv_name") == other != vouched
     held.update(loaded)
