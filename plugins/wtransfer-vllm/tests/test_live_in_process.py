@@ -242,6 +242,7 @@ def test_foreign_update_is_refused_and_changes_nothing(engine, trainer, weights,
 def test_a_publisher_lost_after_its_order_leaves_a_commit_that_the_next_ones_init_makes(
     engine, weights, fresh, trainer
 ):
+    trainer[0].close()  # a worker has one publisher at a time
     with wtransfer.Publisher(weights["B"], deadline_s=1.0) as lost:
         engine.invite(lost)
         lost.wait_for_workers(1, timeout_s=20)

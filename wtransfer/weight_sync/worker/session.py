@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-LOSS_GRACE_S = 2.0
+LOSS_GRACE_S = 0.25
 """How long `WorkerSession.join` waits for a connected publisher to be noticed as lost."""
 LOSS_POLL_S = 0.005
 """Seconds between two looks."""
