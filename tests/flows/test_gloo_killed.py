@@ -16,7 +16,8 @@ BEFORE_COMMIT = [
     pytest.param("midst", 2, marks=pytest.mark.slow),
     pytest.param("prepare", 0, marks=pytest.mark.slow),
 ]
-OPTIONS = {"packed_buffer_size_bytes": 1 << 20}
+# What breaks in the middle of a bucket is kept until gloo's time-out.
+OPTIONS = {"packed_buffer_size_bytes": 1 << 20, "timeout_s": 4.0}
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from wtransfer.errors import (
 from wtransfer.testing.memory import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S
 
 OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/coordinator.py")
 
@@ -54,9 +55,10 @@ def no_thread(monkeypatch):
 def test_own_error_after_the_commit_does_not_claim_that_workers_keep_their_version(
     fleet, weights, no_thread
 ):
-    made = fleet(weights)
+    made = fleet(weights, engine="tests-deaf")
     member = made.join()
-    no_thread["wtransfer-round_finished"] = 1
+    # The engine does not return; it is left behind, and cannot even be shut down.
+    no_thread["wtransfer-shutdown"] = 1
     with pytest.raises(CommitError, match="after its commit was sent") as caught:
         made.publish("v1")
     assert not isinstance(caught.value, RoundAbortedError)
@@ -106,9 +108,23 @@ class NoResend(MemoryEngine):
     trainer_cls = LateTrainer
 
 
+class DeafTrainer(MemoryEngine.trainer_cls):
+    """Takes longer to hear of its first round's end than anybody waits."""
+
+    def round_finished(self, *, committed):
+        if not hasattr(DeafTrainer, "heard"):
+            DeafTrainer.heard = committed
+            time.sleep(2 * UNBLOCK_GRACE_S)
+
+
+class Deaf(MemoryEngine):
+    trainer_cls = DeafTrainer
+
+
 @pytest.fixture(autouse=True, scope="module")
-def no_resend():
+def engines():
     WeightTransferEngineFactory.register_engine("tests-no-resend", NoResend)
+    WeightTransferEngineFactory.register_engine("tests-deaf", Deaf)
 
 
 def test_engine_that_sends_after_the_commit_is_refused(fleet, weights):

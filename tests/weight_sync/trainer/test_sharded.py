@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import wtransfer
+from wtransfer.deadline import Deadline
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import (
     ClosedError,
@@ -477,7 +478,7 @@ def test_a_rank_that_no_gather_needs_may_come_when_the_round_is_packed(source, p
 
 @pytest.mark.parametrize("error", [BROKEN, None])
 def test_a_rank_that_gave_up_a_round_is_told_its_success_only(source, store, background, error):
-    with TrainerRank({}, store=store, deadline_s=QUIET_S / 4) as rank:
+    with TrainerRank({}, store=store, deadline_s=2 * QUIET_S) as rank:
         source.begin("v1")
         source.packed()
         with pytest.raises(StallError, match="the publishing rank has begun and not ended"):
@@ -490,7 +491,7 @@ def test_a_rank_that_gave_up_a_round_is_told_its_success_only(source, store, bac
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_round_that_is_never_ended_is_given_up(source, store, background, left):
-    with TrainerRank({}, store=store, deadline_s=QUIET_S) as rank:
+    with TrainerRank({}, store=store, deadline_s=2 * QUIET_S) as rank:
         source.begin("v1")
         coming = background(rank.publish, "v1", wait=not left)
         assert comes(source, store)
@@ -542,6 +543,23 @@ def test_a_publisher_that_takes_over_in_a_round_ends_it(source, publishing, publ
     publishing().begin("v1")
     assert "another took over" in str(raised(coming))
     assert isinstance(raised(coming), PeerLostError)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_what_a_killed_publisher_has_left_ends_no_new_ranks_publish(
+    source, publishing, publish, store, version
+):
+    source.begin("v1")
+    source._group.flush(Deadline(DEADLINE_S))
+    # Its thread writes no more, as that of a process that is dead.
+    source._group.close()
+    coming = publish(version)
+    assert waits(coming)
+    successor = publishing()
+    successor.begin(version)
+    assert comes(successor, store)
+    successor.end(None, "abc")
+    assert coming.result(DEADLINE_S) == "abc"
 
 
 @pytest.mark.parametrize("waits_for", ["publishing rank", "begin", "end", "end of the last"])
@@ -601,7 +619,7 @@ def test_what_the_store_has_from_others_is_refused(store, rank):
 
 
 def test_publishers_of_other_names_are_none_of_a_ranks_business(source, store, background):
-    with TrainerRank({}, name="critic", store=store, deadline_s=QUIET_S) as rank:
+    with TrainerRank({}, name="critic", store=store, deadline_s=2 * QUIET_S) as rank:
         source.begin("v1")
         with pytest.raises(StallError, match="one must make a Publisher"):
             rank.publish("v1")

@@ -1,15 +1,15 @@
-"""The trainer's engine, the threads it is called on, and what its workers are told to make."""
+"""The trainer's engine, the thread it is called on, and what its workers are told to make."""
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 import threading
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.calls import forget_frames, start_call
+from wtransfer.calls import SerialThread, forget_frames, start_call
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import (
     NotInitializedError,
@@ -93,7 +93,7 @@ class Origin:
 # The round that a thread sends for, so that a call which is late, as its round has failed, does not
 # reach the next one. A thread of the engine's own has it if it runs in a copy of the context of the
 # one that sends, as `Announcer` sees to; a plain `threading.Thread` begins with an empty one.
-_ROUND: ContextVar[Round] = ContextVar("wtransfer_round")
+_ROUND: contextvars.ContextVar[Round] = contextvars.ContextVar("wtransfer_round")
 
 
 class RoundClient:
@@ -144,10 +144,11 @@ class RoundClient:
 
 
 class EngineCall:
-    """One call into a trainer engine, on a thread of its own.
+    """One call into a trainer engine, on the engine's thread.
 
     Args:
-        method: Name of the call, for errors and the thread.
+        thread: The engine's.
+        method: Name of the call, for errors.
         function: The call.
         plugin: Engine, for errors.
         on_done: Called on that thread when the call has ended.
@@ -155,6 +156,7 @@ class EngineCall:
 
     def __init__(
         self,
+        thread: SerialThread,
         method: str,
         function: Callable[[], object],
         plugin: str,
@@ -166,7 +168,8 @@ class EngineCall:
 
         def run() -> None:
             try:
-                self.result = function()
+                # In a context of its own: what one call sets there, the next one does not see.
+                self.result = contextvars.copy_context().run(function)
             except WTransferError as error:
                 error.add_facts(plugin=plugin)
                 self.error = error
@@ -177,7 +180,7 @@ class EngineCall:
             self.done = True
             on_done()
 
-        self._call = start_call(run, f"wtransfer-{method}")
+        self._call = thread.submit(run)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the call to end; return whether it has."""
@@ -228,6 +231,7 @@ class EngineRunner:
             ) from error
         self._engine: Any = None
         self._lock = threading.Lock()
+        self._thread = SerialThread("wtransfer-engine")
 
     @property
     def started(self) -> bool:
@@ -270,16 +274,16 @@ class EngineRunner:
                     listen(engine)
                     self._engine = engine
                     return
-            guarded("shutdown", engine.shutdown)
+            guarded("shutdown", getattr(engine, "shutdown", None))
             raise RoundAbortedError(f"engine {self.name!r} took too long to be made")
 
-        return EngineCall("trainer_init", start, self.plugin, round_.wake)
+        return self._begin("trainer_init", start, round_.wake)
 
     def plan(self, round_: Round, instead: WeightSource | None) -> EngineCall:
         """Read what the source has, or `instead` has; the result is what is planned."""
         # Here and not on the other thread: that may begin after a stop.
         self.source.begin(round_.version, instead)
-        return EngineCall("metadata", self.source.read, self.plugin, round_.wake)
+        return self._begin("metadata", self.source.read, round_.wake)
 
     def send(self, round_: Round) -> EngineCall:
         """Let the engine send to every worker of `round_`."""
@@ -290,30 +294,23 @@ class EngineRunner:
             _ROUND.set(round_)
             engine.send_weights()
 
-        return EngineCall("send_weights", send, self.plugin, round_.wake)
+        return self._begin("send_weights", send, round_.wake)
 
     def resend(self, round_: Round) -> EngineCall:
         """Let the engine send its last committed weights to the workers of `round_` only."""
         client = RoundClient()
         client.attach(round_)
         engine = self._engine
-        return EngineCall("resend", lambda: engine.resend(client), self.plugin, round_.wake)
+        return self._begin("resend", lambda: engine.resend(client), round_.wake)
 
     def finished(self, *, committed: bool) -> None:
         """Tell the engine what became of what it sent."""
         tell = getattr(self._engine, "round_finished", None)
         if tell is None:
             return
-        try:
-            call = EngineCall(
-                "round_finished",
-                lambda: guarded("round_finished", lambda: tell(committed=committed)),
-                self.plugin,
-            )
-        except BaseException:
-            # An engine that has not heard what is committed must not serve joiners.
-            self._leave_behind("round_finished")
-            raise
+        call = self._begin(
+            "round_finished", lambda: guarded("round_finished", lambda: tell(committed=committed))
+        )
         if not call.join(UNBLOCK_GRACE_S):
             self._leave_behind("round_finished")
 
@@ -335,8 +332,18 @@ class EngineRunner:
             # In one step: an engine that is made afterwards is shut down by its own thread.
             self.abandoned = True
             engine, self._engine = self._engine, None
-        call = getattr(engine, "shutdown", None)
-        if call is not None:
-            EngineCall("shutdown", lambda: guarded("shutdown", call), self.plugin).join(
-                UNBLOCK_GRACE_S
+        self._thread.stop()
+        if engine is not None:
+            # A thread of its own: an engine that hangs in a call may hang in shutdown as well.
+            call = start_call(
+                lambda: guarded("shutdown", getattr(engine, "shutdown", None)), "wtransfer-shutdown"
             )
+            call.done.wait(UNBLOCK_GRACE_S)
+
+    def _begin(
+        self,
+        method: str,
+        function: Callable[[], object],
+        on_done: Callable[[], None] = lambda: None,
+    ) -> EngineCall:
+        return EngineCall(self._thread, method, function, self.plugin, on_done)

@@ -172,6 +172,7 @@ class GatherGroup:
         self._raw: dict[str, bytes] = {}
         self._states: dict[str, Any] = {}
         self._heard_at: dict[str, float] = {}
+        self._alive: set[str] = set()
         self._polled_at = 0.0
 
     # -- for the rank
@@ -186,7 +187,7 @@ class GatherGroup:
         with self._changed:
             self.key = PUBLISHER if self._publishing else str(own_rank())
             self._shared, self._others = shared, tuple(others)
-            for known in (self._raw, self._states, self._heard_at):
+            for known in (self._raw, self._states, self._heard_at, self._alive):
                 known.clear()
             self._polled_at = time.monotonic()
             self._error, self._paused = None, False
@@ -217,6 +218,10 @@ class GatherGroup:
     def heard(self, key: str) -> Any:
         """Return the state of another rank; None if there is none."""
         return self._states.get(key)
+
+    def is_alive(self, key: str) -> bool:
+        """Return whether another rank has written since `start`, and not only before."""
+        return key in self._alive
 
     def lost(self, key: str, what: str) -> PeerLostError | None:
         """Return an error if a rank was heard of and gives no more signs of life."""
@@ -350,6 +355,8 @@ class GatherGroup:
         self._written = mine
         new = {key: value for key, value in raw.items() if value != self._raw.get(key)}
         for key, value in new.items():
+            if key in self._states:
+                self._alive.add(key)
             self._states[key] = _decoded(key, value)
             self._heard_at[key] = now
         self._raw |= new

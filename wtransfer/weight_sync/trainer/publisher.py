@@ -413,34 +413,43 @@ class Publisher:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         self._apply_what_is_left()
-        with self._lock:
+        while True:
+            with self._lock:
+                instances = self._await_turn(deadline, patience)
+                self._check_usable()
+                members = frozenset(w for ranks in instances.values() for w in ranks)
+                if not self._is_stale(members):
+                    return self._new_round(version, instances, instead=instead, dry_run=dry_run)
+            # Without the lock: an engine may take its time to shut down.
+            self._drop_runner()
+
+    def _await_turn(self, deadline: Deadline, patience: Deadline) -> dict[str, list[Worker]]:
+        """Wait until a round may begin, and return who takes part; called under the lock."""
+        self._await_whole_hosts(deadline)
+        while (active := self._active) is not None:
+            if active.was_left:
+                self._give_up(active)
+                continue
+            if not active.is_resend:
+                age = time.monotonic() - self._active_since
+                raise RoundBusyError(
+                    f"round {active.round_id} ({active.version!r}) is under way since "
+                    f"{age:.1f} s; wait for its result() first",
+                    round_id=active.round_id,
+                )
+            late = active.committing and patience.expired
+            if late and self._enough_without(active.members):
+                self._set_aside(active)
+                break
+            # A joiner that is being served can wait.
+            active.abort("a new round begins")
+            deadline.check("a joiner's catch-up", round_id=active.round_id)
+            self._changed.wait(patience.remaining() or deadline.remaining())
             self._await_whole_hosts(deadline)
-            while (active := self._active) is not None:
-                if active.was_left:
-                    self._give_up(active)
-                    continue
-                if not active.is_resend:
-                    age = time.monotonic() - self._active_since
-                    raise RoundBusyError(
-                        f"round {active.round_id} ({active.version!r}) is under way since "
-                        f"{age:.1f} s; wait for its result() first",
-                        round_id=active.round_id,
-                    )
-                late = active.committing and patience.expired
-                if late and self._enough_without(active.members):
-                    self._set_aside(active)
-                    break
-                # A joiner that is being served can wait.
-                active.abort("a new round begins")
-                deadline.check("a joiner's catch-up", round_id=active.round_id)
-                self._changed.wait(patience.remaining() or deadline.remaining())
-                self._await_whole_hosts(deadline)
-            instances = self._taking_part()
-            if len(instances) < self._rules.min_workers:
-                raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
-            self._check_usable()
-            self._renew_runner(frozenset(w for ranks in instances.values() for w in ranks))
-            return self._new_round(version, instances, instead=instead, dry_run=dry_run)
+        instances = self._taking_part()
+        if len(instances) < self._rules.min_workers:
+            raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
+        return instances
 
     def _too_few(self, found: int, wanted: int) -> NoWorkersError:
         return NoWorkersError(
@@ -517,10 +526,10 @@ class Publisher:
         if self._active is round_:
             self._active = None
 
-    def _renew_runner(self, members: frozenset[Worker]) -> None:
-        stale = self._origin.needs_generation and self._runner.members != members
-        if self._runner.abandoned or (stale and self._runner.started):
-            self._drop_runner()
+    def _is_stale(self, members: frozenset[Worker]) -> bool:
+        """Return whether a round of these workers needs another engine, or another group."""
+        others = self._origin.needs_generation and self._runner.members != members
+        return self._runner.abandoned or (others and self._runner.started)
 
     def _on_done(self, round_: Round) -> None:
         # Before another round can begin.
@@ -562,9 +571,10 @@ class Publisher:
             raise
 
     def _on_join(self, worker: Worker) -> None:
-        info = self._runner.worker_init_info
-        if self._runner.started and info is not None and not self._origin.needs_generation:
-            self._origin.send_init(worker, info, *self._membership.place_of(worker))
+        with self._lock:
+            info = self._runner.worker_init_info
+            if self._runner.started and info is not None and not self._origin.needs_generation:
+                self._origin.send_init(worker, info, *self._membership.place_of(worker))
 
     # -- on the thread that brings late joiners, and workers that had to go back, up to date
 

@@ -355,7 +355,7 @@ class ShardedSource:
         deadline = Deadline(self.deadline_s * OWN_SHARE)
         self._group.until(all_ready, deadline, late)
         with self._lock:
-            if self._stopped:
+            if self._stopped or self._state.attempt != begun.attempt:
                 raise RoundAbortedError("the round is over; its weights are not gathered further")
             self._post(go=count)
         # Entered when it is written: alone in a gather this rank could only be left behind there.
@@ -550,6 +550,9 @@ class TrainerRank:
         """Return the round to join, or the end to tell, or None while there is neither."""
         state: GatherRound = self._group.heard(PUBLISHER)
         if state.epoch != self._epoch:
+            if state.phase != "over" and not self._group.is_alive(PUBLISHER):
+                # A publisher that was killed in a round may have left this.
+                return None
             # Another object of this rank may have taken part before.
             earlier: RankState | None = self._group.heard(self._group.key)
             is_known = earlier is not None and earlier.epoch == state.epoch
