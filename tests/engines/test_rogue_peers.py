@@ -728,6 +728,8 @@ def test_a_late_refusal_of_an_earlier_attempt_does_not_end_the_next_round(slow_p
     workers[1].say(Refused(second.epoch, ErrorInfo("EngineError", "nor here")))
     eventually_refused(publisher, "second")
     round_ = publisher.publish("v2", wait=False)
+    # Once more, while the engine of the next attempt is made.
+    workers[1].say(Refused(second.epoch, ErrorInfo("EngineError", "nor here")))
     for worker in workers:
         worker.mail.expect(Abort)
         assert worker.mail.expect(Init).epoch > first.epoch

@@ -204,6 +204,10 @@ class Round:
         self._given_up = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wtransfer-round", daemon=True)
+        if not runner.started:
+            for worker in self.members:
+                # What it still answers to an earlier attempt is no answer to this one.
+                worker.epoch = 0
         membership.open(self.state)
 
     # -- for the caller
@@ -452,10 +456,6 @@ class Round:
 
     def _init_engines(self) -> None:
         if not self._runner.started:
-            with self._lock:
-                for worker in self.members:
-                    # What it still answers to an earlier attempt is no answer to this one.
-                    worker.epoch = 0
             self._supervise(self._runner.start(self), "its initialisation")
         self._send_init()
 
