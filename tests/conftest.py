@@ -94,6 +94,93 @@ def leaves_nothing():
     assert leftovers.found(within_s=5.0) == []
 
 
+@pytest.fixture
+def fleet(leaves_nothing):
+    """Maker of fleets in this process, which are closed at the end of the test."""
+    from wtransfer.testing.fleet import Fleet
+
+    fleets = []
+
+    def make(source, **options):
+        made = Fleet(source, **{"deadline_s": 5.0} | options)
+        fleets.append(made)
+        return made
+
+    yield make
+    # A publisher knows why its last round failed, and that error the frames it passed through.
+    while fleets:
+        fleets.pop().close()
+
+
+@pytest.fixture
+def weights():
+    """Names and tensors: four of one shape and dtype, so that they can be mistaken."""
+    import torch
+
+    return {f"layer.{i}": torch.arange(12.0).view(3, 4) + 100 * i for i in range(4)}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Store of the engine ``file``."""
+    from wtransfer.checkpoint.versions import VersionStore
+
+    return VersionStore(tmp_path / "store")
+
+
+@pytest.fixture
+def publishing(fleet, store, weights):
+    """Maker of fleets with one worker that publish to the store."""
+
+    def make(**options):
+        made = fleet(weights, engine="file", options={"path": str(store.root), **options})
+        made.join()
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def engine_faults():
+    """What goes wrong in the engines of `engines`; armed by `faults`."""
+    from wtransfer.testing.faults import Faults
+
+    return Faults()
+
+
+@pytest.fixture(scope="session")
+def engines(engine_faults):
+    """Names of engines: ``memory`` copies on arrival, ``shm`` hands out views; both may fail."""
+    from wtransfer.engines.factory import WeightTransferEngineFactory
+    from wtransfer.testing.memory import MemoryEngine
+
+    names = {"memory": "tests-memory", "shm": "tests-shm"}
+    WeightTransferEngineFactory.register_engine(names["memory"], engine_faults.wrap(MemoryEngine))
+    WeightTransferEngineFactory.register_engine(names["shm"], engine_faults.wrap("shm"))
+    return names
+
+
+@pytest.fixture(params=["memory", "shm"])
+def engine(engines, request):
+    """Name of an engine; a test that asks for it runs once with each."""
+    return engines[request.param]
+
+
+@pytest.fixture
+def faults(engine_faults):
+    """What shall go wrong in the engines of this test."""
+    yield engine_faults
+    engine_faults.disarm()
+
+
+@pytest.fixture(scope="session")
+def libuv():
+    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
+    from wtransfer.transport.rendezvous import host_rendezvous
+
+    host_rendezvous("127.0.0.1").close()
+
+
 def pytest_collection_finish():
     """Spare every later collection of garbage what lives as long as the run: thousands of tests."""
     gc.collect()
