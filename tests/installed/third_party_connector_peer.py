@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from wtransfer.demo.serving.build import HostSettings, make_local_host
-from wtransfer.demo.serving.shape import CacheShape
+from wtransfer.testing.mini_engine.build import HostSettings, make_local_host
+from wtransfer.testing.mini_engine.shape import CacheShape
 from wtransfer.weights import process_weights
 
 PROMPT = [(7 * i) % 251 for i in range(70)]

@@ -11,10 +11,10 @@ import sys
 
 import torch
 
-from wtransfer.demo.serving.build import HostSettings, make_host, make_local_host
-from wtransfer.demo.serving.loop import LocalWorkers
-from wtransfer.demo.serving.shape import CacheShape
-from wtransfer.demo.serving.sole_worker import make_sole_worker
+from wtransfer.testing.mini_engine.build import HostSettings, make_host, make_local_host
+from wtransfer.testing.mini_engine.loop import LocalWorkers
+from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.sole_worker import make_sole_worker
 
 
 def main(folder: str, seed: str, *requests: str) -> None:

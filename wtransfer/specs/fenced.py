@@ -20,7 +20,7 @@ that were computed with other weights than it began with: the fence would keep w
 them, under its name. So that cache is emptied at a change, before the next request begins, and a
 step that was planned before the change is not computed after it. A block of the cache belongs to
 its job until that has ended. And all ranks' results count: a job that failed on one has failed.
-`wtransfer.demo.serving` shows how.
+`wtransfer.testing.mini_engine` shows how.
 """
 
 from __future__ import annotations

@@ -15,21 +15,21 @@ from wtransfer.connectors.interface import (
     WORKER_METHODS,
     KVConnectorRole,
 )
-from wtransfer.demo.serving.build import HostSettings
-from wtransfer.demo.serving.plain import from_plain, to_plain
-from wtransfer.demo.serving.schedule import SchedulerOutput
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_tokens import BLOCK_SIZE, IN_PARTS, SIX_HEADS
 from wtransfer.testing.connector_truth import some_prompts
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.plain import from_plain, to_plain
+from wtransfer.testing.mini_engine.schedule import SchedulerOutput
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from wtransfer.demo.serving.request import Request
     from wtransfer.testing.connector_host import KitHost
     from wtransfer.testing.connector_kit import MakeSite
     from wtransfer.testing.connector_site import Site
+    from wtransfer.testing.mini_engine.request import Request
 
 OTHERS = {KVConnectorRole.SCHEDULER: WORKER_METHODS, KVConnectorRole.WORKER: SCHEDULER_METHODS}
 SPEAKING = ("build_connector_meta", "build_connector_worker_meta")

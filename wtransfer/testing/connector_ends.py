@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wtransfer.connectors.interface import KVConnectorRole
-from wtransfer.demo.serving.build import HostSettings
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_tokens import IN_PARTS
 from wtransfer.testing.connector_truth import some_prompts
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.mini_engine.build import HostSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,18 +11,18 @@ import pytest
 import xxhash
 
 from wtransfer.connectors.interface import KVConnectorOutput
-from wtransfer.demo.serving.build import HostSettings
-from wtransfer.demo.serving.plain import from_plain, to_plain
 from wtransfer.testing.connector_calls import check_errors_in_time, loads_of, received
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_tokens import IN_PARTS
 from wtransfer.testing.connector_truth import some_prompts
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.plain import from_plain, to_plain
 
 if TYPE_CHECKING:
-    from wtransfer.demo.serving.request import Request
     from wtransfer.testing.connector_host import KitHost
     from wtransfer.testing.connector_kit import MakeSite
     from wtransfer.testing.connector_site import Site
+    from wtransfer.testing.mini_engine.request import Request
 
 NUM_STAGES = 8
 """Steps after each of which a request is aborted once."""

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from wtransfer.connectors.interface import KVConnectorRole
-from wtransfer.demo.serving.build import make_scheduler
-from wtransfer.demo.serving.cache import PagedCache
-from wtransfer.demo.serving.loop import ServingLoop
-from wtransfer.demo.serving.model import PagedTransformer
-from wtransfer.demo.serving.shards import Shards
-from wtransfer.demo.serving.worker import ServingWorker
-from wtransfer.demo.serving.worker_link import WorkerLink
 from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.connector_truth import truth
+from wtransfer.testing.mini_engine.build import make_scheduler
+from wtransfer.testing.mini_engine.cache import PagedCache
+from wtransfer.testing.mini_engine.loop import ServingLoop
+from wtransfer.testing.mini_engine.model import PagedTransformer
+from wtransfer.testing.mini_engine.shards import Shards
+from wtransfer.testing.mini_engine.worker import ServingWorker
+from wtransfer.testing.mini_engine.worker_link import WorkerLink
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from wtransfer.connectors.interface import KVConnectorBase_V1
-    from wtransfer.demo.serving.build import HostSettings
-    from wtransfer.demo.serving.messages import StepPlan, StepResult
-    from wtransfer.demo.serving.request import Request
+    from wtransfer.testing.mini_engine.build import HostSettings
+    from wtransfer.testing.mini_engine.messages import StepPlan, StepResult
+    from wtransfer.testing.mini_engine.request import Request
     from wtransfer.transport.communicator import Communicator
 
 PATIENCE_S = 60.0

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from wtransfer.connectors.naming import BlockNaming
-from wtransfer.demo.serving.build import HostSettings
-from wtransfer.demo.serving.shape import ServedShape
 from wtransfer.registry.registry import registry
 from wtransfer.testing.connector_host import KitHost, Weights
 from wtransfer.testing.connector_site import Site
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.shape import ServedShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from wtransfer.demo.serving.build import HostSettings
-from wtransfer.demo.serving.instance import Instance
-from wtransfer.demo.serving.process import MODULES
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_site import NEW_TOKENS
 from wtransfer.testing.connector_tokens import SIX_HEADS
 from wtransfer.testing.connector_truth import some_prompts, truth
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.instance import Instance
+from wtransfer.testing.mini_engine.process import MODULES
 from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from wtransfer.demo.serving.instance_messages import Answer
+    from wtransfer.testing.mini_engine.instance_messages import Answer
 
 
 class ProcessTests(ConnectorKit):

@@ -12,8 +12,8 @@ from wtransfer.deadline import Deadline
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from wtransfer.demo.serving.request import Request
     from wtransfer.testing.connector_host import KitHost, Weights
+    from wtransfer.testing.mini_engine.request import Request
 
 NEW_TOKENS = 3
 """Tokens that are generated, where nothing else is said."""

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wtransfer.demo.serving.build import HostSettings
-from wtransfer.demo.serving.shape import CacheShape, Limits, ServedShape
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_truth import some_prompts
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.shape import CacheShape, Limits, ServedShape
 
 if TYPE_CHECKING:
     from wtransfer.testing.connector_kit import MakeSite

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from wtransfer.demo.serving.cache import PagedCache
-from wtransfer.demo.serving.model import PagedTransformer
-from wtransfer.demo.serving.shape import CacheShape, ServedShape
-from wtransfer.demo.serving.shards import Shards
+from wtransfer.testing.mini_engine.cache import PagedCache
+from wtransfer.testing.mini_engine.model import PagedTransformer
+from wtransfer.testing.mini_engine.shape import CacheShape, ServedShape
+from wtransfer.testing.mini_engine.shards import Shards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

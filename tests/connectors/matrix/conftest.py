@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.demo.serving.build import HostSettings, make_local_host
-from wtransfer.demo.serving.shape import CacheShape, Limits
+from wtransfer.testing.mini_engine.build import HostSettings, make_local_host
+from wtransfer.testing.mini_engine.shape import CacheShape, Limits
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
@@ -26,7 +26,7 @@ def _load(name, path):
 
 
 # Before the tests are imported, which import them by their names.
-KIT = _load("matrix_serving_kit", TESTS / "demo" / "serving" / "serving_kit.py")
+KIT = _load("matrix_serving_kit", TESTS / "testing" / "mini_engine" / "serving_kit.py")
 STACKS = _load("matrix_stacks", HERE / "matrix_stacks.py")
 _load("matrix_watch", HERE / "matrix_watch.py")
 SERVICE = _load("matrix_service", HERE / "matrix_service.py")

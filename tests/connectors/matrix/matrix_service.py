@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from matrix_stacks import Stack
 
-    from wtransfer.demo.serving.loop import ServingLoop
-    from wtransfer.demo.serving.messages import StepPlan
-    from wtransfer.demo.serving.request import Request
+    from wtransfer.testing.mini_engine.loop import ServingLoop
+    from wtransfer.testing.mini_engine.messages import StepPlan
+    from wtransfer.testing.mini_engine.request import Request
 
 # What each kind calls the blocks, or the bytes, that it has put into the cache.
 _NUMBERS = {"loaded_bytes_total", "blocks_loaded_total", "blocks_loaded"}

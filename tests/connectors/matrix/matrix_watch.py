@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from matrix_serving_kit import MODEL, fresh_model
 
-from wtransfer.demo.serving.cache import PagedCache
-from wtransfer.demo.serving.shape import CacheShape
-from wtransfer.demo.serving.shards import Shards
+from wtransfer.testing.mini_engine.cache import PagedCache
+from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.shards import Shards
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from wtransfer.demo.serving.loop import ServingLoop
-    from wtransfer.demo.serving.messages import StepPlan, StepResult
-    from wtransfer.demo.serving.request import Request
+    from wtransfer.testing.mini_engine.loop import ServingLoop
+    from wtransfer.testing.mini_engine.messages import StepPlan, StepResult
+    from wtransfer.testing.mini_engine.request import Request
 
 _BLOCK_SIZE = 16
 

@@ -13,9 +13,9 @@ import torch
 from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.config import KVCacheConfig, ModelConfig, ParallelConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
-from wtransfer.demo.serving.plain import from_plain, to_plain
-from wtransfer.demo.serving.request import Request
-from wtransfer.demo.serving.schedule import (
+from wtransfer.testing.mini_engine.plain import from_plain, to_plain
+from wtransfer.testing.mini_engine.request import Request
+from wtransfer.testing.mini_engine.schedule import (
     CachedRequestData,
     KVCacheBlocks,
     NewRequestData,

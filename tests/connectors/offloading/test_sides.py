@@ -7,9 +7,9 @@ import pytest
 from wtransfer import KVCacheConfig, KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
-from wtransfer.demo.serving.schedule import KVCacheBlocks
 from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, UnknownBackendError
 from wtransfer.specs.interface import OffloadPolicy, RequestOffloadingContext
+from wtransfer.testing.mini_engine.schedule import KVCacheBlocks
 
 SHAPES = {
     "today": {"spec_name": "CPUOffloadingSpec"},

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from wtransfer.demo.serving.build import HostSettings
-from wtransfer.demo.serving.instance import Instance
-from wtransfer.demo.serving.router import Router
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.instance import Instance
+from wtransfer.testing.mini_engine.router import Router
 from wtransfer.transport.zygote import Zygote
 
 OPTIONS = {
@@ -20,7 +20,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def zygote():
-    with Zygote(preload=["torch", "wtransfer.demo.serving.build"]) as made:
+    with Zygote(preload=["torch", "wtransfer.testing.mini_engine.build"]) as made:
         yield made
 
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from wtransfer.demo.command import demo
 from wtransfer.demo.kv import command
-from wtransfer.demo.serving.shape import ServedShape
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.mini_engine.shape import ServedShape
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_another_connector_tells_the_same_story_in_lines():
 @pytest.mark.slow
 def test_keys_and_values_that_are_not_those_that_were_computed_fail_the_demo(sabotage):
     sabotage(
-        "from wtransfer.demo.serving import worker_link\n"
+        "from wtransfer.testing.mini_engine import worker_link\n"
         "honest = worker_link.WorkerLink.end\n"
         "def end(self, finished_req_ids):\n"
         "    said = honest(self, finished_req_ids)\n"

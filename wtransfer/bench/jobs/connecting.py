@@ -21,7 +21,7 @@ from wtransfer.bench.jobs.sides import Sides, prompt
 from wtransfer.bench.scratch import Scratch
 
 if TYPE_CHECKING:
-    from wtransfer.demo.serving.line import Line
+    from wtransfer.testing.mini_engine.line import Line
 
 _WARM_UP_ROUNDS = 1
 # The last block is the one of the last token, which nobody saves.

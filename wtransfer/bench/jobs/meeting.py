@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from wtransfer.deadline import Deadline
-from wtransfer.demo.serving.line import PATIENCE_S, Line
 from wtransfer.errors import StallError
+from wtransfer.testing.mini_engine.line import PATIENCE_S, Line
 from wtransfer.transport.address import check_same_user, parse_address
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from wtransfer.connectors.factory import KVConnectorFactory
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.connectors.storage.store import FORMAT, REMOVED
 from wtransfer.deadline import Deadline
-from wtransfer.demo.serving.request import Request
-from wtransfer.demo.serving.schedule import KVCacheBlocks, NewRequestData, SchedulerOutput
 from wtransfer.errors import IncompleteUpdateError
+from wtransfer.testing.mini_engine.request import Request
+from wtransfer.testing.mini_engine.schedule import KVCacheBlocks, NewRequestData, SchedulerOutput
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 from wtransfer.demo.kv.setting import DECODE, FRESH, PREFILL, KvSetting
 from wtransfer.demo.kv.story import KvStory, Row
 from wtransfer.demo.memcpy import Memcpy
-from wtransfer.demo.serving.instance import Instance
-from wtransfer.demo.serving.process import MODULES
-from wtransfer.demo.serving.router import Router
+from wtransfer.testing.mini_engine.instance import Instance
+from wtransfer.testing.mini_engine.process import MODULES
+from wtransfer.testing.mini_engine.router import Router
 from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from wtransfer.demo.serving.instance_messages import Answer
-    from wtransfer.demo.serving.router import Routed
+    from wtransfer.testing.mini_engine.instance_messages import Answer
+    from wtransfer.testing.mini_engine.router import Routed
     from wtransfer.transport.zygote import Child
 
 NUM_BEFORE, NUM_AFTER = 2, 2

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import Any
 
-from wtransfer.demo.serving.build import HostSettings
-from wtransfer.demo.serving.shape import CacheShape, ServedShape
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.shape import CacheShape, ServedShape
 
 PREFILL, DECODE, FRESH = "prefill", "decode", "fresh"
 """Names of the instances. The last one has no connector: it computes everything itself."""

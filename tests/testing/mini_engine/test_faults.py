@@ -1,0 +1,349 @@
+"""Faults in the tier and around it: a miss, computed afresh, and the same tokens (FAULTS K, O)."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import xxhash
+
+from wtransfer.blocks import hash_blocks
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.plain import from_plain
+from wtransfer.testing.mini_engine.request import Request
+from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.weights import process_weights
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def prompts(kit):
+    return kit.prompts(BLOCK_SIZE, 4)
+
+
+@pytest.fixture
+def settings(kit, prompts):
+    largest = max(kit.blocks_for(prompt, BLOCK_SIZE) for prompt in prompts)
+    return HostSettings(
+        cache=CacheShape(BLOCK_SIZE, largest + 1),
+        seed=3,
+        **kit.offloading(kit.cpu_tier(BLOCK_SIZE, 64)),
+    )
+
+
+def ask(kit, host, prompts, seed=3):
+    """Ask one after the other, and check the answers; return what was counted meanwhile."""
+    before = host.scheduler.counts.copy()
+    for prompt in prompts:
+        assert [kit.truth(prompt, seed)] == host.generate([prompt], kit.NEW_TOKENS)
+    counts = host.scheduler.counts
+    return collections.Counter({name: counts[name] - before[name] for name in counts})
+
+
+@pytest.mark.parametrize("damage", ["payload", "header"])
+def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
+    kit, serve, prompts, settings, damage
+):
+    host = serve(settings)
+    ask(kit, host, prompts)
+    assert ask(kit, host, prompts)["tokens_loaded"] > 0
+    part = kit.tier_worker_of(host).part
+    if damage == "payload":
+        part.slots[:, 100] ^= 1
+    else:
+        part._headers[:, 40] ^= 1
+    hurt = ask(kit, host, prompts)
+    assert hurt["loads_failed"] > 0
+    assert hurt["tokens_loaded"] == 0
+    # Once they are known to be damaged, whole ones take their place.
+    ask(kit, host, prompts)
+    healed = ask(kit, host, prompts)
+    assert healed["loads_failed"] == 0
+    assert healed["tokens_loaded"] > 0
+
+
+def test_flipped_bytes_would_be_seen_in_the_tokens_if_nobody_checked(kit, serve, prompts, settings):
+    tier = {**settings.options, "verify_checksums": False}
+    host = serve(HostSettings(cache=settings.cache, seed=3, **kit.offloading(tier)))
+    ask(kit, host, prompts)
+    kit.tier_worker_of(host).part.slots[:, 3::4] ^= 0x80  # the sign of every number
+    got = [host.generate([prompt], kit.NEW_TOKENS)[0] for prompt in prompts]
+    assert got != kit.truths(prompts, 3)
+
+
+def test_a_block_that_is_reused_while_it_is_loaded_is_computed_afresh(
+    kit, serve, prompts, settings
+):
+    """FAULTS 26: the slot has another block by the time the worker looks."""
+    host = serve(settings)
+    ask(kit, host, prompts)
+    manager = kit.manager_of(host)
+    prepare_load, slots_of = manager.prepare_load, itertools.count()
+
+    def prepare_and_lose(keys, context):
+        place = prepare_load(keys, context)
+        next(slots_of)
+        place.block_ids = [(slot + 1) % 64 for slot in place.block_ids]
+        return place
+
+    manager.prepare_load = prepare_and_lose
+    hurt = ask(kit, host, prompts)
+    assert 0 < next(slots_of) == hurt["loads_failed"]
+    assert hurt["tokens_loaded"] == 0
+
+
+def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
+    kit, serve, prompts, settings
+):
+    """FAULTS 26: evicted before it could be pinned."""
+    host = serve(settings)
+    ask(kit, host, prompts)
+    manager = kit.manager_of(host)
+    prepare_load = manager.prepare_load
+
+    def lose_and_prepare(keys, context):
+        manager.reset_cache()
+        return prepare_load(keys, context)
+
+    manager.prepare_load = lose_and_prepare
+    hurt = ask(kit, host, prompts)
+    assert hurt["tokens_loaded"] == 0
+    assert hurt["loads_failed"] > 0
+    # Nothing was begun for them, and what they have computed takes their place.
+    stats = kit.tier_stats(host)
+    assert (stats["loads_total"], stats["load_jobs_failed_total"]) == (0, 0)
+    assert stats["stores_total"] > 20
+
+
+def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
+    kit, serve, prompts, settings
+):
+    """The step's own tokens do not depend on the load, so the step counts, for every connector."""
+    tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": settings.options}
+    host = serve(
+        HostSettings(
+            cache=CacheShape(BLOCK_SIZE, 32),
+            seed=3,
+            connector="MultiConnector",
+            options={"connectors": [tier]},
+        )
+    )
+    ask(kit, host, prompts[:1])
+    host.scheduler.pool.forget_all()
+    (child,) = kit.scheduler_side(host).children
+    manager = child.side._manager._inner
+    prepare_load = manager.prepare_load
+
+    def lose_and_prepare(keys, context):
+        manager.reset_cache()
+        return prepare_load(keys, context)
+
+    manager.prepare_load = lose_and_prepare
+    plans = kit.record(host)
+    requests = [host.submit(each, kit.NEW_TOKENS) for each in (prompts[1], prompts[0])]
+    host.run()
+    jobs = [from_plain(plan.metadata).children[0] for plan in plans]
+    assert any(each.gone and each.stores for each in jobs)
+    assert [each.output for each in requests] == kit.truths([prompts[1], prompts[0]], 3)
+    assert kit.tier_stats(host)["0_OffloadingConnector_store_jobs_failed_total"] == 0
+
+
+def weak_hash(data):
+    """Return a hash of 16 bits, of the tokens of one block: the same for host and tier."""
+    return xxhash.xxh3_64_digest(data[-4 * BLOCK_SIZE :])[:2]
+
+
+def two_blocks_of_one_hash():
+    drawn, seen = random.Random(0), {}
+    while True:
+        block = [drawn.randrange(256) for _ in range(BLOCK_SIZE)]
+        key = next(hash_blocks(block, BLOCK_SIZE, b"", weak_hash))
+        if key in seen:
+            return seen[key], block
+        seen[key] = block
+
+
+def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
+    """FAULTS 30: neither the cache nor the tier takes a block for another of the same hash."""
+    one, other = two_blocks_of_one_hash()
+    assert one != other
+    host = serve(settings, hash_function=weak_hash)
+    kit.name_by(host, weak_hash)
+    for naming in (host.scheduler._naming, kit.scheduler_side(host)._naming):
+        names = [naming.of(Request("any", each, 1)) for each in (one, other)]
+        keys, others = (each.witnessed(lambda key, witness: None) for each in names)
+        assert keys == others != [], "blocks are named by this hash"
+        assert names[0].under("A") != names[1].under("A")
+    found = ask(kit, host, [[*one, 1, 2, 3], [*other, 1, 2, 3]])
+    assert (found["tokens_cached"], found["tokens_loaded"]) == (0, 0)
+    # Both are kept, each as itself: first in the cache, then, where that has others, in the tier.
+    assert ask(kit, host, [[*one, 4], [*other, 4]])["tokens_cached"] == 2 * BLOCK_SIZE
+    ask(kit, host, kit.prompts(BLOCK_SIZE, 3, seed=9))
+    found = ask(kit, host, [[*one, 5], [*other, 5]])
+    assert found["tokens_loaded"] == 2 * BLOCK_SIZE
+
+
+def test_two_blocks_of_one_hash_in_one_request_are_computed(kit, serve, settings):
+    """FAULTS 30, within one prompt: nobody can say which of the two is meant."""
+    host = serve(settings, hash_function=lambda data: b"\0\0")
+    kit.name_by(host, lambda data: b"\0\0")
+    prompt = kit.prompts(BLOCK_SIZE, 1)[0]
+    for _ in range(2):
+        assert ask(kit, host, [prompt])["tokens_loaded"] == 0
+    assert kit.tier_stats(host)["stores_total"] == 0
+
+
+@pytest.fixture
+def changing_host(serve, settings):
+    """A host, and what changes its weights between two steps, telling nobody but the process."""
+    host = serve(settings)
+    held = process_weights.hold("A", host.workers.worker.model)
+
+    def change(seed):
+        with held.changing(lambda: f"seed {seed}"):
+            host.workers.worker.model.draw_weights(seed)
+
+    change(3)
+    yield SimpleNamespace(host=host, held=held, change=change)
+    held.close()
+
+
+JOBS = {"load": (1, 0), "store": (0, 1), "prefix": (0, 0)}
+
+
+@pytest.mark.parametrize("moment", JOBS)
+def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changing_host, moment):
+    """FAULTS 31 and 47: the scheduler hears of a change only after its plan has come too late."""
+    host, change = changing_host.host, changing_host.change
+    prompt = prompts[0]
+    if moment != "store":
+        # Others, until the cache has forgotten the first.
+        ask(kit, host, prompts if moment == "load" else prompts[:1])
+    # The first of all learns what the rank computes with.
+    host.step()
+    request = host.submit([*prompt, 1], kit.NEW_TOKENS)
+    plan = host.scheduler.plan()
+    jobs = from_plain(plan.metadata)
+    assert (len(jobs.loads), len(jobs.stores)) == JOBS[moment]
+    if moment == "prefix":
+        assert plan.spans[0].start > 0
+    change(4)
+    (result,) = host.workers.step(plan)
+    assert (result.executed, result.tokens) == (False, {})
+    outcomes = from_plain(result.said.metadata).outcomes[0]
+    assert [each.success for each in outcomes] == [False] * sum(JOBS[moment])
+    host.scheduler.update(plan, [result])
+    assert (request.state, request.began, host.scheduler.counts["restarts"]) == (
+        "waiting",
+        False,
+        1,
+    )
+    host.run()
+    assert request.output == kit.truth(request.prompt_token_ids, 4)
+    stats = host.workers.worker.get_stats()
+    assert stats["fence_loads_refused_total"] == (moment == "load")
+    # It has left nothing, under neither weights: they are computed, or of whom began with them.
+    ask(kit, host, [request.all_token_ids, *prompts], seed=4)
+    change(3)
+    ask(kit, host, [request.all_token_ids, *prompts], seed=3)
+
+
+def test_what_a_request_computes_after_a_change_is_not_kept(kit, prompts, changing_host):
+    """FAULTS 47: neither under the weights it began with, nor under those that it ends with."""
+    host, change = changing_host.host, changing_host.change
+    prompt = prompts[0]
+    request = host.submit(prompt, BLOCK_SIZE)
+    while not request.began:
+        host.step()
+    change(4)
+    host.run()
+    in_prompt = len(prompt) // BLOCK_SIZE
+    assert (request.num_tokens - 1) // BLOCK_SIZE > in_prompt
+    stats = kit.tier_stats(host)
+    assert (stats["stores_total"], stats["blocks_idle"]) == (in_prompt, in_prompt)
+    assert stats["fence_stores_refused_total"] == 1
+    found = ask(kit, host, [request.all_token_ids], seed=4)
+    assert (found["tokens_loaded"], found["tokens_cached"]) == (0, 0)
+    change(3)
+    found = ask(kit, host, [request.all_token_ids], seed=3)
+    assert found["tokens_loaded"] == in_prompt * BLOCK_SIZE
+
+
+def test_a_request_that_a_change_makes_begin_anew_uses_the_tier_again(kit, prompts, changing_host):
+    host, change = changing_host.host, changing_host.change
+    change(4)
+    ask(kit, host, prompts, seed=4)
+    change(3)
+    ask(kit, host, prompts, seed=3)
+    worker = kit.tier_worker_of(host)
+    get_finished, worker.get_finished = worker.get_finished, list
+    request = host.submit(prompts[0], kit.NEW_TOKENS)
+    for _ in range(3):
+        host.step()
+    assert request.state == "loading"
+    change(4)
+    worker.get_finished = get_finished
+    before = host.scheduler.counts.copy()
+    host.run()
+    assert request.output == kit.truth(prompts[0], 4)
+    counts = host.scheduler.counts - before
+    assert counts["restarts"] == 1
+    assert counts["tokens_loaded"] > 0, "what is kept of the new weights"
+
+
+def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, changing_host):
+    host, change = changing_host.host, changing_host.change
+    ask(kit, host, prompts)
+    worker = kit.tier_worker_of(host)
+    get_finished, worker.get_finished = worker.get_finished, list
+    request = host.submit(prompts[0], kit.NEW_TOKENS)
+    for _ in range(3):
+        host.step()
+    assert request.state == "loading"
+    change(4)
+    worker.get_finished = get_finished
+    host.run()
+    assert host.workers.worker.get_stats()["fence_loads_outdated_total"] == 1
+    assert request.output == kit.truth(prompts[0], 4)
+    assert host.scheduler.counts["restarts"] == 1
+
+
+def test_nothing_is_computed_while_the_weights_have_no_name(kit, prompts, changing_host):
+    host = changing_host.host
+    ask(kit, host, prompts[:1])
+    request = host.submit(prompts[1], kit.NEW_TOKENS)
+    with changing_host.held.changing(lambda: "seed 4"):
+        for _ in range(5):
+            host.step()
+        assert (request.state, request.began) == ("waiting", False)
+        host.workers.worker.model.draw_weights(4)
+    host.run()
+    assert request.output == kit.truth(prompts[1], 4)
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_job_that_a_spec_does_not_begin_has_failed(kit, serve, prompts, settings, kind):
+    """No result follows, and nobody waits for one."""
+    host = serve(settings)
+    if kind == "load":
+        ask(kit, host, prompts)
+    worker = kit.tier_worker_of(host)
+    submit, refused = getattr(worker, f"submit_{kind}"), []
+
+    def refuse_once(job_id, *places):
+        if not refused:
+            refused.append(job_id)
+            return False
+        return submit(job_id, *places)
+
+    setattr(worker, f"submit_{kind}", refuse_once)
+    counts = ask(kit, host, prompts)
+    assert (len(refused), kit.tier_stats(host)[f"{kind}_jobs_failed_total"]) == (1, 1)
+    assert counts["loads_failed"] == (kind == "load")
+    assert host.scheduler.pool.num_free == settings.cache.num_blocks
+    ask(kit, host, prompts)
+    assert ask(kit, host, prompts)["tokens_loaded"] > 0

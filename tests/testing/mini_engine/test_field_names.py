@@ -1,0 +1,80 @@
+"""What connectors of vLLM read of a request, of a step and of a forward pass is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.request import Request
+from wtransfer.testing.mini_engine.schedule import KVCacheBlocks
+from wtransfer.testing.mini_engine.shape import CacheShape
+
+ABSENT = ("cache_salt", "lora_request", "pooling_params", "prompt_embeds", "sampling_params")
+
+
+@pytest.fixture
+def served(kit, serve, tmp_path):
+    """A host that is too small for two requests, and all that its connector has heard."""
+    prompts = [[number, *prompt] for number, prompt in enumerate(kit.prompts(16, 2))]
+    host = serve(
+        HostSettings(
+            cache=CacheShape(16, max(kit.blocks_for(each, 16, 40) for each in prompts) + 3),
+            seed=3,
+            connector="FolderConnector",
+            module_path="folder_connector",
+            options={"folder": str(tmp_path)},
+        )
+    )
+    outputs, contexts = [], []
+    scheduler, worker = host.scheduler.link.connector, host.workers.worker.link.connector
+    build, load = scheduler.build_connector_meta, worker.start_load_kv
+    scheduler.build_connector_meta = lambda output: outputs.append(output) or build(output)
+    worker.start_load_kv = lambda context: contexts.append(context) or load(context)
+    requests = [host.submit(each, 40) for each in prompts]
+    host.run()
+    assert [each.output for each in requests] == kit.truths(prompts, 3, 40)
+    return host, outputs, contexts
+
+
+def test_a_request_has_them():
+    request = Request("r", [1, 2], 3)
+    assert [getattr(request, name) for name in ABSENT] == [None] * len(ABSENT)
+    request.all_token_ids.append(5)
+    assert (request.num_output_tokens, request.output_token_ids) == (1, [5])
+    assert request.mm_features == []
+
+
+def test_its_blocks_have_them():
+    (blocks,) = KVCacheBlocks([4, 2]).blocks
+    assert [each.block_id for each in blocks] == [4, 2]
+
+
+def test_a_step_has_them(served):
+    _, outputs, _ = served
+    new = [each for output in outputs for each in output.scheduled_new_reqs]
+    assert len(new) == 2
+    for each in new:
+        assert [getattr(each, name) for name in ABSENT if name != "cache_salt"] == [None] * 4
+        assert each.mm_features == []
+    resumed = 0
+    for output in outputs:
+        cached = output.scheduled_cached_reqs
+        assert len(cached.num_output_tokens) == len(cached.req_ids)
+        assert cached.all_token_ids.keys() == cached.resumed_req_ids
+        assert cached.new_token_ids == []
+        for request_id, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            if request_id in cached.resumed_req_ids:
+                (prompt,) = [e.prompt_token_ids for e in new if e.req_id == request_id]
+                assert cached.all_token_ids[request_id][: len(prompt)] == prompt
+                assert len(cached.all_token_ids[request_id]) == len(prompt) + count
+                resumed += 1
+    assert resumed > 0
+
+
+def test_a_forward_pass_has_them(served):
+    host, _, contexts = served
+    caches = host.workers.worker.link.connector.caches
+    for context in contexts:
+        assert context.no_compile_layers.keys() == caches.keys()
+        for name, layer in context.no_compile_layers.items():
+            assert layer.kv_cache is caches[name]

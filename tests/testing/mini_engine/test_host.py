@@ -1,0 +1,141 @@
+"""The host around the model: what waits, what is refused, and what happens when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from wtransfer.errors import PeerLostError, StallError
+from wtransfer.specs.interface import LookupResult, OffloadPolicy, RequestOffloadingContext
+from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.shape import CacheShape
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def prompt(kit):
+    return kit.prompts(BLOCK_SIZE, 1)[0]
+
+
+@pytest.fixture
+def host(kit, serve):
+    tier = kit.offloading(kit.shelf_tier(64))
+    return serve(HostSettings(cache=CacheShape(BLOCK_SIZE, 12), seed=3, **tier))
+
+
+def test_a_tier_that_does_not_know_yet_is_asked_again_in_the_next_step(kit, host, prompt):
+    host.generate([prompt], kit.NEW_TOKENS)
+    host.generate(kit.prompts(BLOCK_SIZE, 4, seed=5), kit.NEW_TOKENS)
+    manager, asked = kit.manager_of(host), []
+    lookup = manager.lookup
+
+    def slow(key, context):
+        asked.append(key)
+        return LookupResult.RETRY if len(asked) < 4 else lookup(key, context)
+
+    manager.lookup = slow
+    request = host.submit(prompt, kit.NEW_TOKENS)
+    for times in range(1, 4):
+        host.step()
+        assert (request.state, len(asked)) == ("waiting", times)
+    before = host.scheduler.counts["tokens_loaded"]
+    host.run()
+    assert request.output == kit.truth(prompt, 3)
+    assert host.scheduler.counts["tokens_loaded"] > before
+
+
+def test_a_block_whose_store_is_under_way_is_computed(kit, host, prompt):
+    manager = kit.manager_of(host)
+    manager.lookup = lambda key, context: LookupResult.HIT_PENDING
+    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, 3)]
+    assert host.scheduler.counts["tokens_loaded"] == 0
+
+
+def test_blocks_belong_to_their_job_though_their_request_has_ended(kit, host, prompt):
+    worker = kit.tier_worker_of(host)
+    get_finished, pool = worker.get_finished, host.scheduler.pool
+    worker.get_finished = list
+    request = host.submit(prompt, 1)
+    while request.state != "finished":
+        host.step()
+    assert pool.num_free == 12 - kit.blocks_for(prompt, BLOCK_SIZE, 0)
+    worker.get_finished = get_finished
+    host.run()
+    assert pool.num_free == 12
+
+
+def test_more_requests_than_the_cache_holds_take_turns(kit, host):
+    prompts = kit.prompts(BLOCK_SIZE, 8)
+    assert host.generate(prompts, kit.NEW_TOKENS) == kit.truths(prompts, 3)
+    assert host.scheduler.pool.num_free == 12
+    assert {0} == set(host.scheduler.pool._holders)
+
+
+def test_a_host_that_gets_nowhere_says_so(kit, host, prompt):
+    kit.manager_of(host).lookup = lambda key, context: LookupResult.RETRY
+    host.submit(prompt, 1)
+    with pytest.raises(StallError, match="the requests of this host"):
+        host.run(0.1)
+    del kit.manager_of(host).lookup
+    host.run()
+
+
+def test_a_spec_hears_of_each_request_once_when_it_begins_and_once_when_it_ends(kit, host):
+    manager, heard = kit.manager_of(host), []
+    manager.on_new_request = lambda context: (
+        heard.append(("new", context.req_id)) or RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
+    )
+    manager.on_request_finished = lambda context: heard.append(("end", context.req_id))
+    host.generate(kit.prompts(BLOCK_SIZE, 6), kit.NEW_TOKENS)
+    names = {f"request-{number}" for number in range(6)}
+    assert sorted(heard) == sorted((what, name) for what in ("new", "end") for name in names)
+    for name in names:
+        assert heard.index(("new", name)) < heard.index(("end", name))
+
+
+@pytest.mark.parametrize("policy", OffloadPolicy)
+def test_a_spec_is_offered_what_was_found_if_it_wants_that(kit, host, prompt, policy):
+    manager, offered = kit.manager_of(host), []
+    manager.on_new_request = lambda context: RequestOffloadingContext(policy)
+    host.generate([prompt], kit.NEW_TOKENS)
+    prepare_store = manager.prepare_store
+    manager.prepare_store = lambda keys, context: (
+        offered.append(len(keys)) or prepare_store(keys, context)
+    )
+    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, 3)]
+    assert host.scheduler.counts["tokens_cached"] > 0
+    in_all = len(prompt) // BLOCK_SIZE
+    assert sum(offered) == {OffloadPolicy.REQUEST_LEVEL: in_all}.get(policy, 0)
+
+
+def test_both_sides_of_the_spec_are_shut_down_with_the_host(kit, host):
+    manager, worker = kit.manager_of(host), kit.tier_worker_of(host)
+    host.close()
+    host.close()
+    assert manager.shut_down
+    assert worker._thread._shutdown
+
+
+def test_a_rank_that_is_killed_is_named(kit, serve, nursery, prompt, tmp_path):
+    from wtransfer.testing.mini_engine.build import make_host
+    from wtransfer.testing.mini_engine.remote import RemoteWorkers
+
+    children, log = [], tmp_path / "rank.log"
+
+    def spawn(address):
+        target = "wtransfer.testing.mini_engine.rank_process:main"
+        children.append(nursery.spawn(target, address, stdout=log, stderr=log))
+
+    settings = HostSettings(cache=CacheShape(BLOCK_SIZE, 12), num_ranks=2)
+    host = make_host(settings, RemoteWorkers(settings, spawn))
+    with host:
+        assert host.generate([prompt], 2) == [kit.truth(prompt, 0, 2)]
+        os.kill(children[1].pid, signal.SIGKILL)
+        host.submit(prompt, 2)
+        with pytest.raises(PeerLostError, match=r"rank [01]"):
+            host.run()
+    assert children[1].wait(10.0) == -signal.SIGKILL
+    assert children[0].wait(10.0) in (0, 1), "the other one ends by itself"

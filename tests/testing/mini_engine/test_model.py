@@ -1,0 +1,98 @@
+"""The served model computes the same bits, however it comes to its keys and values."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from wtransfer.testing.communicator import memory_group
+from wtransfer.testing.mini_engine.cache import PagedCache
+from wtransfer.testing.mini_engine.shape import TILE, CacheShape, ServedShape
+from wtransfer.testing.mini_engine.shards import Shards
+
+LENGTH = 3 * TILE + 3
+
+
+@pytest.fixture
+def tokens(kit):
+    return kit.prompts(128, 1)[0][:LENGTH]
+
+
+def compute(model, tokens, block_size, cuts=(), *, shards=None, garbage=0.0):
+    """Compute tokens in pieces; return what follows, and keys and values without the blocks."""
+    shards = shards or Shards(model.shape)
+    num_blocks = 2 * (LENGTH // block_size + 1)
+    cache = PagedCache(model.shape, CacheShape(block_size, num_blocks), len(shards.heads))
+    for layer in cache.layers:
+        layer.fill_(garbage)
+    # Blocks lie in the cache in any order.
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(block_size))
+    table = order[: -(-LENGTH // block_size)]
+    for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True):
+        token = model.next_token(tokens[start:end], start, cache, table, shards)
+    layers = range(model.shape.num_layers)
+    return token, torch.stack([cache.read(layer, table, LENGTH, LENGTH) for layer in layers])
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+@pytest.mark.parametrize("cuts", [(), (TILE,), (1, TILE + 5, TILE + 6, LENGTH - 1)])
+def test_neither_blocks_nor_the_way_the_prompt_was_cut_change_a_bit(kit, tokens, block_size, cuts):
+    model = kit.fresh_model(0)
+    token, known = compute(model, tokens, 16)
+    other_token, other_known = compute(model, tokens, block_size, cuts, garbage=3.0)
+    assert token == other_token
+    assert torch.equal(known, other_known)
+
+
+def test_equal_seeds_give_equal_weights_and_others_do_not(kit):
+    one, other = kit.fresh_model(0), kit.fresh_model(1)
+    again = type(one)(kit.MODEL, 0)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    again.draw_weights(1)
+    for a, b in zip(other.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(one.head.weight, other.head.weight)
+
+
+def test_a_changed_key_changes_what_follows(kit, tokens):
+    """The witness of all comparisons of tokens: attention looks at the cache, all of it."""
+    model, shape = kit.fresh_model(0), CacheShape(16, 8)
+    answers = set()
+    for spoiled in (None, 0, 2, 4):
+        cache, table = PagedCache(model.shape, shape, 2), torch.arange(8)
+        model.next_token(tokens[:-1], 0, cache, table, Shards(model.shape))
+        if spoiled is not None:
+            cache.layers[0][spoiled] *= -1
+        following, last = [], tokens[-1]
+        for position in range(len(tokens) - 1, len(tokens) + 5):
+            last = model.next_token([last], position, cache, table, Shards(model.shape))
+            following.append(last)
+        answers.add(tuple(following))
+    assert len(answers) == 4
+
+
+def test_ranks_divide_the_heads_and_compute_the_same_bits_as_one(kit, tokens):
+    model = kit.fresh_model(0)
+    token, known = compute(model, tokens, 16)
+    found = {}
+
+    def be(group):
+        found[group.rank] = compute(model, tokens, 16, shards=Shards(model.shape, group))
+
+    threads = [threading.Thread(target=be, args=(group,)) for group in memory_group(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert [found[rank][0] for rank in range(2)] == [token, token]
+    assert torch.equal(known, torch.cat([found[rank][1] for rank in range(2)], dim=2))
+
+
+def test_heads_that_cannot_be_divided_are_refused():
+    class Three:
+        rank, size = 0, 3
+
+    with pytest.raises(ValueError, match="4 key heads cannot be divided among 3 ranks"):
+        Shards(ServedShape(num_kv_heads=4), Three())
