@@ -444,7 +444,7 @@ class TrainerWeightTransferEngine(ABC, Generic[TTrainerInitInfo]):
 
     @abstractmethod
     def send_weights(self) -> None:
-        """Send every tensor of the source. Called on a thread of the round, one at a time.
+        """Send every tensor of the source. Called on the thread that made the engine.
 
         When it returns, the trainer may change its weights again.
         """
