@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.plain import from_plain
-from wtransfer.testing.mini_engine.shape import CacheShape, Limits
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
+from wtransfer.testing.mini_engine.serialize import deserialize
 from wtransfer.weights import process_weights
 
 BLOCK_SIZE = 16
@@ -18,7 +17,7 @@ BLOCK_SIZE = 16
 def make(kit, serve):
     def make(num_blocks, tier=None, **limits):
         return serve(
-            HostSettings(
+            EngineConfig(
                 cache=CacheShape(BLOCK_SIZE, num_blocks),
                 limits=Limits(**limits),
                 seed=3,
@@ -51,7 +50,7 @@ def test_a_prompt_that_is_computed_in_pieces_gives_the_same_bits(kit, make, prom
     for host in hosts:
         host.run()
     whole, pieces = requests
-    assert whole.output == pieces.output == kit.truth(prompts[0], 3)
+    assert whole.output == pieces.output == kit.reference(prompts[0], 3)
     assert kit.contents(hosts[0], whole) == kit.contents(hosts[1], pieces)
     lengths = [len(span.tokens) for plan in plans for span in plan.spans]
     rest = len(prompts[0]) % budget or budget
@@ -63,7 +62,7 @@ def test_no_step_computes_more_than_its_budget_or_for_more_than_its_seats(kit, m
     host = make(64, kit.shelf_tier(64), max_num_seqs=3, max_num_batched_tokens=40)
     plans = kit.record(host)
     for _ in range(2):
-        assert host.generate(prompts, kit.NEW_TOKENS) == kit.truths(prompts, 3)
+        assert host.generate(prompts, kit.NEW_TOKENS) == kit.references(prompts, 3)
     assert max(sum(len(span.tokens) for span in plan.spans) for plan in plans) == 40
     assert max(len(plan.spans) for plan in plans) == 3
     for plan in plans:
@@ -75,7 +74,7 @@ def test_pieces_are_kept_as_they_become_whole_blocks(kit, make, prompts):
     plans = kit.record(host)
     request = host.submit(prompts[0], 1)
     host.run()
-    stores = [from_plain(plan.metadata).stores for plan in plans]
+    stores = [deserialize(plan.connector_metadata).stores for plan in plans]
     stored = [job.blocks.block_ids for jobs in stores for job in jobs]
     # 24, 48, 72 tokens, and the rest.
     assert [len(each) for each in stored] == [1, 2, 1]
@@ -97,10 +96,10 @@ def test_who_came_last_gives_way_and_all_get_their_tokens(kit, make):
         ended += host.step()
         kit.check_pool(host.scheduler.pool)
     assert host.scheduler.counts["preemptions"] > 0
-    assert [each.output for each in requests] == kit.truths(prompts, 3, 24)
+    assert [each.output for each in requests] == kit.references(prompts, 3, 24)
     assert ended[0] is requests[0], "the first never gives way"
     assert host.scheduler.pool.num_free == largest + 2
-    assert set(host.scheduler.pool._holders) == {0}
+    assert set(host.scheduler.pool._num_pins) == {0}
 
 
 def test_who_gave_way_goes_on_from_the_tier(kit, make, apart):
@@ -108,11 +107,11 @@ def test_who_gave_way_goes_on_from_the_tier(kit, make, apart):
     largest = max(kit.blocks_for(prompt, BLOCK_SIZE, 40) for prompt in apart)
     host = make(largest + 4, kit.cpu_tier(BLOCK_SIZE, 128))
     plans = kit.record(host)
-    assert host.generate(apart, 40) == kit.truths(apart, 3, 40)
+    assert host.generate(apart, 40) == kit.references(apart, 3, 40)
     counts = host.scheduler.counts
     assert counts["preemptions"] > 0
     assert counts["tokens_loaded"] > 0
-    said = [from_plain(plan.metadata) for plan in plans]
+    said = [deserialize(plan.connector_metadata) for plan in plans]
     lost = {name for each in said for name in each.preempted}
     assert {job.request_id for each in said for job in each.loads} <= lost
     assert kit.tier_stats(host)["load_jobs_failed_total"] == 0
@@ -122,7 +121,7 @@ def test_who_gave_way_goes_on_from_the_tier(kit, make, apart):
 def test_who_lives_through_a_change_and_gives_way_afterwards_begins_anew(kit, make, prompts):
     """All that it builds on afterwards is of the new weights, so it is kept under them."""
     host = make(12, kit.cpu_tier(BLOCK_SIZE, 64))
-    worker = host.workers.worker
+    worker = host.executor.worker
     held = process_weights.hold("seed 3", worker.model)
     try:
         _, request = [host.submit(prompt, 40) for prompt in prompts[:2]]
@@ -135,11 +134,11 @@ def test_who_lives_through_a_change_and_gives_way_afterwards_begins_anew(kit, ma
         stored = kit.tier_stats(host)["stores_total"]
         before = host.scheduler.counts.copy()
         text = request.all_token_ids
-        assert host.generate([text], kit.NEW_TOKENS) == [kit.truth(text, 4)]
+        assert host.generate([text], kit.NEW_TOKENS) == [kit.reference(text, 4)]
         found = host.scheduler.counts - before
         assert found["tokens_cached"] + found["tokens_loaded"] > len(prompts[1])
-        host.scheduler.pool.forget_all()
-        assert host.generate([text], kit.NEW_TOKENS) == [kit.truth(text, 4)]
+        host.scheduler.pool.reset()
+        assert host.generate([text], kit.NEW_TOKENS) == [kit.reference(text, 4)]
         assert host.scheduler.counts["tokens_loaded"] > len(prompts[1])
         assert stored > 0
     finally:
@@ -151,14 +150,14 @@ def test_what_is_loaded_gives_way_before_what_is_computed(kit, make, apart):
     blocks = kit.blocks_for(apart[0], BLOCK_SIZE, 60)
     host = make(blocks + 2, kit.cpu_tier(BLOCK_SIZE, 64), max_num_seqs=1)
     host.generate(apart[1:2], 1)
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     # The second is loaded beside the first, and gets no seat.
     second, first = host.submit(apart[1], 60), host.submit(apart[0], 60)
     host.step()
     assert second.state in ("loading", "loaded")
     assert first.state == "running"
     host.run()
-    assert [first.output, second.output] == kit.truths(apart[:2], 3, 60)
+    assert [first.output, second.output] == kit.references(apart[:2], 3, 60)
     assert host.scheduler.counts["preemptions"] == 1
     assert second.state == first.state == "finished"
 
@@ -167,7 +166,7 @@ def test_the_first_waits_where_others_blocks_are_being_written(kit, make, apart)
     """It does not give up its own: whoever took them would have to give them up again."""
     host = make(kit.blocks_for(apart[0], BLOCK_SIZE, 60) + 2, kit.cpu_tier(BLOCK_SIZE, 64))
     host.generate(apart[1:2], 1)
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     worker = kit.tier_worker_of(host)
     get_finished, worker.get_finished = worker.get_finished, list
     second, first = host.submit(apart[1], 60), host.submit(apart[0], 60)
@@ -178,7 +177,7 @@ def test_the_first_waits_where_others_blocks_are_being_written(kit, make, apart)
     assert host.scheduler.counts["preemptions"] == 0
     worker.get_finished = get_finished
     host.run()
-    assert [first.output, second.output] == kit.truths(apart[:2], 3, 60)
+    assert [first.output, second.output] == kit.references(apart[:2], 3, 60)
     assert host.scheduler.counts["preemptions"] == 1
 
 
@@ -189,10 +188,10 @@ def test_two_whose_blocks_have_come_do_not_wait_for_each_other(kit, make, prompt
     texts = [one[:64] + [7] * 20, other[:64] + [7] * 20]
     for text in (one, other):
         host.generate([text[:64]], 2)
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     requests = [host.submit(text, kit.NEW_TOKENS) for text in texts]
     host.run()
-    assert [each.output for each in requests] == kit.truths(texts, 3)
+    assert [each.output for each in requests] == kit.references(texts, 3)
     assert host.scheduler.counts["preemptions"] == 1
     kit.check_pool(host.scheduler.pool)
 
@@ -202,7 +201,7 @@ def test_what_is_loaded_is_not_passed_by_those_who_came_later(kit, make, apart):
     host = make(8, kit.cpu_tier(BLOCK_SIZE, 64))
     large = [1, *apart[0][:63]]
     host.generate([[*large, 1]], 1)
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     numbers = itertools.count()
 
     def small():
@@ -222,7 +221,7 @@ def test_what_is_loaded_is_not_passed_by_those_who_came_later(kit, make, apart):
         if request.state == "finished":
             break
     assert request.state == "finished"
-    assert request.output == kit.truth(request.prompt_token_ids, 3, 2)
+    assert request.output == kit.reference(request.prompt_token_ids, 3, 2)
     host.run()
 
 
@@ -234,7 +233,7 @@ def test_a_beginning_that_is_in_the_cache_is_not_computed(kit, make, prompts):
     host.generate(prompts[:1], kit.NEW_TOKENS)
     text = [*prompts[0][: 2 * BLOCK_SIZE + 5], 9, 9, 9]
     plans = kit.record(host)
-    assert host.generate([text], kit.NEW_TOKENS) == [kit.truth(text, 3)]
+    assert host.generate([text], kit.NEW_TOKENS) == [kit.reference(text, 3)]
     assert host.scheduler.counts["tokens_cached"] == 2 * BLOCK_SIZE
     assert plans[0].spans[0].start == 2 * BLOCK_SIZE
 
@@ -249,9 +248,9 @@ def test_the_cache_has_the_beginning_and_the_tier_what_follows(kit, make, prompt
     before, plans = host.scheduler.counts.copy(), kit.record(host)
     request = host.submit([*text, 6], kit.NEW_TOKENS)
     host.run()
-    assert request.output == kit.truth([*text, 6], 3)
+    assert request.output == kit.reference([*text, 6], 3)
     found = host.scheduler.counts - before
-    (job,) = [job for plan in plans for job in from_plain(plan.metadata).loads]
+    (job,) = [job for plan in plans for job in deserialize(plan.connector_metadata).loads]
     (first,) = job.blocks.block_indices
     assert 0 < first < 5
     assert (found["tokens_cached"], found["tokens_loaded"]) == (
@@ -276,7 +275,7 @@ def bring(host, kit, state, prompts):
     """Return a request that is in a state, and others that are not done."""
     if state in ("loading", "loaded"):
         host.generate(prompts[:2], 1)
-        host.scheduler.pool.forget_all()
+        host.scheduler.pool.reset()
         others = [host.submit(prompts[1], 30)]
         request = host.submit(prompts[0], 30)
     elif state == "waiting":
@@ -319,7 +318,7 @@ def test_a_request_can_be_ended_wherever_it_stands(kit, make, prompts, state):
     host.run()
     assert request.output == before, "nothing more is computed for it"
     assert [each.output for each in others] == [
-        kit.truth(each.prompt_token_ids, 3, each.max_new_tokens) for each in others
+        kit.reference(each.prompt_token_ids, 3, each.max_new_tokens) for each in others
     ]
     assert host.scheduler.pool.num_free == num_blocks
     side = kit.scheduler_side(host)
@@ -328,14 +327,14 @@ def test_a_request_can_be_ended_wherever_it_stands(kit, make, prompts, state):
     stats = kit.tier_stats(host)
     assert stats["blocks_loading"] == stats["blocks_storing"] == 0
     # And the blocks that it had are as good as any.
-    assert host.generate(prompts, kit.NEW_TOKENS) == kit.truths(prompts, 3)
+    assert host.generate(prompts, kit.NEW_TOKENS) == kit.references(prompts, 3)
 
 
 def test_blocks_that_are_being_written_stay_until_that_has_ended(kit, make, prompts):
     """FAULTS 26: the request is gone, the copy into its blocks is not."""
     host = make(8, kit.shelf_tier(64))
     host.generate(prompts[:1], 1)
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     worker = kit.tier_worker_of(host)
     get_finished, worker.get_finished = worker.get_finished, list
     request = host.submit(prompts[0], 1)
@@ -358,7 +357,7 @@ def test_blocks_that_are_being_written_stay_until_that_has_ended(kit, make, prom
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_blocks_that_could_not_be_loaded_beside_others(kit, serve, apart, policy):
     host = serve(
-        HostSettings(
+        EngineConfig(
             cache=CacheShape(BLOCK_SIZE, 24),
             seed=3,
             on_load_failure=policy,
@@ -366,23 +365,23 @@ def test_blocks_that_could_not_be_loaded_beside_others(kit, serve, apart, policy
         )
     )
     host.generate(apart[:1], 1)
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     kit.tier_worker_of(host).part.slots[:, 100] ^= 1
     request, other = host.submit(apart[0], 4), host.submit(apart[1], 4)
     host.run()
-    assert other.output == kit.truth(apart[1], 3)
+    assert other.output == kit.reference(apart[1], 3)
     assert host.scheduler.counts["loads_failed"] == 1
     if policy == "recompute":
-        assert (request.state, request.output) == ("finished", kit.truth(apart[0], 3))
+        assert (request.state, request.output) == ("finished", kit.reference(apart[0], 3))
     else:
         assert (request.state, request.output) == ("failed", [])
         assert request.error == "4 KV blocks could not be loaded"
     assert host.scheduler.pool.num_free == 24
     # Who asks next has no part in it.
-    assert host.generate(apart[:1], kit.NEW_TOKENS) == kit.truths(apart[:1], 3)
+    assert host.generate(apart[:1], kit.NEW_TOKENS) == kit.references(apart[:1], 3)
     assert host.scheduler.counts["loads_failed"] == 1
 
 
 def test_a_policy_that_is_none_is_refused(serve):
     with pytest.raises(ValueError, match="kv_load_failure_policy='perhaps'"):
-        serve(HostSettings(on_load_failure="perhaps"))
+        serve(EngineConfig(on_load_failure="perhaps"))

@@ -7,9 +7,8 @@ import os
 import pytest
 
 from wtransfer.errors import UnknownBackendError
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.plain import from_plain
-from wtransfer.testing.mini_engine.shape import CacheShape, Limits
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
+from wtransfer.testing.mini_engine.serialize import deserialize
 from wtransfer.weights import process_weights
 
 BLOCK_SIZE = 16
@@ -32,7 +31,7 @@ def settings(kit, prompts, folder):
     largest = max(kit.blocks_for(prompt, BLOCK_SIZE) for prompt in prompts)
 
     def make(num_blocks=largest + 1, on_load_failure="recompute", num_ranks=1, **options):
-        return HostSettings(
+        return EngineConfig(
             cache=CacheShape(BLOCK_SIZE, num_blocks),
             limits=Limits(max_num_batched_tokens=48),
             seed=3,
@@ -52,7 +51,7 @@ def change(serve):
     holds = []
 
     def watch(host):
-        model = host.workers.worker.model
+        model = host.executor.worker.model
         holds.append(process_weights.hold("seed 3", model))
 
         def to(seed):
@@ -68,7 +67,7 @@ def change(serve):
 
 def fill(kit, host, prompts, seed=3):
     for prompt in prompts:
-        assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, seed)]
+        assert host.generate([prompt], kit.NEW_TOKENS) == [kit.reference(prompt, seed)]
 
 
 def kept(folder):
@@ -78,10 +77,10 @@ def kept(folder):
 
 
 def test_it_is_found_by_its_module_only(settings, serve):
-    nowhere = HostSettings(connector="FolderConnector", options=settings().options)
+    nowhere = EngineConfig(connector="FolderConnector", options=settings().options)
     with pytest.raises(UnknownBackendError, match="Unsupported connector type: FolderConnector"):
         serve(nowhere)
-    assert serve(settings()).scheduler.link.connector.side is None
+    assert serve(settings()).scheduler.connector.side is None
 
 
 @pytest.mark.parametrize("lazily", [False, True])
@@ -103,7 +102,7 @@ def test_a_step_whose_tokens_need_a_load_waits_for_it(kit, serve, prompts, setti
     fill(kit, host, prompts[:1])
     first = next(plan for plan in plans if plan.spans)
     assert first.loads_first
-    assert from_plain(first.metadata).inner.loads
+    assert deserialize(first.connector_metadata).inner.loads
     assert first.spans[0].start == BLOCK_SIZE * (len(prompts[0]) // BLOCK_SIZE)
     assert [plan.loads_first for plan in plans].count(True) == 1
 
@@ -125,7 +124,7 @@ def test_a_load_that_fails_within_the_step(
     """The step does not count, for nobody in it; what it has computed is not handed on."""
     host = serve(settings(num_blocks=32, on_load_failure=policy, lazily=lazily))
     fill(kit, host, prompts[:1])
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     # The last layer of the second block is gone: the first layers have been computed by then.
     before = kept(folder)
     name = list(before)[1]
@@ -139,12 +138,12 @@ def test_a_load_that_fails_within_the_step(
     assert host.scheduler.counts["steps_refused"] == 1
     assert kept(folder) == saved, "nothing of that step is kept"
     host.run()
-    assert other.output == kit.truth(prompts[1], 3)
+    assert other.output == kit.reference(prompts[1], 3)
     if policy == "fail":
         assert (request.state, request.output) == ("failed", [])
         assert request.error == "1 KV blocks could not be loaded"
     else:
-        assert (request.state, request.output) == ("finished", kit.truth(prompts[0], 3))
+        assert (request.state, request.output) == ("finished", kit.reference(prompts[0], 3))
         assert host.scheduler.counts["tokens_loaded"] == BLOCK_SIZE, "the blocks before it"
         assert kept(folder)[name] != before[name], "it is whole again"
     assert host.scheduler.pool.num_free == 32
@@ -161,13 +160,13 @@ def test_a_step_for_weights_that_have_gone_saves_nothing(
     plan = host.scheduler.plan()
     assert plan.loads_first
     to(4)
-    (result,) = host.workers.step(plan)
-    assert (result.executed, result.tokens) == (False, {})
+    (result,) = host.executor.step(plan)
+    assert result.tokens is None
     assert kept(folder) == before
     host.scheduler.update(plan, [result])
     assert (request.state, request.began) == ("waiting", False)
     host.run()
-    assert request.output == kit.truth([*prompts[0], 1], 4)
+    assert request.output == kit.reference([*prompts[0], 1], 4)
     fill(kit, host, prompts, seed=4)
     assert kept(folder).items() >= before.items(), "what the old weights computed is theirs"
 
@@ -224,11 +223,11 @@ def test_a_step_for_weights_that_have_gone_waits_for_its_loads(
     plan = host.scheduler.plan()
     assert plan.loads_first
     to(4)
-    results = host.workers.step(plan)
-    assert not host.workers.worker.link.connector.thread.is_alive()
+    results = host.executor.step(plan)
+    assert not host.executor.worker.connector.thread.is_alive()
     host.scheduler.update(plan, results)
     host.run()
-    assert request.output == kit.truth([*prompts[0], 1], 4)
+    assert request.output == kit.reference([*prompts[0], 1], 4)
     fill(kit, host, prompts, seed=4)
 
 
@@ -238,13 +237,13 @@ def test_a_step_whose_load_is_known_to_fail_waits_for_the_others(
 ):
     host = serve(settings(num_blocks=32, on_load_failure=policy, behind=True))
     fill(kit, host, prompts[:1])
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     os.truncate(folder / list(kept(folder))[1], 100)
     request = host.submit(prompts[0], kit.NEW_TOKENS)
     plan = host.scheduler.plan()
     assert plan.loads_first
-    results = host.workers.step(plan)
-    assert not host.workers.worker.link.connector.thread.is_alive()
+    results = host.executor.step(plan)
+    assert not host.executor.worker.connector.thread.is_alive()
     host.scheduler.update(plan, results)
     assert host.scheduler.counts["loads_failed"] == 1
     host.run()

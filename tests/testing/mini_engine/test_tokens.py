@@ -7,15 +7,14 @@ import random
 import pytest
 
 from wtransfer.blocks import hash_blocks
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 
 
 def settings_for(kit, prompts, block_size, tier, num_ranks=1):
     """Return a host whose cache holds two of the prompts."""
     largest = max(kit.blocks_for(prompt, block_size) for prompt in prompts)
     cache = CacheShape(block_size, 2 * largest)
-    return HostSettings(cache=cache, num_ranks=num_ranks, **kit.offloading(tier))
+    return EngineConfig(cache=cache, num_ranks=num_ranks, **kit.offloading(tier))
 
 
 def too_few(prompts, block_size):
@@ -30,9 +29,9 @@ def ask(kit, host, prompts, times=8):
     for number in range(times):
         if number % 2:
             # Else chance would say how much of it is still in the host's own cache.
-            host.scheduler.pool.forget_all()
+            host.scheduler.pool.reset()
         wave = drawn.sample(prompts, 2)
-        assert kit.truths(wave) == host.generate(wave, kit.NEW_TOKENS)
+        assert kit.references(wave) == host.generate(wave, kit.NEW_TOKENS)
         asked += sum(len(prompt) + kit.NEW_TOKENS - 1 for prompt in wave)
     counts = host.scheduler.counts
     # The witness: blocks came from the tier, and their tokens were not computed.
@@ -117,16 +116,16 @@ def test_without_a_tier_the_host_serves_as_well(kit, serve):
     prompts = kit.prompts(16, 3)
     host = serve(settings_for(kit, prompts, 16, None))
     for _ in range(2):
-        assert kit.truths(prompts) == host.generate(prompts, kit.NEW_TOKENS)
+        assert kit.references(prompts) == host.generate(prompts, kit.NEW_TOKENS)
     assert host.scheduler.counts["tokens_cached"] > 0
 
 
 def test_a_request_that_never_fits_is_refused_at_once(kit, serve):
-    host = serve(HostSettings(cache=CacheShape(16, 4)))
+    host = serve(EngineConfig(cache=CacheShape(16, 4)))
     with pytest.raises(ValueError, match="needs 5 blocks; the cache has 4"):
         host.submit([1] * 64, 2)
     # What follows the last token is not kept.
-    assert host.generate([[1] * 64], 1) == kit.truths([[1] * 64], count=1)
+    assert host.generate([[1] * 64], 1) == kit.references([[1] * 64], count=1)
     with pytest.raises(ValueError, match="no prompt"):
         host.submit([], 1)
 
@@ -136,9 +135,9 @@ def test_wrong_bytes_would_give_other_tokens(kit, serve, shelves):
     prompts = kit.prompts(16, 3)
     tier = kit.shelf_tier(64)
     host = serve(settings_for(kit, prompts, 16, tier))
-    assert kit.truths(prompts) == host.generate(prompts, kit.NEW_TOKENS)
+    assert kit.references(prompts) == host.generate(prompts, kit.NEW_TOKENS)
     shelf = shelves[tier["shelf"]]
     for name, block in shelf.items():
         shelf[name] = block[256:] + block[:256]
-    assert kit.truths(prompts) != host.generate(prompts, kit.NEW_TOKENS)
+    assert kit.references(prompts) != host.generate(prompts, kit.NEW_TOKENS)
     assert host.scheduler.counts["tokens_loaded"] > 0

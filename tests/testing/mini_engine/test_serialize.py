@@ -19,12 +19,12 @@ import torch
 from wtransfer.connectors.fence import StampedHandshake, WorkerStamps
 from wtransfer.connectors.interface import KVConnectorMetadata
 from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.testing.mini_engine.plain import from_plain, to_plain
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.weights import WeightsStamp
 
 
 def over_the_wire(value):
-    return from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(value))))
+    return deserialize(msgspec.msgpack.decode(msgspec.msgpack.encode(serialize(value))))
 
 
 class Point(NamedTuple):
@@ -178,7 +178,7 @@ class Door:
 def test_what_is_no_data_does_not_leave(value):
     for holder in (value, [value], {"key": value}, Frozen("a", [value]), Point(value)):
         with pytest.raises(TypeError, match="does not travel between scheduler and worker"):
-            to_plain(holder)
+            serialize(holder)
 
 
 @pytest.mark.parametrize(
@@ -208,22 +208,22 @@ def test_what_is_no_data_does_not_leave(value):
 )
 def test_what_is_no_data_is_not_made(plain, error):
     with pytest.raises(error):
-        from_plain(plain)
+        deserialize(plain)
     with pytest.raises(error):
-        from_plain(["list", 1, ["dict", ["key", plain]]])
+        deserialize(["list", 1, ["dict", ["key", plain]]])
 
 
 def test_nothing_is_imported(monkeypatch, tmp_path):
     (tmp_path / "not_loaded.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(LookupError, match="not_loaded:Class is no class of this process"):
-        from_plain(["object", "not_loaded:Class", {}])
+        deserialize(["object", "not_loaded:Class", {}])
     # A module that imports what it is asked for is not asked.
     lazy = ModuleType("lazy")
     lazy.__getattr__ = lambda name: pytest.fail(f"{name} was asked for")
     monkeypatch.setitem(sys.modules, "lazy", lazy)
     with pytest.raises(LookupError, match="lazy:Class is no class of this process"):
-        from_plain(["object", "lazy:Class", {}])
+        deserialize(["object", "lazy:Class", {}])
 
 
 RAN = []
@@ -273,14 +273,17 @@ def test_none_of_a_class_runs_when_it_is_made():
     RAN.clear()
     assert over_the_wire(trap).number == 3
     name = f"{__name__}:Trap"
-    made = from_plain(["object", name, {"door": 1, "__class__": 2, "number": 4}])
+    made = deserialize(["object", name, {"door": 1, "__class__": 2, "number": 4}])
     assert (type(made), made.number, RAN) == (Trap, 4, [])
 
 
 def test_a_class_with_slots_takes_no_other_attributes():
     with pytest.raises(TypeError):
-        from_plain(["object", f"{__name__}:Slotted", {"other": 1}])
-    assert dataclasses.asdict(from_plain(to_plain(Slotted(1.0)))) == {"number": 1.0, "inner": None}
+        deserialize(["object", f"{__name__}:Slotted", {"other": 1}])
+    assert dataclasses.asdict(deserialize(serialize(Slotted(1.0)))) == {
+        "number": 1.0,
+        "inner": None,
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

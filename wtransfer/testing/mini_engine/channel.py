@@ -1,4 +1,4 @@
-"""The line between two processes of a host: messages over a Unix socket, or an error instead."""
+"""A channel between two processes of an engine: messages over a Unix socket, or an error."""
 
 from __future__ import annotations
 
@@ -19,41 +19,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PATIENCE_S = 60.0
-"""Longest wait for the other end, in seconds: to start, or to answer."""
-_HEAD = struct.Struct("<I?")  # length, and whether it is an error
+"""Longest wait for the peer, in seconds: to start, or to answer."""
+_HEAD = struct.Struct("<I?")  # length, and whether the message is an error
 _POLL_S = 0.05
-_ERRORS: msgspec.msgpack.Decoder[tuple[str, str, dict[str, Any]]] = msgspec.msgpack.Decoder(
-    tuple[str, str, dict[str, Any]]
-)
+_ERRORS = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any]])
 
 _T = TypeVar("_T")
 
 
-class Line:
-    """One end of the socket between two processes of a host.
+class Channel:
+    """One end of a connected socket.
 
     Args:
-        connection: Connected; closed with this object.
-        name: Of the other end, for errors.
+        connection: The socket; closed with this object.
+        peer: Name of the peer, for errors.
     """
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str) -> None:
         self._connection = connection
-        self._name = name
+        self._peer = peer
         self.is_lost = False
-        """Whether the other end is known to be gone."""
+        """Whether the peer is known to be gone."""
         connection.settimeout(PATIENCE_S)
 
-    def wait_for_ever(self) -> None:
-        """Wait for messages without bound: the other end may have nothing to say."""
+    def wait_forever(self) -> None:
+        """Wait without bound from now on: the peer may have nothing to say."""
         self._connection.settimeout(None)
 
-    def has_news(self, within_s: float) -> bool:
-        """Return whether there is a message, or the other end is gone.
-
-        Args:
-            within_s: How long to wait for it.
-        """
+    def poll(self, within_s: float) -> bool:
+        """Return whether a message has arrived, or the peer is gone, within some seconds."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(within_s * 1000))
@@ -62,12 +56,12 @@ class Line:
         """Send a message.
 
         Raises:
-            PeerLostError: The other end is gone.
+            PeerLostError: The peer is gone.
         """
         self._send(message, is_error=False)
 
-    def fail(self, error: BaseException) -> None:
-        """Let the other end raise an error where it waits for a message, if it is there."""
+    def send_error(self, error: BaseException) -> None:
+        """Raise an error where the peer receives its next message, if the peer is there."""
         with contextlib.suppress(PeerLostError):
             self._send(to_wire(error), is_error=True)
 
@@ -75,9 +69,9 @@ class Line:
         """Return the next message.
 
         Raises:
-            PeerLostError: The other end is gone.
-            StallError: Nothing came in time.
-            WTransferError: What the other end failed with.
+            PeerLostError: The peer is gone.
+            StallError: No message came in time.
+            WTransferError: The peer has sent an error.
         """
         length, is_error = _HEAD.unpack(self._read(_HEAD.size))
         body = self._read(length)
@@ -86,7 +80,7 @@ class Line:
         return decoder.decode(body)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self._connection.close()
 
     def _send(self, message: object, *, is_error: bool) -> None:
@@ -103,7 +97,7 @@ class Line:
                 part = self._connection.recv(length - len(read))
             except TimeoutError as error:
                 raise StallError(
-                    f"{self._name} said nothing for {PATIENCE_S:g} s", seconds=PATIENCE_S
+                    f"{self._peer} said nothing for {PATIENCE_S:g} s", seconds=PATIENCE_S
                 ) from error
             except OSError as error:
                 raise self._lost(f"is gone ({error})") from error
@@ -114,23 +108,23 @@ class Line:
 
     def _lost(self, how: str) -> PeerLostError:
         self.is_lost = True
-        return PeerLostError(f"{self._name} {how}")
+        return PeerLostError(f"{self._peer} {how}")
 
 
-def called_back(name: str, spawn: Callable[[str], object]) -> Line:
-    """Start a process, and return the line on which it calls.
+def start_process(name: str, spawn: Callable[[str], object]) -> Channel:
+    """Start a process, and return the channel that it opens.
 
     Args:
-        name: Of the process, for errors.
-        spawn: Starts a process that calls `call` with the address that it is given. If what it
-            returns has a ``poll``, as those of `subprocess` have, an early end is noticed at once.
+        name: Name of the process, for errors.
+        spawn: Starts a process that calls `open_channel` with the address that it is given. If the
+            returned object has a ``poll``, as those of `subprocess`, an early end is noticed.
 
     Raises:
-        PeerLostError: It has ended before it called.
-        StallError: It did not call in time.
+        PeerLostError: The process ended before it opened the channel.
+        StallError: It did not open the channel in time.
     """
-    # Abstract: nothing to leave behind, and nobody can guess it.
-    address = f"\0wtransfer-line-{secrets.token_hex(8)}"
+    # Abstract: leaves no file behind, and cannot be guessed.
+    address = f"\0wtransfer-mini-{secrets.token_hex(8)}"
     deadline = Deadline(PATIENCE_S)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(address)
@@ -138,39 +132,39 @@ def called_back(name: str, spawn: Callable[[str], object]) -> Line:
         listener.settimeout(_POLL_S)
         poll = getattr(spawn(address), "poll", lambda: None)
         while True:
+            # Before accept: the process may connect, and end, in between.
             ended = poll()
             try:
                 connection, _ = listener.accept()
                 break
             except TimeoutError:
-                # Asked before the socket was: it may have called, and ended since.
                 if ended is not None:
                     raise PeerLostError(f"{name} has ended ({ended}) before it began") from None
                 deadline.check(f"the start of {name}")
     check_same_user(connection)
-    return Line(connection, name)
+    return Channel(connection, name)
 
 
 @contextlib.contextmanager
-def call(address: str, name: str) -> Iterator[Line]:
-    """Yield the line to the process that has started this one.
+def open_channel(address: str, peer: str) -> Iterator[Channel]:
+    """Yield the channel to the process that has started this one.
 
-    What fails meanwhile is raised at the other end too; with the other end gone, all is over.
+    An error in the block is raised there as well; if the peer is gone, the block ends silently.
 
     Args:
-        address: What this process was given.
-        name: Of the other end, for errors.
+        address: Address that this process was given.
+        peer: Name of the peer, for errors.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)
     check_same_user(connection)
-    line = Line(connection, name)
+    channel = Channel(connection, peer)
     try:
-        yield line
+        yield channel
     except Exception as error:
-        if line.is_lost:
+        if channel.is_lost:
             return
-        line.fail(error)
+        channel.send_error(error)
         raise
     finally:
-        line.close()
+        channel.close()

@@ -9,8 +9,8 @@ import pytest
 
 from wtransfer.errors import PeerLostError, StallError
 from wtransfer.specs.interface import LookupResult, OffloadPolicy, RequestOffloadingContext
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
+from wtransfer.testing.mini_engine.engine import RANK_MAIN, ProcessExecutor, make_engine
 
 BLOCK_SIZE = 16
 
@@ -23,7 +23,7 @@ def prompt(kit):
 @pytest.fixture
 def host(kit, serve):
     tier = kit.offloading(kit.shelf_tier(64))
-    return serve(HostSettings(cache=CacheShape(BLOCK_SIZE, 12), seed=3, **tier))
+    return serve(EngineConfig(cache=CacheShape(BLOCK_SIZE, 12), seed=3, **tier))
 
 
 def test_a_tier_that_does_not_know_yet_is_asked_again_in_the_next_step(kit, host, prompt):
@@ -43,14 +43,14 @@ def test_a_tier_that_does_not_know_yet_is_asked_again_in_the_next_step(kit, host
         assert (request.state, len(asked)) == ("waiting", times)
     before = host.scheduler.counts["tokens_loaded"]
     host.run()
-    assert request.output == kit.truth(prompt, 3)
+    assert request.output == kit.reference(prompt, 3)
     assert host.scheduler.counts["tokens_loaded"] > before
 
 
 def test_a_block_whose_store_is_under_way_is_computed(kit, host, prompt):
     manager = kit.manager_of(host)
     manager.lookup = lambda key, context: LookupResult.HIT_PENDING
-    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, 3)]
+    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.reference(prompt, 3)]
     assert host.scheduler.counts["tokens_loaded"] == 0
 
 
@@ -69,15 +69,15 @@ def test_blocks_belong_to_their_job_though_their_request_has_ended(kit, host, pr
 
 def test_more_requests_than_the_cache_holds_take_turns(kit, host):
     prompts = kit.prompts(BLOCK_SIZE, 8)
-    assert host.generate(prompts, kit.NEW_TOKENS) == kit.truths(prompts, 3)
+    assert host.generate(prompts, kit.NEW_TOKENS) == kit.references(prompts, 3)
     assert host.scheduler.pool.num_free == 12
-    assert {0} == set(host.scheduler.pool._holders)
+    assert {0} == set(host.scheduler.pool._num_pins)
 
 
 def test_a_host_that_gets_nowhere_says_so(kit, host, prompt):
     kit.manager_of(host).lookup = lambda key, context: LookupResult.RETRY
     host.submit(prompt, 1)
-    with pytest.raises(StallError, match="the requests of this host"):
+    with pytest.raises(StallError, match="the requests of this engine"):
         host.run(0.1)
     del kit.manager_of(host).lookup
     host.run()
@@ -105,7 +105,7 @@ def test_a_spec_is_offered_what_was_found_if_it_wants_that(kit, host, prompt, po
     manager.prepare_store = lambda keys, context: (
         offered.append(len(keys)) or prepare_store(keys, context)
     )
-    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, 3)]
+    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.reference(prompt, 3)]
     assert host.scheduler.counts["tokens_cached"] > 0
     in_all = len(prompt) // BLOCK_SIZE
     assert sum(offered) == {OffloadPolicy.REQUEST_LEVEL: in_all}.get(policy, 0)
@@ -119,20 +119,17 @@ def test_both_sides_of_the_spec_are_shut_down_with_the_host(kit, host):
     assert worker._thread._shutdown
 
 
-def test_a_rank_that_is_killed_is_named(kit, serve, nursery, prompt, tmp_path):
-    from wtransfer.testing.mini_engine.build import make_host
-    from wtransfer.testing.mini_engine.remote import RemoteWorkers
+def test_a_rank_that_is_killed_is_named(kit, serve, zygote, prompt, tmp_path):
 
     children, log = [], tmp_path / "rank.log"
 
     def spawn(address):
-        target = "wtransfer.testing.mini_engine.rank_process:main"
-        children.append(nursery.spawn(target, address, stdout=log, stderr=log))
+        children.append(zygote.spawn(RANK_MAIN, address, stdout=log, stderr=log))
 
-    settings = HostSettings(cache=CacheShape(BLOCK_SIZE, 12), num_ranks=2)
-    host = make_host(settings, RemoteWorkers(settings, spawn))
+    settings = EngineConfig(cache=CacheShape(BLOCK_SIZE, 12), num_ranks=2)
+    host = make_engine(settings, ProcessExecutor(settings, spawn))
     with host:
-        assert host.generate([prompt], 2) == [kit.truth(prompt, 0, 2)]
+        assert host.generate([prompt], 2) == [kit.reference(prompt, 0, 2)]
         os.kill(children[1].pid, signal.SIGKILL)
         host.submit(prompt, 2)
         with pytest.raises(PeerLostError, match=r"rank [01]"):
