@@ -134,10 +134,6 @@ class Ranks:
         """Let every rank take a step."""
         return self._each([functools.partial(worker.step, plan) for worker in self.workers])
 
-    def get_stats(self) -> list[dict[str, float]]:
-        """Return the statistics of each rank's side."""
-        return self._each([worker.get_stats for worker in self.workers])
-
     def close(self) -> None:
         """End them."""
         try:

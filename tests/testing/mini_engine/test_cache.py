@@ -17,7 +17,7 @@ def pool():
     return BlockPool(4)
 
 
-def test_blocks_are_taken_all_or_none(pool):
+def test_blocks_are_allocated_all_or_none(pool):
     assert pool.allocate(5) is None
     assert (pool.num_free, pool.allocate(4), pool.num_free) == (4, [0, 1, 2, 3], 0)
     assert pool.allocate(1) is None
@@ -25,7 +25,7 @@ def test_blocks_are_taken_all_or_none(pool):
     assert pool.allocate(1) == [2]
 
 
-def test_a_free_block_is_found_until_it_is_needed_for_others(pool):
+def test_free_block_is_cached_until_it_is_evicted_tail_first(pool):
     blocks = pool.allocate(2)
     for block, letter in zip(blocks, "ab", strict=True):
         pool.insert(block, key(letter))
@@ -37,7 +37,7 @@ def test_a_free_block_is_found_until_it_is_needed_for_others(pool):
     assert pool.lookup([key("a"), key("b")]) == blocks[:1], "the tail goes first"
 
 
-def test_a_block_that_is_held_twice_is_free_when_both_have_let_go(pool):
+def test_block_pinned_twice_is_free_after_two_releases(pool):
     blocks = pool.allocate(1)
     pool.pin(blocks)
     pool.release(blocks)
@@ -48,7 +48,7 @@ def test_a_block_that_is_held_twice_is_free_when_both_have_let_go(pool):
         pool.release(blocks)
 
 
-def test_a_block_that_is_found_can_be_held_again(pool):
+def test_cached_block_that_is_pinned_is_not_evicted(pool):
     blocks = pool.allocate(1)
     pool.insert(blocks[0], key("a"))
     pool.release(blocks)
@@ -57,7 +57,7 @@ def test_a_block_that_is_found_can_be_held_again(pool):
     assert pool.lookup([key("a")]) == blocks
 
 
-def test_of_two_blocks_with_the_same_contents_the_first_is_found(pool):
+def test_first_of_two_blocks_of_one_key_is_cached(pool):
     one, other = pool.allocate(2)
     pool.insert(one, key("a"))
     pool.insert(other, key("a"))
@@ -66,7 +66,7 @@ def test_of_two_blocks_with_the_same_contents_the_first_is_found(pool):
     assert pool.lookup([key("a")]) == [one]
 
 
-def test_all_names_are_forgotten_at_once(pool):
+def test_reset_empties_the_prefix_cache(pool):
     blocks = pool.allocate(1)
     pool.insert(blocks[0], key("a"))
     pool.reset()

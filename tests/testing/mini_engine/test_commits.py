@@ -97,7 +97,7 @@ def service(request, kit, serve, trainer, tier):
     return Service(kit, serve, trainer, tier, request.param)
 
 
-def test_requests_that_start_after_a_commit_get_the_tokens_of_a_fresh_model(kit, service):
+def test_requests_after_a_commit_match_the_reference_of_the_new_weights(kit, service):
     prompts = service.prompts
     # The witness: whoever mixes weights up is seen to.
     for prompt in prompts:
@@ -123,7 +123,7 @@ def test_requests_that_start_after_a_commit_get_the_tokens_of_a_fresh_model(kit,
 
 
 @pytest.mark.parametrize("way", ["torn", "lost"])
-def test_nothing_is_computed_while_a_worker_is_empty(kit, serve, trainer, monkeypatch, way):
+def test_nothing_is_computed_while_the_session_is_empty(kit, serve, trainer, monkeypatch, way):
     """A commit that breaks and cannot be taken back, or weights that were lost another way."""
     host = serve(
         EngineConfig(

@@ -48,7 +48,7 @@ def served(kit, serve, tmp_path):
     return host, outputs, contexts
 
 
-def test_a_request_has_them():
+def test_request_has_vllm_names():
     request = Request("r", [1, 2], 3)
     assert [getattr(request, name) for name in ABSENT] == [None] * len(ABSENT)
     request.all_token_ids.append(5)
@@ -56,12 +56,12 @@ def test_a_request_has_them():
     assert request.mm_features == []
 
 
-def test_its_blocks_have_them():
+def test_blocks_have_vllm_names():
     (blocks,) = KVCacheBlocks([4, 2]).blocks
     assert [each.block_id for each in blocks] == [4, 2]
 
 
-def test_a_step_has_them(served):
+def test_scheduler_output_has_vllm_names(served):
     _, outputs, _ = served
     new = [each for output in outputs for each in output.scheduled_new_reqs]
     assert len(new) == 2
@@ -83,7 +83,7 @@ def test_a_step_has_them(served):
     assert resumed > 0
 
 
-def test_a_forward_pass_has_them(served):
+def test_forward_context_has_vllm_names(served):
     host, _, contexts = served
     caches = host.executor.worker.connector.caches
     for context in contexts:
@@ -99,7 +99,7 @@ def over_the_wire(message):
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
-def test_a_plan_arrives_as_it_was():
+def test_step_plan_round_trips():
     tier = FencedLoadStoreSpec(STAMPS, ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"]))
     blocks = GPULoadStoreSpec([5, 6, 7], [2, 1], [4, 0])
     loads = [Job(1, "r", blocks, tier)]
@@ -118,7 +118,7 @@ def test_a_plan_arrives_as_it_was():
     assert (type(job.tier.inner), vars(job.tier.inner)) == (ArenaLoadStoreSpec, vars(tier.inner))
 
 
-def test_a_result_arrives_as_it_was():
+def test_step_result_round_trips():
     output = ConnectorOutput({"r"}, {"s"}, {3, 4}, serialize(b"\xff\0"))
     result = StepResult(WeightsStamp("A", 1 << 40), {"r": 7}, output)
     assert over_the_wire(result) == result

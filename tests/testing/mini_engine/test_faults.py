@@ -45,9 +45,7 @@ def ask(kit, host, prompts, seed=3):
 
 
 @pytest.mark.parametrize("damage", ["payload", "header"])
-def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
-    kit, serve, prompts, settings, damage
-):
+def test_corrupted_blocks_are_recomputed_and_replaced(kit, serve, prompts, settings, damage):
     host = serve(settings)
     ask(kit, host, prompts)
     assert ask(kit, host, prompts)["tokens_loaded"] > 0
@@ -66,7 +64,7 @@ def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
     assert healed["tokens_loaded"] > 0
 
 
-def test_flipped_bytes_would_be_seen_in_the_tokens_if_nobody_checked(kit, serve, prompts, settings):
+def test_corruption_without_checksums_changes_the_tokens(kit, serve, prompts, settings):
     tier = {**settings.options, "verify_checksums": False}
     host = serve(EngineConfig(cache=settings.cache, seed=3, **kit.offloading(tier)))
     ask(kit, host, prompts)
@@ -75,9 +73,7 @@ def test_flipped_bytes_would_be_seen_in_the_tokens_if_nobody_checked(kit, serve,
     assert got != kit.references(prompts, 3)
 
 
-def test_a_block_that_is_reused_while_it_is_loaded_is_computed_afresh(
-    kit, serve, prompts, settings
-):
+def test_block_reused_during_its_load_is_recomputed(kit, serve, prompts, settings):
     """FAULTS 26: the slot has another block by the time the worker looks."""
     host = serve(settings)
     ask(kit, host, prompts)
@@ -96,9 +92,7 @@ def test_a_block_that_is_reused_while_it_is_loaded_is_computed_afresh(
     assert hurt["tokens_loaded"] == 0
 
 
-def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
-    kit, serve, prompts, settings
-):
+def test_block_evicted_between_lookup_and_load_is_recomputed(kit, serve, prompts, settings):
     """FAULTS 26: evicted before it could be pinned."""
     host = serve(settings)
     ask(kit, host, prompts)
@@ -119,9 +113,7 @@ def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
     assert stats["stores_total"] > 20
 
 
-def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
-    kit, serve, prompts, settings
-):
+def test_failed_load_does_not_fail_the_stores_of_its_step(kit, serve, prompts, settings):
     """The step's own tokens do not depend on the load, so the step counts, for every connector."""
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": settings.options}
     host = serve(
@@ -167,7 +159,7 @@ def two_blocks_of_one_hash():
         seen[key] = block
 
 
-def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
+def test_hash_collision_is_a_miss(kit, serve, settings):
     """FAULTS 30: neither the cache nor the tier takes a block for another of the same hash."""
     one, other = two_blocks_of_one_hash()
     assert one != other
@@ -187,7 +179,7 @@ def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
     assert found["tokens_loaded"] == 2 * BLOCK_SIZE
 
 
-def test_two_blocks_of_one_hash_in_one_request_are_computed(kit, serve, settings):
+def test_hash_collision_within_a_request_is_computed(kit, serve, settings):
     """FAULTS 30, within one prompt: nobody can say which of the two is meant."""
     host = serve(settings, hash_function=lambda data: b"\0\0")
     kit.name_by(host, lambda data: b"\0\0")
@@ -216,7 +208,7 @@ JOBS = {"load": (1, 0), "store": (0, 1), "prefix": (0, 0)}
 
 
 @pytest.mark.parametrize("moment", JOBS)
-def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changing_host, moment):
+def test_plan_of_earlier_weights_is_refused(kit, prompts, changing_host, moment):
     """FAULTS 31 and 47: the scheduler hears of a change only after its plan has come too late."""
     host, change = changing_host.host, changing_host.change
     prompt = prompts[0]
@@ -244,7 +236,7 @@ def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changi
     )
     host.run()
     assert request.output == kit.reference(request.prompt_token_ids, 4)
-    stats = host.executor.worker.get_stats()
+    stats = host.executor.worker.connector.get_stats()
     assert stats["fence_loads_refused_total"] == (moment == "load")
     # It has left nothing, under neither weights: they are computed, or of whom began with them.
     ask(kit, host, [request.all_token_ids, *prompts], seed=4)
@@ -273,7 +265,7 @@ def test_plan_that_one_rank_refuses_is_executed_by_none(kit, serve, prompts, set
     ask(kit, host, prompts)
 
 
-def test_what_a_request_computes_after_a_change_is_not_kept(kit, prompts, changing_host):
+def test_blocks_computed_after_a_weight_change_are_not_kept(kit, prompts, changing_host):
     """FAULTS 47: neither under the weights it began with, nor under those that it ends with."""
     host, change = changing_host.host, changing_host.change
     prompt = prompts[0]
@@ -294,7 +286,7 @@ def test_what_a_request_computes_after_a_change_is_not_kept(kit, prompts, changi
     assert found["tokens_loaded"] == in_prompt * BLOCK_SIZE
 
 
-def test_a_request_that_a_change_makes_begin_anew_uses_the_tier_again(kit, prompts, changing_host):
+def test_restarted_request_loads_blocks_of_the_new_weights(kit, prompts, changing_host):
     host, change = changing_host.host, changing_host.change
     change(4)
     ask(kit, host, prompts, seed=4)
@@ -316,7 +308,7 @@ def test_a_request_that_a_change_makes_begin_anew_uses_the_tier_again(kit, promp
     assert counts["tokens_loaded"] > 0, "what is kept of the new weights"
 
 
-def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, changing_host):
+def test_commit_during_a_load_restarts_the_request(kit, prompts, changing_host):
     host, change = changing_host.host, changing_host.change
     ask(kit, host, prompts)
     worker = kit.tier_worker_of(host)
@@ -328,12 +320,12 @@ def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, chang
     change(4)
     worker.get_finished = get_finished
     host.run()
-    assert host.executor.worker.get_stats()["fence_loads_outdated_total"] == 1
+    assert host.executor.worker.connector.get_stats()["fence_loads_outdated_total"] == 1
     assert request.output == kit.reference(prompts[0], 4)
     assert host.scheduler.counts["restarts"] == 1
 
 
-def test_nothing_is_computed_while_the_weights_have_no_name(kit, prompts, changing_host):
+def test_nothing_is_computed_while_weights_change(kit, prompts, changing_host):
     host = changing_host.host
     ask(kit, host, prompts[:1])
     request = host.submit(prompts[1], kit.NEW_TOKENS)
@@ -347,7 +339,7 @@ def test_nothing_is_computed_while_the_weights_have_no_name(kit, prompts, changi
 
 
 @pytest.mark.parametrize("kind", ["load", "store"])
-def test_a_job_that_a_spec_does_not_begin_has_failed(kit, serve, prompts, settings, kind):
+def test_job_that_the_spec_refuses_has_failed(kit, serve, prompts, settings, kind):
     """No result follows, and nobody waits for one."""
     host = serve(settings)
     if kind == "load":

@@ -40,7 +40,7 @@ def compute(model, tokens, block_size, cuts=(), *, tp=None, garbage=0.0):
 
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 @pytest.mark.parametrize("cuts", [(), (TILE,), (1, TILE + 5, TILE + 6, LENGTH - 1)])
-def test_neither_blocks_nor_the_way_the_prompt_was_cut_change_a_bit(kit, tokens, block_size, cuts):
+def test_output_does_not_depend_on_block_size_or_chunks(kit, tokens, block_size, cuts):
     model = kit.reference_model(0)
     token, known = compute(model, tokens, 16)
     other_token, other_known = compute(model, tokens, block_size, cuts, garbage=3.0)
@@ -48,7 +48,7 @@ def test_neither_blocks_nor_the_way_the_prompt_was_cut_change_a_bit(kit, tokens,
     assert torch.equal(known, other_known)
 
 
-def test_equal_seeds_give_equal_weights_and_others_do_not(kit):
+def test_seed_determines_the_weights(kit):
     one, other = kit.reference_model(0), kit.reference_model(1)
     again = type(one)(kit.MODEL, 0)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
@@ -58,7 +58,7 @@ def test_equal_seeds_give_equal_weights_and_others_do_not(kit):
     assert not torch.equal(one.head.weight, other.head.weight)
 
 
-def test_a_changed_key_changes_what_follows(kit, tokens):
+def test_changed_key_changes_the_output(kit, tokens):
     """The witness of all comparisons of tokens: attention looks at the cache, all of it."""
     model, shape = kit.reference_model(0), CacheShape(16, 8)
     tp = TensorParallelRank(model.shape)
@@ -76,7 +76,7 @@ def test_a_changed_key_changes_what_follows(kit, tokens):
     assert len(answers) == 4
 
 
-def test_ranks_divide_the_heads_and_compute_the_same_bits_as_one(kit, tokens):
+def test_two_ranks_compute_the_same_bits_as_one(kit, tokens):
     model = kit.reference_model(0)
     token, known = compute(model, tokens, 16)
     found = {}
@@ -93,7 +93,7 @@ def test_ranks_divide_the_heads_and_compute_the_same_bits_as_one(kit, tokens):
     assert torch.equal(known, torch.cat([found[rank][1] for rank in range(2)], dim=2))
 
 
-def test_heads_that_cannot_be_divided_are_refused():
+def test_indivisible_heads_are_refused():
     class Three:
         rank, size = 0, 3
 

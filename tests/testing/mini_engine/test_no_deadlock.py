@@ -152,9 +152,7 @@ def held():
 
 @pytest.mark.parametrize("connector", [None, "cpu", "folder"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_request_ends_also_while_weights_change(
-    kit, serve, tmp_path, held, *, connector, case
-):
+def test_every_request_ends_while_weights_change(kit, serve, tmp_path, held, *, connector, case):
     """Whoever asks afterwards gets the tokens of the last weights, and of no others."""
     drawn = random.Random(f"changing {connector} {case}")
     service = Service(kit, serve, drawn, connector, tmp_path)

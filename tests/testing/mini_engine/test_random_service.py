@@ -83,7 +83,7 @@ def held():
         *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("lru", 1), ("arc", 16))),
     ],
 )
-def test_tokens_are_those_of_a_fresh_model_whatever_happens(kit, serve, held, policy, block_size):
+def test_random_service_matches_the_reference(kit, serve, held, policy, block_size):
     drawn = random.Random(f"{policy} {block_size}")
     tier = kit.cpu_tier(block_size, 640 // block_size, eviction_policy=policy)
     cache = CacheShape(block_size, 560 // block_size)

@@ -46,7 +46,7 @@ def run(kit, train, tmp_path):
     return answers
 
 
-def test_two_runs_share_blocks_if_their_weights_are_equal_whatever_their_labels_are(kit, run):
+def test_runs_share_blocks_by_weights_and_not_by_label(kit, run):
     prompts = kit.prompts(BLOCK_SIZE, 2)
     assert run(prompts, LABEL, seed=1) == (kit.references(prompts, 1), 0)
     assert run(prompts, LABEL, seed=2) == (kit.references(prompts, 2), 0), (

@@ -249,7 +249,7 @@ def test_blocks_stay_until_every_rank_has_sent_them(ranks):
 
 
 @pytest.mark.parametrize("word", [sent("r"), received("r")])
-def test_a_request_that_ends_while_it_is_loaded_is_done_with_by_either_word(ranks, word):
+def test_either_notice_releases_a_request_aborted_during_its_load(ranks, word):
     """A connector names it once, when it neither writes nor reads any more."""
     request = ranks.add("r")
     ranks.step()
@@ -261,7 +261,7 @@ def test_a_request_that_ends_while_it_is_loaded_is_done_with_by_either_word(rank
     assert ranks.scheduler._written == set()
 
 
-def test_a_request_that_is_only_sent_is_not_let_go_of_by_a_late_word(ranks):
+def test_late_receive_notice_does_not_release_blocks_being_sent(ranks):
     """FAULTS 28: that it was received is old by then, and it is still read."""
     request = ranks.add("r")
     ranks.step()
@@ -274,7 +274,7 @@ def test_a_request_that_is_only_sent_is_not_let_go_of_by_a_late_word(ranks):
     assert (ranks.scheduler.pool.num_free, ranks.scheduler.is_busy) == (16, False)
 
 
-def test_blocks_that_were_sent_within_the_last_step_are_let_go_of_after_it(ranks, connector):
+def test_blocks_sent_in_the_last_step_are_released(ranks, connector):
     """A connector that pushes says so in the step itself; the request ends only thereafter."""
     ranks.add("r", length=3)
     _, (request,) = ranks.step(sent("r"), sent("r"))
@@ -284,7 +284,7 @@ def test_blocks_that_were_sent_within_the_last_step_are_let_go_of_after_it(ranks
     assert ranks.scheduler.counts["unknown_notices"] == 0
 
 
-def test_blocks_that_were_sent_before_the_request_ended_are_let_go_of_at_its_end(ranks, connector):
+def test_blocks_sent_early_are_released_at_the_end_of_the_request(ranks, connector):
     ranks.add("r", length=3, count=3)
     ranks.step(sent("r"), sent("r"))
     ranks.step()
@@ -296,7 +296,7 @@ def test_blocks_that_were_sent_before_the_request_ended_are_let_go_of_at_its_end
     assert not ranks.scheduler._sent
 
 
-def test_what_was_said_early_of_a_request_that_does_not_stay_is_forgotten(ranks, connector):
+def test_early_notice_of_a_request_that_is_not_held_is_dropped(ranks, connector):
     connector.stays = False
     ranks.add("r", length=3, count=2)
     ranks.step(sent("r"), sent("r"))
@@ -306,7 +306,7 @@ def test_what_was_said_early_of_a_request_that_does_not_stay_is_forgotten(ranks,
     assert ranks.scheduler.pool.num_free == 16
 
 
-def test_a_request_that_was_loaded_has_its_other_blocks_told(ranks, connector):
+def test_connector_is_told_of_the_other_blocks_of_a_loaded_request(ranks, connector):
     """As vLLM does: with nothing more to load."""
     ranks.add("r")
     ranks.step()
@@ -316,7 +316,7 @@ def test_a_request_that_was_loaded_has_its_other_blocks_told(ranks, connector):
     assert len(plan.spans[0].block_ids) == 3
 
 
-def test_a_request_that_the_connector_refuses_is_not_there(ranks, connector):
+def test_request_that_the_connector_refuses_is_not_queued(ranks, connector):
     connector.refuses = True
     with pytest.raises(ValueError, match="of no use"):
         ranks.add("r")
@@ -326,7 +326,7 @@ def test_a_request_that_the_connector_refuses_is_not_there(ranks, connector):
     ranks.add("r")
 
 
-def test_a_request_whose_name_is_in_use_is_refused(ranks):
+def test_request_id_in_use_is_refused(ranks):
     first = ranks.add("r", length=3)
     with pytest.raises(ValueError, match="'r' is there already"):
         ranks.add("r")
@@ -338,7 +338,7 @@ def test_a_request_whose_name_is_in_use_is_refused(ranks):
     ranks.add("r")
 
 
-def test_the_workers_hear_of_the_last_end(ranks, connector):
+def test_workers_are_told_of_the_last_end(ranks, connector):
     connector.stays = False
     ranks.add("r", length=3)
     ranks.step()
@@ -367,7 +367,7 @@ def two(ranks, connector):
     return one, other
 
 
-def test_an_error_of_blocks_that_were_taken_for_good_is_not_passed_over(ranks, two):
+def test_late_load_error_rewinds_all_users_of_the_block(ranks, two):
     one, other = two
     before = len(one.output), len(other.output)
     ranks.step(ConnectorOutput(invalid_block_ids={one.block_ids[1]}))
@@ -379,7 +379,7 @@ def test_an_error_of_blocks_that_were_taken_for_good_is_not_passed_over(ranks, t
     assert (ranks.scheduler.counts["late_errors"], ranks.scheduler.counts["loads_failed"]) == (1, 2)
 
 
-def test_an_error_of_blocks_that_nobody_has_any_more_lets_their_names_go(ranks, two):
+def test_late_load_error_of_a_free_block_empties_the_prefix_cache(ranks, two):
     one, _ = two
     block = one.block_ids[1]
     for each in two:
@@ -391,7 +391,7 @@ def test_an_error_of_blocks_that_nobody_has_any_more_lets_their_names_go(ranks, 
     assert ranks.scheduler.counts["late_errors"] == 1
 
 
-def test_under_the_other_policy_a_late_error_ends_those_that_build_on_it(ranks, two):
+def test_late_load_error_fails_all_users_under_policy_fail(ranks, two):
     one, other = two
     ranks.scheduler._fails = True
     _, ended = ranks.step(ConnectorOutput(invalid_block_ids={one.block_ids[0]}))

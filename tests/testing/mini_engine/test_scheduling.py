@@ -43,7 +43,7 @@ def apart(prompts):
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16, 33])
-def test_a_prompt_that_is_computed_in_pieces_gives_the_same_bits(kit, make, prompts, budget):
+def test_chunked_prefill_gives_the_same_bits(kit, make, prompts, budget):
     hosts = [make(16), make(16, max_num_batched_tokens=budget)]
     requests = [host.submit(prompts[0], kit.NEW_TOKENS) for host in hosts]
     plans = kit.record(hosts[1])
@@ -57,7 +57,7 @@ def test_a_prompt_that_is_computed_in_pieces_gives_the_same_bits(kit, make, prom
     assert lengths == [budget] * ((len(prompts[0]) - 1) // budget) + [rest, 1, 1, 1]
 
 
-def test_no_step_computes_more_than_its_budget_or_for_more_than_its_seats(kit, make):
+def test_steps_keep_to_token_budget_and_max_num_seqs(kit, make):
     prompts = kit.prompts(BLOCK_SIZE, 7)
     host = make(64, kit.shelf_tier(64), max_num_seqs=3, max_num_batched_tokens=40)
     plans = kit.record(host)
@@ -69,7 +69,7 @@ def test_no_step_computes_more_than_its_budget_or_for_more_than_its_seats(kit, m
         assert len({span.request_id for span in plan.spans}) == len(plan.spans)
 
 
-def test_pieces_are_kept_as_they_become_whole_blocks(kit, make, prompts):
+def test_chunks_are_stored_as_blocks_fill(kit, make, prompts):
     host = make(16, kit.cpu_tier(BLOCK_SIZE, 32), max_num_batched_tokens=24)
     plans = kit.record(host)
     request = host.submit(prompts[0], 1)
@@ -86,7 +86,7 @@ def test_pieces_are_kept_as_they_become_whole_blocks(kit, make, prompts):
 # -- too few blocks
 
 
-def test_who_came_last_gives_way_and_all_get_their_tokens(kit, make):
+def test_last_request_is_preempted_and_all_finish(kit, make):
     prompts = kit.prompts(BLOCK_SIZE, 5)
     largest = max(kit.blocks_for(prompt, BLOCK_SIZE, 24) for prompt in prompts)
     host = make(largest + 2)
@@ -102,7 +102,7 @@ def test_who_came_last_gives_way_and_all_get_their_tokens(kit, make):
     assert set(host.scheduler.pool._num_pins) == {0}
 
 
-def test_who_gave_way_goes_on_from_the_tier(kit, make, apart):
+def test_preempted_request_is_loaded_from_the_tier(kit, make, apart):
     """Nothing is asked twice, so whatever is loaded is of somebody who has lost it."""
     largest = max(kit.blocks_for(prompt, BLOCK_SIZE, 40) for prompt in apart)
     host = make(largest + 4, kit.cpu_tier(BLOCK_SIZE, 128))
@@ -118,7 +118,7 @@ def test_who_gave_way_goes_on_from_the_tier(kit, make, apart):
     assert host.scheduler.pool.num_free == largest + 4
 
 
-def test_who_lives_through_a_change_and_gives_way_afterwards_begins_anew(kit, make, prompts):
+def test_preemption_after_a_weight_change_restarts_with_the_new_weights(kit, make, prompts):
     """All that it builds on afterwards is of the new weights, so it is kept under them."""
     host = make(12, kit.cpu_tier(BLOCK_SIZE, 64))
     worker = host.executor.worker
@@ -145,7 +145,7 @@ def test_who_lives_through_a_change_and_gives_way_afterwards_begins_anew(kit, ma
         held.close()
 
 
-def test_what_is_loaded_gives_way_before_what_is_computed(kit, make, apart):
+def test_loaded_request_is_preempted_before_running_ones(kit, make, apart):
     """One runs, another's blocks have come and are not used yet: no two wait for each other."""
     blocks = kit.blocks_for(apart[0], BLOCK_SIZE, 60)
     host = make(blocks + 2, kit.cpu_tier(BLOCK_SIZE, 64), max_num_seqs=1)
@@ -162,7 +162,7 @@ def test_what_is_loaded_gives_way_before_what_is_computed(kit, make, apart):
     assert second.state == first.state == "finished"
 
 
-def test_the_first_waits_where_others_blocks_are_being_written(kit, make, apart):
+def test_first_request_waits_for_blocks_that_are_being_loaded(kit, make, apart):
     """It does not give up its own: whoever took them would have to give them up again."""
     host = make(kit.blocks_for(apart[0], BLOCK_SIZE, 60) + 2, kit.cpu_tier(BLOCK_SIZE, 64))
     host.generate(apart[1:2], 1)
@@ -181,7 +181,7 @@ def test_the_first_waits_where_others_blocks_are_being_written(kit, make, apart)
     assert host.scheduler.counts["preemptions"] == 1
 
 
-def test_two_whose_blocks_have_come_do_not_wait_for_each_other(kit, make, prompts):
+def test_two_loaded_requests_do_not_deadlock(kit, make, prompts):
     """Both are loaded, they have all blocks among them, and neither can compute its last tokens."""
     one, other = [1, *prompts[0][:79]], [2, *prompts[1][:79]]
     host = make(8, kit.cpu_tier(BLOCK_SIZE, 64))
@@ -196,7 +196,7 @@ def test_two_whose_blocks_have_come_do_not_wait_for_each_other(kit, make, prompt
     kit.check_pool(host.scheduler.pool)
 
 
-def test_what_is_loaded_is_not_passed_by_those_who_came_later(kit, make, apart):
+def test_loaded_request_is_not_starved_by_later_ones(kit, make, apart):
     """Small ones would take each block that comes free, and a large one needs two."""
     host = make(8, kit.cpu_tier(BLOCK_SIZE, 64))
     large = [1, *apart[0][:63]]
@@ -228,7 +228,7 @@ def test_what_is_loaded_is_not_passed_by_those_who_came_later(kit, make, apart):
 # -- beginnings that are known
 
 
-def test_a_beginning_that_is_in_the_cache_is_not_computed(kit, make, prompts):
+def test_cached_prefix_is_not_computed(kit, make, prompts):
     host = make(32)
     host.generate(prompts[:1], kit.NEW_TOKENS)
     text = [*prompts[0][: 2 * BLOCK_SIZE + 5], 9, 9, 9]
@@ -238,7 +238,7 @@ def test_a_beginning_that_is_in_the_cache_is_not_computed(kit, make, prompts):
     assert plans[0].spans[0].start == 2 * BLOCK_SIZE
 
 
-def test_the_cache_has_the_beginning_and_the_tier_what_follows(kit, make, prompts):
+def test_cached_prefix_is_continued_from_the_tier(kit, make, prompts):
     host = make(7, kit.cpu_tier(BLOCK_SIZE, 64))
     text = prompts[0][: 5 * BLOCK_SIZE + 3]
     text += [5] * (5 * BLOCK_SIZE + 3 - len(text))
@@ -300,7 +300,7 @@ def bring(host, kit, state, prompts):
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_request_can_be_ended_wherever_it_stands(kit, make, prompts, state):
+def test_request_can_be_aborted_in_every_state(kit, make, prompts, state):
     num_blocks = 10 if state == "preempted" else 24
     host = make(
         num_blocks,
@@ -330,7 +330,7 @@ def test_a_request_can_be_ended_wherever_it_stands(kit, make, prompts, state):
     assert host.generate(prompts, kit.NEW_TOKENS) == kit.references(prompts, 3)
 
 
-def test_blocks_that_are_being_written_stay_until_that_has_ended(kit, make, prompts):
+def test_blocks_being_loaded_stay_pinned_after_an_abort(kit, make, prompts):
     """FAULTS 26: the request is gone, the copy into its blocks is not."""
     host = make(8, kit.shelf_tier(64))
     host.generate(prompts[:1], 1)
@@ -355,7 +355,7 @@ def test_blocks_that_are_being_written_stay_until_that_has_ended(kit, make, prom
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_blocks_that_could_not_be_loaded_beside_others(kit, serve, apart, policy):
+def test_failed_load_follows_the_policy_and_spares_other_requests(kit, serve, apart, policy):
     host = serve(
         EngineConfig(
             cache=CacheShape(BLOCK_SIZE, 24),
@@ -382,6 +382,6 @@ def test_blocks_that_could_not_be_loaded_beside_others(kit, serve, apart, policy
     assert host.scheduler.counts["loads_failed"] == 1
 
 
-def test_a_policy_that_is_none_is_refused(serve):
+def test_unknown_load_failure_policy_is_refused(serve):
     with pytest.raises(ValueError, match="kv_load_failure_policy='perhaps'"):
         serve(EngineConfig(on_load_failure="perhaps"))

@@ -111,18 +111,18 @@ class More(Grown):
         StampedHandshake(("A", 1)),
     ],
 )
-def test_data_arrives_as_it_was(value):
+def test_data_round_trips(value):
     arrived = over_the_wire(value)
     assert arrived == value
     assert type(arrived) is type(value)
 
 
-def test_kinds_that_are_equal_are_told_apart():
+def test_equal_values_of_other_types_keep_their_types():
     for one, other in ((True, 1), (1, 1.0), (Point(1, 2), (1, 2)), ({1}, frozenset({1}))):
         assert (type(over_the_wire(one)), type(over_the_wire(other))) == (type(one), type(other))
 
 
-def test_objects_without_fields_arrive_with_their_attributes():
+def test_attributes_of_plain_objects_round_trip():
     bare = Bare()
     bare.requests.append(GPULoadStoreSpec([5, 6], [1, 1], [0, 3]))
     bare.inner = Bare.Inner()
@@ -134,7 +134,7 @@ def test_objects_without_fields_arrive_with_their_attributes():
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "float32", ">i4", "float64"])
-def test_arrays_of_numbers_arrive_as_they_were(dtype):
+def test_arrays_of_numbers_round_trip(dtype):
     array = np.arange(6).astype(dtype).reshape(2, 3)
     arrived = over_the_wire(array)
     assert (arrived.dtype, arrived.shape) == (array.dtype, (2, 3))
@@ -175,7 +175,7 @@ class Door:
     ],
     ids=repr,
 )
-def test_what_is_no_data_does_not_leave(value):
+def test_serialize_refuses_what_is_not_data(value):
     for holder in (value, [value], {"key": value}, Frozen("a", [value]), Point(value)):
         with pytest.raises(TypeError, match="does not travel between scheduler and worker"):
             serialize(holder)
@@ -206,14 +206,14 @@ def test_what_is_no_data_does_not_leave(value):
         (["object", "msgspec:Struct.__class__", {}], LookupError),
     ],
 )
-def test_what_is_no_data_is_not_made(plain, error):
+def test_deserialize_refuses_what_is_not_data(plain, error):
     with pytest.raises(error):
         deserialize(plain)
     with pytest.raises(error):
         deserialize(["list", 1, ["dict", ["key", plain]]])
 
 
-def test_nothing_is_imported(monkeypatch, tmp_path):
+def test_deserialize_imports_nothing(monkeypatch, tmp_path):
     (tmp_path / "not_loaded.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(LookupError, match="not_loaded:Class is no class of this process"):
@@ -267,7 +267,7 @@ class Trap:
         RAN.append("door")
 
 
-def test_none_of_a_class_runs_when_it_is_made():
+def test_deserialize_runs_no_code_of_a_class():
     trap = Trap()
     trap.number = 3
     RAN.clear()
@@ -277,7 +277,7 @@ def test_none_of_a_class_runs_when_it_is_made():
     assert (type(made), made.number, RAN) == (Trap, 4, [])
 
 
-def test_a_class_with_slots_takes_no_other_attributes():
+def test_class_with_slots_takes_no_other_attributes():
     with pytest.raises(TypeError):
         deserialize(["object", f"{__name__}:Slotted", {"other": 1}])
     assert dataclasses.asdict(deserialize(serialize(Slotted(1.0)))) == {
@@ -287,7 +287,7 @@ def test_a_class_with_slots_takes_no_other_attributes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_of_numbers_arrive_as_they_were(dtype):
+def test_tensors_round_trip(dtype):
     tensor = torch.arange(12).reshape(3, 4).to(dtype).T
     arrived = over_the_wire({"slots": tensor, "none": torch.empty(0, 3, dtype=dtype)})
     assert torch.equal(arrived["slots"], tensor)
@@ -300,7 +300,7 @@ class Loose(KVConnectorMetadata):
     __slots__ = ("number",)
 
 
-def test_slots_of_any_class_arrive():
+def test_slots_round_trip():
     loose = Loose()
     loose.number = 7
     assert over_the_wire(loose).number == 7

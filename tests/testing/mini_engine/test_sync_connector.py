@@ -76,7 +76,7 @@ def kept(folder):
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_it_is_found_by_its_module_only(settings, serve):
+def test_connector_is_found_by_its_module_path(settings, serve):
     nowhere = EngineConfig(connector="FolderConnector", options=settings().options)
     with pytest.raises(UnknownBackendError, match="Unsupported connector type: FolderConnector"):
         serve(nowhere)
@@ -84,7 +84,7 @@ def test_it_is_found_by_its_module_only(settings, serve):
 
 
 @pytest.mark.parametrize("lazily", [False, True])
-def test_what_it_loads_gives_the_tokens_of_what_is_computed(kit, serve, prompts, settings, lazily):
+def test_loads_within_the_step_give_the_reference_output(kit, serve, prompts, settings, lazily):
     host = serve(settings(lazily=lazily))
     for _ in range(2):
         fill(kit, host, prompts)
@@ -95,7 +95,7 @@ def test_what_it_loads_gives_the_tokens_of_what_is_computed(kit, serve, prompts,
     kit.check_pool(host.scheduler.pool)
 
 
-def test_a_step_whose_tokens_need_a_load_waits_for_it(kit, serve, prompts, settings):
+def test_step_that_needs_a_load_waits_for_it(kit, serve, prompts, settings):
     host = serve(settings())
     fill(kit, host, prompts)
     plans = kit.record(host)
@@ -107,7 +107,7 @@ def test_a_step_whose_tokens_need_a_load_waits_for_it(kit, serve, prompts, setti
     assert [plan.loads_first for plan in plans].count(True) == 1
 
 
-def test_a_request_gets_what_the_connector_says_when_it_ends(serve, prompts, settings):
+def test_ended_request_has_the_connectors_parameters(serve, prompts, settings):
     host = serve(settings())
     request = host.submit(prompts[0], 2, {"for": "the connector"})
     assert request.kv_transfer_params == {"for": "the connector"}
@@ -118,7 +118,7 @@ def test_a_request_gets_what_the_connector_says_when_it_ends(serve, prompts, set
 
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_load_that_fails_within_the_step(
+def test_failed_load_within_the_step_voids_the_step(
     kit, serve, prompts, *, settings, folder, lazily, policy
 ):
     """The step does not count, for nobody in it; what it has computed is not handed on."""
@@ -149,9 +149,7 @@ def test_a_load_that_fails_within_the_step(
     assert host.scheduler.pool.num_free == 32
 
 
-def test_a_step_for_weights_that_have_gone_saves_nothing(
-    kit, serve, prompts, *, settings, folder, change
-):
+def test_plan_of_earlier_weights_saves_nothing(kit, serve, prompts, *, settings, folder, change):
     host = serve(settings())
     to = change(host)
     fill(kit, host, prompts)
@@ -171,7 +169,7 @@ def test_a_step_for_weights_that_have_gone_saves_nothing(
     assert kept(folder).items() >= before.items(), "what the old weights computed is theirs"
 
 
-def test_nothing_stale_is_handed_on_by_a_connector_that_knows_no_weights(
+def test_connector_without_weights_keeps_nothing_stale(
     kit, serve, prompts, *, settings, folder, change
 ):
     """FAULTS 47: what a request computes after a change, that began before it, is not kept."""
@@ -191,7 +189,7 @@ def test_nothing_stale_is_handed_on_by_a_connector_that_knows_no_weights(
     assert host.scheduler.counts["tokens_loaded"] + host.scheduler.counts["tokens_cached"] > 0
 
 
-def test_what_a_connector_keeps_of_other_weights_is_found_when_they_are_back(
+def test_kept_blocks_are_found_again_when_their_weights_are_back(
     kit, serve, prompts, settings, change
 ):
     """FAULTS 31: promise 3 is kept also for those who do nothing about it."""
@@ -210,9 +208,7 @@ def test_what_a_connector_keeps_of_other_weights_is_found_when_they_are_back(
     assert counts["tokens_loaded"] > before
 
 
-def test_a_step_for_weights_that_have_gone_waits_for_its_loads(
-    kit, serve, prompts, settings, change
-):
+def test_refused_step_waits_for_its_loads(kit, serve, prompts, settings, change):
     """Its blocks go to others, into which a thread must not write then."""
     host = serve(settings(behind=True))
     to = change(host)
@@ -232,7 +228,7 @@ def test_a_step_for_weights_that_have_gone_waits_for_its_loads(
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_step_whose_load_is_known_to_fail_waits_for_the_others(
+def test_step_with_a_failed_load_waits_for_the_other_loads(
     kit, serve, prompts, *, settings, folder, policy
 ):
     host = serve(settings(num_blocks=32, on_load_failure=policy, behind=True))
@@ -251,7 +247,7 @@ def test_a_step_whose_load_is_known_to_fail_waits_for_the_others(
 
 
 @pytest.mark.slow
-def test_a_rank_waits_for_its_loads_where_that_of_another_has_failed(
+def test_rank_waits_for_its_loads_when_another_ranks_load_failed(
     kit, serve, prompts, settings, folder
 ):
     """Each rank looks after itself: one whose thread still writes would end with its step."""
@@ -267,9 +263,7 @@ def test_a_rank_waits_for_its_loads_where_that_of_another_has_failed(
     assert counts["tokens_loaded"] > 0
 
 
-def test_a_load_that_fails_on_one_rank_of_two_is_computed_by_both(
-    kit, serve, prompts, settings, folder
-):
+def test_load_failed_on_one_rank_is_recomputed_by_both(kit, serve, prompts, settings, folder):
     host = serve(settings(num_ranks=2), processes=True)
     fill(kit, host, prompts)
     for path in folder.glob("*.1"):

@@ -56,9 +56,7 @@ def ask(kit, host, prompts, times=8):
         pytest.param("shelf", 128, marks=pytest.mark.slow),
     ],
 )
-def test_loaded_blocks_give_the_tokens_of_computed_ones_while_blocks_are_evicted(
-    kit, serve, spec, block_size
-):
+def test_loaded_blocks_give_the_reference_output_under_eviction(kit, serve, spec, block_size):
     prompts = kit.prompts(block_size, 4)
     num_kept = too_few(prompts, block_size)
     tier = kit.cpu_tier(block_size, num_kept) if spec == "cpu" else kit.shelf_tier(num_kept)
@@ -72,7 +70,7 @@ def test_loaded_blocks_give_the_tokens_of_computed_ones_while_blocks_are_evicted
 
 @pytest.mark.parametrize("spec", ["cpu", "seed"])
 @pytest.mark.parametrize("per_chunk", [2, 3])
-def test_blocks_may_be_kept_in_chunks_of_several(kit, serve, spec, per_chunk):
+def test_chunks_of_several_blocks_give_the_reference_output(kit, serve, spec, per_chunk):
     """By specs of either shape; a chunk whose beginning the cache has is loaded from its middle."""
     prompts, size = kit.prompts(16, 4), 16 * per_chunk
     num_kept = too_few(prompts, size)
@@ -90,7 +88,7 @@ def test_blocks_may_be_kept_in_chunks_of_several(kit, serve, spec, per_chunk):
     "block_size",
     [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 128))],
 )
-def test_two_ranks_in_two_processes_give_the_tokens_of_one(kit, serve, block_size):
+def test_two_rank_processes_give_the_reference_output(kit, serve, block_size):
     prompts = kit.prompts(block_size, 4)
     num_kept = too_few(prompts, block_size)
     tier = kit.cpu_tier(block_size, num_kept, num_ranks=2, deadline_s=20.0)
@@ -102,7 +100,7 @@ def test_two_ranks_in_two_processes_give_the_tokens_of_one(kit, serve, block_siz
     assert stats["evictions_total"] > 0
 
 
-def test_two_ranks_and_a_spec_of_a_third_party(kit, serve, tmp_path):
+def test_two_rank_processes_with_a_third_party_spec(kit, serve, tmp_path):
     prompts = kit.prompts(16, 3)
     tier = kit.shelf_tier(64, folder=str(tmp_path / "kept"))
     (tmp_path / "kept").mkdir()
@@ -112,7 +110,7 @@ def test_two_ranks_and_a_spec_of_a_third_party(kit, serve, tmp_path):
     assert names == {"0", "1"}
 
 
-def test_without_a_tier_the_host_serves_as_well(kit, serve):
+def test_engine_without_connector_gives_the_reference_output(kit, serve):
     prompts = kit.prompts(16, 3)
     host = serve(settings_for(kit, prompts, 16, None))
     for _ in range(2):
@@ -120,7 +118,7 @@ def test_without_a_tier_the_host_serves_as_well(kit, serve):
     assert host.scheduler.counts["tokens_cached"] > 0
 
 
-def test_a_request_that_never_fits_is_refused_at_once(kit, serve):
+def test_request_larger_than_the_cache_is_refused(kit, serve):
     host = serve(EngineConfig(cache=CacheShape(16, 4)))
     with pytest.raises(ValueError, match="needs 5 blocks; the cache has 4"):
         host.submit([1] * 64, 2)
@@ -130,7 +128,7 @@ def test_a_request_that_never_fits_is_refused_at_once(kit, serve):
         host.submit([], 1)
 
 
-def test_wrong_bytes_would_give_other_tokens(kit, serve, shelves):
+def test_corruption_behind_a_spec_without_checks_changes_the_tokens(kit, serve, shelves):
     """What the tests above rest on: a spec that checks nothing, and damage that nobody sees."""
     prompts = kit.prompts(16, 3)
     tier = kit.shelf_tier(64)

@@ -1,10 +1,11 @@
-"""A channel between two processes of an engine: messages over a Unix socket, or an error."""
+"""Processes of an engine: start them, exchange messages or an error with them, end them."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import select
+import signal
 import socket
 import struct
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,14 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import PeerLostError, StallError, from_wire, to_wire
+from wtransfer.errors import PeerError, PeerLostError, StallError, from_wire, to_wire
 from wtransfer.transport.address import check_same_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from wtransfer.transport.zygote import Child
+
 PATIENCE_S = 60.0
 """Longest wait for the peer, in seconds: to start, or to answer."""
+END_S = 10.0
+"""Time for a process to end, in seconds, before it is killed, and after."""
 _HEAD = struct.Struct("<I?")  # length, and whether the message is an error
 _POLL_S = 0.05
 _ERRORS = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any]])
@@ -168,3 +173,15 @@ def open_channel(address: str, peer: str) -> Iterator[Channel]:
         raise
     finally:
         channel.close()
+
+
+def wait_for_end(process: Child, deadline: Deadline) -> int:
+    """Wait for the end of a process, kill it at the deadline, and return its return code."""
+    try:
+        return process.wait(deadline.remaining())
+    except StallError:
+        process.kill()
+        return process.wait(END_S)
+    except PeerError:
+        # Its zygote is gone, and the kernel has killed it.
+        return -signal.SIGKILL

@@ -45,9 +45,6 @@ class Executor(Protocol):
     def step(self, plan: StepPlan) -> Sequence[StepResult]:
         """Execute a step on every rank."""
 
-    def get_stats(self) -> Sequence[dict[str, float]]:
-        """Return the statistics of each rank's connector."""
-
     def close(self) -> None:
         """End the ranks."""
 
@@ -65,10 +62,6 @@ class LocalExecutor:
     def step(self, plan: StepPlan) -> list[StepResult]:
         """Execute a step."""
         return [self.worker.step(plan)]
-
-    def get_stats(self) -> list[dict[str, float]]:
-        """Return the statistics of the connector."""
-        return [self.worker.get_stats()]
 
     def close(self) -> None:
         """Release everything."""
@@ -168,7 +161,7 @@ def make_engine(
 
 
 class _RankStart(msgspec.Struct, frozen=True):
-    """The first message to a rank; step plans follow, or None for a request for statistics."""
+    """The first message to a rank; step plans follow."""
 
     rank: int
     config: EngineConfig
@@ -179,10 +172,9 @@ class _RankStart(msgspec.Struct, frozen=True):
 
 
 _STARTS = msgspec.msgpack.Decoder(_RankStart)
-_PLANS = msgspec.msgpack.Decoder(StepPlan | None)
+_PLANS = msgspec.msgpack.Decoder(StepPlan)
 _HANDSHAKES = msgspec.msgpack.Decoder(Any)
 _RESULTS = msgspec.msgpack.Decoder(StepResult)
-_STATS = msgspec.msgpack.Decoder(dict[str, float])
 
 
 class ProcessExecutor:
@@ -216,12 +208,6 @@ class ProcessExecutor:
         for channel in self._channels:
             channel.send(plan)
         return self._receive(_RESULTS)
-
-    def get_stats(self) -> list[dict[str, float]]:
-        """Return the statistics of each rank's connector."""
-        for channel in self._channels:
-            channel.send(None)
-        return self._receive(_STATS)
 
     def close(self) -> None:
         """Close the channels: the ranks end by themselves."""
@@ -266,7 +252,6 @@ def run_rank(address: str) -> None:
             channel.wait_forever()
             channel.send(worker.handshake())
             while True:
-                plan = channel.receive(_PLANS)
-                channel.send(worker.get_stats() if plan is None else worker.step(plan))
+                channel.send(worker.step(channel.receive(_PLANS)))
         finally:
             worker.close()

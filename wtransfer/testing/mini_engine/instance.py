@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
 import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,7 +12,13 @@ import torch
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import PeerError, PeerLostError, StallError, WTransferError
-from wtransfer.testing.mini_engine.channel import PATIENCE_S, open_channel, start_process
+from wtransfer.testing.mini_engine.channel import (
+    END_S,
+    PATIENCE_S,
+    open_channel,
+    start_process,
+    wait_for_end,
+)
 from wtransfer.testing.mini_engine.config import EngineConfig
 from wtransfer.testing.mini_engine.contract import OVER
 from wtransfer.testing.mini_engine.engine import (
@@ -39,8 +44,6 @@ INSTANCE_MAIN = f"{__name__}:run_instance"
 """Function that the process of an instance calls."""
 MODULES = (__name__,)
 """Modules that a zygote of instances and ranks preloads."""
-END_S = 10.0
-"""Time for a process to end, in seconds, before it is killed."""
 _IDLE_S = 0.05  # between steps without requests: weights are committed, connectors have work
 
 # -- messages to the instance; its configuration is the first
@@ -67,11 +70,7 @@ class _ForgetCache(msgspec.Struct, frozen=True, tag=True):
     """Empty the prefix cache."""
 
 
-class _GetStats(msgspec.Struct, frozen=True, tag=True):
-    """Send `Stats`."""
-
-
-_Command: TypeAlias = _Submit | _Abort | _ForgetCache | _GetStats
+_Command: TypeAlias = _Submit | _Abort | _ForgetCache
 
 # -- messages from the instance
 
@@ -108,18 +107,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     """Why it failed or was refused."""
 
 
-class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Statistics of an instance."""
-
-    scheduler: dict[str, int]
-    """`Scheduler.counts`."""
-    connector: dict[str, float]
-    """Statistics of the connector's scheduler side."""
-    workers: list[dict[str, float]]
-    """Statistics of its worker sides, in order of rank."""
-
-
-_Reply: TypeAlias = _SpawnRank | _Ready | Answer | Stats
+_Reply: TypeAlias = _SpawnRank | _Ready | Answer
 
 _CONFIGS = msgspec.msgpack.Decoder(EngineConfig)
 _COMMANDS: msgspec.msgpack.Decoder[_Command] = msgspec.msgpack.Decoder(_Command)
@@ -153,7 +141,6 @@ class Instance:
         self._numbers = itertools.count()
         self._open: set[int] = set()
         self._answers: dict[int, Answer] = {}
-        self._stats: list[Stats] = []
         self._is_ready = False
         self._lost: WTransferError | None = None
         self._closing = contextlib.ExitStack()
@@ -184,7 +171,7 @@ class Instance:
             kv_transfer_params: Parameters for the connector.
 
         Returns:
-            Number of the request, for `collect`, `abort` and `abandon`.
+            Number of the request, for `collect`.
 
         Raises:
             ValueError: The arguments are not tokens and numbers.
@@ -207,6 +194,8 @@ class Instance:
     def collect(self, number: int, deadline_s: float = 60.0) -> Answer:
         """Wait for the answer to a request; each can be collected once.
 
+        A request whose answer is late is abandoned: aborted, and its answer dropped.
+
         Args:
             number: Number of the request.
             deadline_s: Longest wait.
@@ -215,11 +204,17 @@ class Instance:
             ValueError: The instance refused the request: its prompt is empty, too long, or has
                 unknown tokens. Or there is no answer of this number to collect.
             PeerLostError: The instance is lost.
-            StallError: The answer did not come in time; the request is still being served.
+            StallError: The answer did not come in time.
         """
         deadline = Deadline(deadline_s)
-        while number in self._open:
-            self._receive(deadline, f"request {number} of {self.name}")
+        try:
+            while number in self._open:
+                self._receive(deadline, f"request {number} of {self.name}")
+        except StallError:
+            self._open.discard(number)
+            with contextlib.suppress(PeerError, StallError):
+                self._send(_Abort(number))
+            raise
         answer = self._answers.pop(number, None)
         if answer is None:
             raise ValueError(f"{self.name} has no request {number} to collect")
@@ -237,25 +232,6 @@ class Instance:
         """Send a request and wait for its answer: `submit` and `collect`."""
         return self.collect(self.submit(prompt, max_new_tokens, kv_transfer_params), deadline_s)
 
-    def abort(self, number: int) -> None:
-        """End a request early; its answer must still be collected.
-
-        Raises:
-            PeerLostError: The instance is lost.
-        """
-        self._send(_Abort(number))
-
-    def abandon(self, number: int) -> None:
-        """End a request early, and drop its answer.
-
-        Raises:
-            PeerLostError: The instance is lost.
-        """
-        self._answers.pop(number, None)
-        if number in self._open:
-            self._open.discard(number)
-            self._send(_Abort(number))
-
     def forget_cache(self) -> None:
         """Empty the prefix cache, as if other requests had needed the blocks.
 
@@ -263,20 +239,6 @@ class Instance:
             PeerLostError: The instance is lost.
         """
         self._send(_ForgetCache())
-
-    def stats(self, deadline_s: float = 60.0) -> Stats:
-        """Return the instance's statistics.
-
-        Raises:
-            PeerLostError: The instance is lost.
-            StallError: It does not answer in time.
-        """
-        self._stats.clear()
-        self._send(_GetStats())
-        deadline = Deadline(deadline_s)
-        while not self._stats:
-            self._receive(deadline, f"the statistics of {self.name}")
-        return self._stats.pop()
 
     def kill(self) -> None:
         """Send SIGKILL to the instance's process, and wait for its end. Its ranks end by then."""
@@ -294,7 +256,7 @@ class Instance:
         self._lost = self._lost or PeerLostError(f"{self.name} was closed", worker=self.name)
         deadline = Deadline(END_S)
         processes, self.processes = self.processes, []
-        return [_wait_for_end(process, deadline) for process in processes]
+        return [wait_for_end(process, deadline) for process in processes]
 
     def __enter__(self) -> Self:
         return self
@@ -329,8 +291,6 @@ class Instance:
                 if reply.number in self._open:
                     self._open.discard(reply.number)
                     self._answers[reply.number] = reply
-            case Stats():
-                self._stats.append(reply)
 
     @contextlib.contextmanager
     def _recording_loss(self) -> Iterator[None]:
@@ -349,18 +309,6 @@ class Instance:
     def _check_alive(self) -> None:
         if self._lost is not None:
             raise type(self._lost)(self._lost.message, worker=self.name) from self._lost
-
-
-def _wait_for_end(process: Child, deadline: Deadline) -> int:
-    """Wait for the end of a process, kill it at the deadline, and return its return code."""
-    try:
-        return process.wait(deadline.remaining())
-    except StallError:
-        process.kill()
-        return process.wait(END_S)
-    except PeerError:
-        # Its zygote is gone, and the kernel has killed it.
-        return -signal.SIGKILL
 
 
 # -- the instance's side
@@ -426,10 +374,6 @@ class _Service:
                     self._send_answers()
             case _ForgetCache():
                 scheduler.pool.reset()
-            case _GetStats():
-                connector = dict(scheduler.connector.get_stats()) if scheduler.connector else {}
-                workers = list(self._engine.executor.get_stats())
-                self._channel.send(Stats(dict(scheduler.counts), connector, workers))
 
     def _submit(self, command: _Submit) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,14 +80,8 @@ class Router:
         if instance is None:
             return Handed(None, "there is no prefill instance")
         try:
-            number = instance.submit(prompt, 1, {"do_remote_decode": True})
-            try:
-                answer = instance.collect(number, self._prefill_deadline_s)
-            except StallError:
-                # If it can be told so, it need not go on with the request.
-                with contextlib.suppress(PeerError, StallError):
-                    instance.abandon(number)
-                raise
+            params = {"do_remote_decode": True}
+            answer = instance.ask(prompt, 1, params, self._prefill_deadline_s)
         except (PeerError, StallError) as error:
             logger.info("%s computes the prompt itself: %s", self.decode.name, error)
             return Handed(None, str(error))

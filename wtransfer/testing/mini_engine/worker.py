@@ -70,10 +70,6 @@ class Worker:
         """Return the connector's handshake metadata, serialized; None if it has none."""
         return serialize(self.connector.get_handshake_metadata()) if self.connector else None
 
-    def get_stats(self) -> dict[str, float]:
-        """Return the statistics of the connector's worker side."""
-        return dict(self.connector.get_stats()) if self.connector else {}
-
     def close(self) -> None:
         """Release everything; the model keeps its weights."""
         with contextlib.ExitStack() as stack:
