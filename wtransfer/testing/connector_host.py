@@ -1,4 +1,4 @@
-"""What the conformance kit serves from: the reference host, every call of which can be heard."""
+"""What the conformance kit serves from: the mini engine, every call of which can be heard."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SERVICE = _load("matrix_service", HERE / "matrix_service.py")
 
 @pytest.fixture(scope="session")
 def kit():
-    """What the tests of the reference host share."""
+    """What the tests of the mini engine share."""
     return KIT
 
 

@@ -49,7 +49,7 @@ class Service:
     """A host, and for each relay of its stack one from which requests come.
 
     Args:
-        kit: What the tests of the reference host share.
+        kit: What the tests of the mini engine share.
         stack: The connectors.
         make: Makes a host; takes the relay by which it hands requests over, or None.
     """

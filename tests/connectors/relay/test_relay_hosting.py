@@ -1,4 +1,4 @@
-"""Two reference hosts, a router, and a model: the tokens are those of one host alone."""
+"""Two mini engines, a router, and a model: the tokens are those of one engine alone."""
 
 from __future__ import annotations
 

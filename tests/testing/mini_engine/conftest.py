@@ -1,4 +1,4 @@
-"""The processes of the reference host, and modules that tests and processes share."""
+"""The processes of the mini engine, and modules that tests and processes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the reference host share: conversations, and the truth about them."""
+"""What the tests of the mini engine share: conversations, and their reference outputs."""
 
 from __future__ import annotations
 

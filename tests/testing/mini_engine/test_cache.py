@@ -1,4 +1,4 @@
-"""Blocks of the cache: held, shared, reused, and found by what they contain."""
+"""Blocks of the pool: pinned, shared, evicted, and found by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What connectors of vLLM read of a request, of a step and of a forward pass is there."""
+"""Requests, steps and forward passes have vLLM's names; plans and results round-trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host around the model: what waits, what is refused, and what happens when a rank is gone."""
+"""The engine around the model: what waits, what is refused, and a rank that is gone."""
 
 from __future__ import annotations
 

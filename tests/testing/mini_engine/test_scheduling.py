@@ -1,4 +1,4 @@
-"""Which tokens are computed when, and on which blocks: limits, pieces, and who gives way."""
+"""Which tokens are computed when, and on which blocks: limits, chunks, preemption."""
 
 from __future__ import annotations
 

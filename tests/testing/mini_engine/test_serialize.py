@@ -1,4 +1,4 @@
-"""What travels between scheduler and workers: data of every kind, and nothing that runs."""
+"""Data of every kind is serialized, and nothing that runs."""
 
 from __future__ import annotations
 

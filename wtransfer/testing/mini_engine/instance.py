@@ -241,7 +241,7 @@ class Instance:
         self._send(_ForgetCache())
 
     def kill(self) -> None:
-        """Send SIGKILL to the instance's process, and wait for its end. Its ranks end by then."""
+        """Send SIGKILL to the instance's process, and wait for its end; its ranks notice it."""
         for process in self.processes[:1]:
             process.kill()
             process.wait(END_S)
