@@ -25,9 +25,9 @@ FLOORS = [
     {"transport"},
     {"registry"},
     {"engines", "checkpoint", "weight_sync", "connectors", "specs"},
+    {"testing"},
     {"demo"},
     {"bench"},
-    {"testing"},
     {"commands"},
     {"cli", "__main__"},
 ]

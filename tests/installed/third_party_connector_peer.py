@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from wtransfer.testing.mini_engine.build import HostSettings, make_local_host
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
+from wtransfer.testing.mini_engine.engine import make_engine
 from wtransfer.weights import process_weights
 
 PROMPT = [(7 * i) % 251 for i in range(70)]
@@ -21,21 +21,21 @@ def main(folder: str, how: str) -> None:
         "path": ("FolderConnector", "acme_folder_connector.connector"),
     }[how]
     plain = {"cache": CacheShape(16, 12)}
-    settings = HostSettings(
+    settings = EngineConfig(
         seed=3, connector=name, module_path=path, options={"folder": folder}, **plain
     )
     held = process_weights.hold("A")
     truths = []
     for seed in (3, 4):
-        with make_local_host(HostSettings(seed=seed, **plain)) as host:
+        with make_engine(EngineConfig(seed=seed, **plain)) as host:
             truths += host.generate([PROMPT], 4)
-    with make_local_host(settings) as host:
+    with make_engine(settings) as host:
         (computed,) = host.generate([PROMPT], 4)
-    with make_local_host(settings) as host:
+    with make_engine(settings) as host:
         (loaded,) = host.generate([PROMPT], 4)
         num_loaded = host.scheduler.counts["tokens_loaded"]
         with held.changing(lambda: "B"):
-            host.workers.worker.model.draw_weights(4)
+            host.executor.worker.model.draw_weights(4)
         (changed,) = host.generate([PROMPT], 4)
         more_loaded = host.scheduler.counts["tokens_loaded"] - num_loaded
     report = {

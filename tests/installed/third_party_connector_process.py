@@ -11,29 +11,28 @@ import sys
 
 import torch
 
-from wtransfer.testing.mini_engine.build import HostSettings, make_host, make_local_host
-from wtransfer.testing.mini_engine.loop import LocalWorkers
-from wtransfer.testing.mini_engine.shape import CacheShape
-from wtransfer.testing.mini_engine.sole_worker import make_sole_worker
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
+from wtransfer.testing.mini_engine.engine import LocalExecutor, make_engine
+from wtransfer.testing.mini_engine.worker import make_worker
 
 
 def main(folder: str, seed: str, *requests: str) -> None:
     torch.set_num_threads(1)
-    plain = HostSettings(seed=int(seed), cache=CacheShape(16, 12))
-    with_it = HostSettings(
+    plain = EngineConfig(seed=int(seed), cache=CacheShape(16, 12))
+    with_it = EngineConfig(
         seed=plain.seed, cache=plain.cache, connector="acme-folder", options={"folder": folder}
     )
     report = []
     with (
-        make_local_host(plain) as fresh,
-        make_host(with_it, LocalWorkers(make_sole_worker(with_it))) as host,
+        make_engine(plain) as fresh,
+        make_engine(with_it, LocalExecutor(make_worker(with_it, owns_process=True))) as host,
     ):
         for each in requests:
             number, _, salt = each.partition(":")
             prompt = [(7 * i + int(number)) % 251 for i in range(70)]
             # What the cache of the host itself has is not what is asked for.
             for pool in (fresh.scheduler.pool, host.scheduler.pool):
-                pool.forget_all()
+                pool.reset()
             before = host.scheduler.counts["tokens_loaded"]
             request = host.submit(prompt, 4)
             request.cache_salt = salt or None

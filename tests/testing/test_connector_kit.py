@@ -127,7 +127,7 @@ def test_a_test_cannot_be_overridden_without_a_reason():
 
 
 def test_a_kit_without_a_connector_says_so(tmp_path):
-    from wtransfer.testing.mini_engine.build import HostSettings
+    from wtransfer.testing.mini_engine.config import EngineConfig
 
     with pytest.raises(AssertionError, match="state the connector or the connector_cls"):
-        ConnectorConformance()._settings(HostSettings(), tmp_path)
+        ConnectorConformance()._settings(EngineConfig(), tmp_path)

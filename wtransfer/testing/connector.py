@@ -12,7 +12,7 @@ Subclass it in a test module of your own::
         def options_in(self, folder):
             return {"path": str(folder)}
 
-It is served from the reference host: a real scheduler, a real model whose keys and values are the
+It is served from the mini engine: a real scheduler, a real model whose keys and values are the
 same bits whether they were computed or loaded, and metadata that travels as plain data. Tests
 cannot be overridden, except by one that says why the connector may fail it::
 

@@ -18,10 +18,10 @@ from wtransfer.connectors.interface import (
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_tokens import BLOCK_SIZE, IN_PARTS, SIX_HEADS
-from wtransfer.testing.connector_truth import some_prompts
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.plain import from_plain, to_plain
-from wtransfer.testing.mini_engine.schedule import SchedulerOutput
+from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.contract import SchedulerOutput
+from wtransfer.testing.mini_engine.reference import some_prompts
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from wtransfer.testing.connector_host import KitHost
     from wtransfer.testing.connector_kit import MakeSite
     from wtransfer.testing.connector_site import Site
-    from wtransfer.testing.mini_engine.request import Request
+    from wtransfer.testing.mini_engine.contract import Request
 
 OTHERS = {KVConnectorRole.SCHEDULER: WORKER_METHODS, KVConnectorRole.WORKER: SCHEDULER_METHODS}
 SPEAKING = ("build_connector_meta", "build_connector_worker_meta")
@@ -44,8 +44,8 @@ class CallTests(ConnectorKit):
         self, tmp_path: Path, role: KVConnectorRole
     ) -> None:
         """They share no state, though here they share a process."""
-        settings = self._settings(HostSettings(), tmp_path)
-        side: Any = settings.make_side(role)
+        settings = self._settings(EngineConfig(), tmp_path)
+        side: Any = settings.make_connector(role)
         try:
             for name in sorted(OTHERS[role]):
                 with pytest.raises(ConnectorRoleError):
@@ -58,7 +58,7 @@ class CallTests(ConnectorKit):
         self, tmp_path: Path, role: KVConnectorRole
     ) -> None:
         """Hosts of another generation do not say it."""
-        config = self._settings(HostSettings(), tmp_path).serving_config()
+        config = self._settings(EngineConfig(), tmp_path).serving_config()
         side = KVConnectorFactory.create_connector(config, role)
         side.shutdown()
 
@@ -153,7 +153,7 @@ class CallTests(ConnectorKit):
             for tap in host.taps:
                 for name in (*SPEAKING, "get_handshake_metadata"):
                     for metadata in tap.results(name):
-                        assert settled(from_plain(to_plain(metadata))) == settled(metadata)
+                        assert settled(deserialize(serialize(metadata))) == settled(metadata)
             for _, params in host.scheduler.results("request_finished"):
                 assert json.loads(json.dumps(params)) == params
 
@@ -186,7 +186,7 @@ class CallTests(ConnectorKit):
     @pytest.mark.parametrize("num_ranks", [1, 2, 3])
     def test_what_ranks_say_adds_up_in_any_order(self, make_site: MakeSite, num_ranks: int) -> None:
         """One after the other, or some of them first."""
-        site = make_site(HostSettings(model=SIX_HEADS, num_ranks=num_ranks))
+        site = make_site(EngineConfig(model=SIX_HEADS, num_ranks=num_ranks))
         site.exchange(some_prompts(1)[0])
         for host in site.hosts:
             steps = zip(
@@ -194,7 +194,7 @@ class CallTests(ConnectorKit):
             )
             for each in steps:
                 # Those that say nothing are left out, as hosts do.
-                metas = [to_plain(meta) for meta in each if meta is not None]
+                metas = [serialize(meta) for meta in each if meta is not None]
                 if not metas:
                     continue
                 sums = [added(order) for order in itertools.permutations(metas)]
@@ -205,7 +205,7 @@ class CallTests(ConnectorKit):
 
     def test_every_load_is_named_once(self, make_site: MakeSite) -> None:
         """By every rank; loads that end within their step are not named."""
-        site = make_site(HostSettings(model=SIX_HEADS, num_ranks=2, limits=IN_PARTS.limits))
+        site = make_site(EngineConfig(model=SIX_HEADS, num_ranks=2, limits=IN_PARTS.limits))
         for prompt in some_prompts(3):
             site.exchange(prompt)
         assert received(site.finder) == [loads_of(site.finder)] * 2
@@ -317,7 +317,7 @@ def numbers_of(site: Site) -> dict[str, float]:
 
 def settled(metadata: Any) -> Any:
     """Return metadata as something that can be compared: collections without order are sorted."""
-    return settled_plain(to_plain(metadata))
+    return settled_plain(serialize(metadata))
 
 
 def settled_plain(plain: Any) -> Any:
@@ -341,10 +341,10 @@ def without_numbers(settled_metadata: Any) -> Any:
 
 def added(metas: Any) -> Any:
     """Return what several ranks have said as one: plain to plain."""
-    total, *others = map(from_plain, metas)
+    total, *others = map(deserialize, metas)
     for each in others:
         total = total.aggregate(each)
-    return to_plain(total)
+    return serialize(total)
 
 
 def hand_on_objects(host: KitHost) -> None:

@@ -12,9 +12,9 @@ import pytest
 from wtransfer.connectors.interface import KVConnectorRole
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_tokens import IN_PARTS
-from wtransfer.testing.connector_truth import some_prompts
 from wtransfer.testing.leftovers import Leftovers
-from wtransfer.testing.mini_engine.build import HostSettings
+from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.reference import some_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ class EndTests(ConnectorKit):
     @pytest.mark.parametrize("role", KVConnectorRole)
     def test_a_side_may_end_before_it_began(self, tmp_path: Path, role: KVConnectorRole) -> None:
         """Before it has got caches; and twice."""
-        side = self._settings(HostSettings(), tmp_path).make_side(role)
+        side = self._settings(EngineConfig(), tmp_path).make_connector(role)
         assert side is not None
         for _ in range(2):
             side.shutdown()

@@ -14,15 +14,15 @@ from wtransfer.connectors.interface import KVConnectorOutput
 from wtransfer.testing.connector_calls import check_errors_in_time, loads_of, received
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_tokens import IN_PARTS
-from wtransfer.testing.connector_truth import some_prompts
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.plain import from_plain, to_plain
+from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.reference import some_prompts
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 
 if TYPE_CHECKING:
     from wtransfer.testing.connector_host import KitHost
     from wtransfer.testing.connector_kit import MakeSite
     from wtransfer.testing.connector_site import Site
-    from wtransfer.testing.mini_engine.request import Request
+    from wtransfer.testing.mini_engine.contract import Request
 
 NUM_STAGES = 8
 """Steps after each of which a request is aborted once."""
@@ -123,11 +123,14 @@ class FaultTests(ConnectorKit):
             for span in plan.spans
         ]
         plan = msgspec.structs.replace(plan, loads_first=True, spans=spans)
-        link = site.leaver.ranks.workers[0].link
-        has_failed, answers = link.has_failed, itertools.chain([False], itertools.repeat(True))
-        link.has_failed = lambda: has_failed() or next(answers)
+        worker = site.leaver.ranks.workers[0]
+        has_errors, answers = (
+            worker.has_load_errors,
+            itertools.chain([False], itertools.repeat(True)),
+        )
+        worker.has_load_errors = lambda: has_errors() or next(answers)
         self._not_counted(site, request, plan)
-        link.has_failed = has_failed
+        worker.has_load_errors = has_errors
 
     def _planned(self, site: Site, prompt: list[int]) -> tuple[Request, Any]:
         """Return a request that leaves something, and the step that computes it."""
@@ -143,7 +146,7 @@ class FaultTests(ConnectorKit):
         host, prompt = site.leaver, request.prompt_token_ids
         host.spoil(request.block_ids)
         results = host.ranks.step(plan)
-        assert not any(result.executed for result in results)
+        assert all(result.tokens is None for result in results)
         host.spoil(request.block_ids)
         host.loop.scheduler.update(plan, results)
         host.loop.scheduler.abort(request)
@@ -180,7 +183,7 @@ class FaultTests(ConnectorKit):
         self, make_site: MakeSite, policy: str
     ) -> None:
         """The request is computed, or fails; never is it served from wrong blocks."""
-        site = make_site(HostSettings(on_load_failure=policy))
+        site = make_site(EngineConfig(on_load_failure=policy))
         prompt = some_prompts(1)[0]
         params = site.leave(prompt)
         if not self.damage(site):
@@ -222,11 +225,11 @@ def repeating() -> Any:
     drawn = random.Random(3)  # noqa: S311  # no secret
 
     def call(own: Any, output: KVConnectorOutput) -> None:
-        told.append(to_plain(vars(output)))
+        told.append(serialize(vars(output)))
         for _ in range(2):
-            own(KVConnectorOutput(**from_plain(told[-1])))
+            own(KVConnectorOutput(**deserialize(told[-1])))
         for old in drawn.sample(told, min(3, len(told))):
-            own(KVConnectorOutput(**from_plain(old)))
+            own(KVConnectorOutput(**deserialize(old)))
         # The host passes the same word on as before; the last that is heard is what holds.
         own(output)
 

@@ -1,4 +1,4 @@
-"""What the conformance kit serves from: the reference host, every call of which can be heard."""
+"""What the conformance kit serves from: the mini engine, every call of which can be heard."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch
 
 from wtransfer.connectors.interface import KVConnectorRole
 from wtransfer.testing.communicator import memory_group
-from wtransfer.testing.connector_truth import truth
-from wtransfer.testing.mini_engine.build import make_scheduler
-from wtransfer.testing.mini_engine.cache import PagedCache
-from wtransfer.testing.mini_engine.loop import ServingLoop
+from wtransfer.testing.mini_engine.engine import MiniEngine
 from wtransfer.testing.mini_engine.model import PagedTransformer
-from wtransfer.testing.mini_engine.shards import Shards
-from wtransfer.testing.mini_engine.worker import ServingWorker
-from wtransfer.testing.mini_engine.worker_link import WorkerLink
+from wtransfer.testing.mini_engine.reference import reference_output
+from wtransfer.testing.mini_engine.scheduler import Scheduler
+from wtransfer.testing.mini_engine.worker import Worker
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
@@ -25,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from wtransfer.connectors.interface import KVConnectorBase_V1
-    from wtransfer.testing.mini_engine.build import HostSettings
-    from wtransfer.testing.mini_engine.messages import StepPlan, StepResult
-    from wtransfer.testing.mini_engine.request import Request
+    from wtransfer.testing.mini_engine.cache import PagedCache
+    from wtransfer.testing.mini_engine.config import EngineConfig
+    from wtransfer.testing.mini_engine.contract import Request, StepPlan, StepResult
     from wtransfer.transport.communicator import Communicator
 
 PATIENCE_S = 60.0
@@ -92,7 +89,7 @@ class Weights:
         self._models: list[PagedTransformer] = []
         self._held = process_weights.hold(self._name)
 
-    def model(self, settings: HostSettings) -> PagedTransformer:
+    def model(self, settings: EngineConfig) -> PagedTransformer:
         """Return one more model."""
         model = PagedTransformer(settings.model, self.seed)
         self._models.append(model)
@@ -122,7 +119,7 @@ class Ranks:
         makers: Each makes a worker.
     """
 
-    def __init__(self, makers: Sequence[Callable[[], ServingWorker]]) -> None:
+    def __init__(self, makers: Sequence[Callable[[], Worker]]) -> None:
         self._threads = [
             ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(len(makers)) if len(makers) > 1
         ]
@@ -163,7 +160,7 @@ class KitHost:
 
     def __init__(
         self,
-        settings: HostSettings,
+        settings: EngineConfig,
         weights: Weights,
         hash_function: Callable[[bytes], bytes] | None = None,
     ) -> None:
@@ -185,22 +182,22 @@ class KitHost:
         """The workers' sides, in order of rank."""
         self.caches = [self._made[rank][1] for rank in range(num_ranks)]
         """Their caches."""
-        scheduler = make_scheduler(settings, hash_function)
-        assert scheduler.link is not None
-        self.scheduler = Tap(scheduler.link.connector, "S")
+        side = settings.make_connector(KVConnectorRole.SCHEDULER)
+        assert side is not None
+        self.scheduler = Tap(side, "S")
         """The scheduler's side."""
-        scheduler.link.connector = self.scheduler  # type: ignore[assignment]
-        self.loop = ServingLoop(scheduler, self.ranks)
+        scheduler = Scheduler(settings, self.scheduler, hash_function)  # type: ignore[arg-type]
+        self.loop = MiniEngine(scheduler, self.ranks)
         """The host."""
 
-    def _make_worker(self, group: Communicator | None, model: PagedTransformer) -> ServingWorker:
-        shards = Shards(self.settings.model, group)
-        cache = PagedCache(self.settings.model, self.settings.cache, len(shards.heads))
-        side = self.settings.make_side(KVConnectorRole.WORKER, shards.rank)
+    def _make_worker(self, group: Communicator | None, model: PagedTransformer) -> Worker:
+        rank = group.rank if group else 0
+        side = self.settings.make_connector(KVConnectorRole.WORKER, rank)
         assert side is not None
-        tap = Tap(side, f"W{shards.rank}")
-        self._made[shards.rank] = tap, cache
-        return ServingWorker(model, cache, shards, link=WorkerLink(tap, cache))  # type: ignore[arg-type]
+        tap = Tap(side, f"W{rank}")
+        worker = Worker(self.settings, model, tap, group)  # type: ignore[arg-type]
+        self._made[rank] = tap, worker.cache
+        return worker
 
     @property
     def counts(self) -> Counter[str]:
@@ -221,8 +218,8 @@ class KitHost:
     def wipe(self) -> None:
         """Let the host's own cache forget everything, and whatever nobody holds be overwritten."""
         pool = self.loop.scheduler.pool
-        pool.forget_all()
-        free = pool.take(pool.num_free) or []
+        pool.reset()
+        free = pool.allocate(pool.num_free) or []
         self.spoil(free)
         pool.release(free)
 
@@ -233,7 +230,7 @@ class KitHost:
                 layer[list(blocks)] = _RUBBISH
 
     def check(self, request: Request, *, seed: int | None = None) -> None:
-        """Compare a request that has ended with the truth: what it said, and what it built on.
+        """Compare an ended request, and what it has in the cache, with the reference output.
 
         The blocks must still have what they had when it ended: nothing else was served since.
 
@@ -243,7 +240,7 @@ class KitHost:
         """
         self.check_output(request, seed=seed)
         num_new = request.max_new_tokens
-        expected = self._truth(request.prompt_token_ids, num_new, seed).pages
+        expected = self._reference(request.prompt_token_ids, num_new, seed).pages
         known = request.num_tokens - 1
         table = torch.tensor(request.block_ids)
         for layer, pages in enumerate(expected):
@@ -251,16 +248,16 @@ class KitHost:
             assert torch.cat(got, dim=1).equal(pages), f"layer {layer} has other keys or values"
 
     def check_output(self, request: Request, *, seed: int | None = None) -> None:
-        """Compare what a request said with the truth.
+        """Compare the output of a request with the reference output.
 
         Args:
             request: The request.
             seed: Of the weights; None: those of now.
         """
         assert request.state == "finished", f"{request.state}: {request.error}"
-        expected = self._truth(request.prompt_token_ids, request.max_new_tokens, seed).output
+        expected = self._reference(request.prompt_token_ids, request.max_new_tokens, seed).output
         assert request.output == expected
 
-    def _truth(self, prompt: list[int], num_new: int, seed: int | None) -> Any:
+    def _reference(self, prompt: list[int], num_new: int, seed: int | None) -> Any:
         seed = self._weights.seed if seed is None else seed
-        return truth(prompt, num_new, seed, self.settings.model)
+        return reference_output(prompt, num_new, seed, self.settings.model)

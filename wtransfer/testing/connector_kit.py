@@ -12,8 +12,7 @@ from wtransfer.connectors.naming import BlockNaming
 from wtransfer.registry.registry import registry
 from wtransfer.testing.connector_host import KitHost, Weights
 from wtransfer.testing.connector_site import Site
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import ServedShape
+from wtransfer.testing.mini_engine.config import EngineConfig, ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     MakeSite = Callable[..., Site]
 
-SMALL = ServedShape(width=32, num_heads=2, num_kv_heads=1)
+SMALL = ModelShape(width=32, num_heads=2, num_kv_heads=1)
 """The model of tests that do not ask for another."""
 
 
@@ -103,8 +102,8 @@ class ConnectorKit:
         """Makes sites that are closed at the end of the test."""
         sites: list[Site] = []
 
-        def make(settings: HostSettings | None = None, **options: Any) -> Site:
-            settings = self._settings(settings or HostSettings(), tmp_path / "kept")
+        def make(settings: EngineConfig | None = None, **options: Any) -> Site:
+            settings = self._settings(settings or EngineConfig(), tmp_path / "kept")
             sites.append(self._site(settings, weights, tmp_path / "kept", **options))
             return sites[-1]
 
@@ -117,17 +116,17 @@ class ConnectorKit:
         """A site of the usual size."""
         return make_site()
 
-    def _settings(self, settings: HostSettings, folder: Path) -> HostSettings:
+    def _settings(self, settings: EngineConfig, folder: Path) -> EngineConfig:
         folder.mkdir(exist_ok=True)
         named = {
-            "model": SMALL if settings.model == ServedShape() else settings.model,
+            "model": SMALL if settings.model == ModelShape() else settings.model,
             "connector": self.connector or _registered(self.connector_cls),
             "module_path": self.module_path,
             "options": self.options_in(folder),
         }
         return msgspec.structs.replace(settings, **named)
 
-    def _site(self, settings: HostSettings, weights: Weights, folder: Path, **options: Any) -> Site:
+    def _site(self, settings: EngineConfig, weights: Weights, folder: Path, **options: Any) -> Site:
         leaver = KitHost(settings, weights, **options)
         finder = leaver
         if self._are_two():

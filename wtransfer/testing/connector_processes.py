@@ -13,17 +13,16 @@ import pytest
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_site import NEW_TOKENS
 from wtransfer.testing.connector_tokens import SIX_HEADS
-from wtransfer.testing.connector_truth import some_prompts, truth
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.instance import Instance
-from wtransfer.testing.mini_engine.process import MODULES
+from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.instance import MODULES, Instance
+from wtransfer.testing.mini_engine.reference import reference_output, some_prompts
 from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from wtransfer.testing.mini_engine.instance_messages import Answer
+    from wtransfer.testing.mini_engine.instance import Answer
 
 
 class ProcessTests(ConnectorKit):
@@ -34,7 +33,7 @@ class ProcessTests(ConnectorKit):
         """Starts instances that end with the test: by name, number of ranks, seed of weights."""
         if not self.in_processes:
             pytest.skip("in_processes is not set: other processes do not find the connector")
-        settings = self._settings(HostSettings(model=SIX_HEADS), tmp_path / "kept")
+        settings = self._settings(EngineConfig(model=SIX_HEADS), tmp_path / "kept")
         with contextlib.ExitStack() as stack:
 
             def start(name: str, num_ranks: int, seed: int = 0) -> Instance:
@@ -85,8 +84,8 @@ class ProcessTests(ConnectorKit):
             prompt = some_prompts(1, seed=number)[0]
             left = self._left(leaver, prompt)
             found = finder.ask(prompt, NEW_TOKENS, _params(left), self.deadline_s)
-            _check(prompt, found, finder.settings.seed)
-            is_equal = leaver.settings.seed == finder.settings.seed
+            _check(prompt, found, finder.config.seed)
+            is_equal = leaver.config.seed == finder.config.seed
             assert bool(found.counts.get("tokens_loaded")) == is_equal
 
     def _left(self, leaver: Instance, prompt: list[int]) -> Answer:
@@ -94,7 +93,7 @@ class ProcessTests(ConnectorKit):
         transfers = self.kind == "transfer"
         params = dict(self.prefill_params) if transfers else None
         left = leaver.ask(prompt, 1 if transfers else NEW_TOKENS, params, self.deadline_s)
-        _check(prompt, left, leaver.settings.seed)
+        _check(prompt, left, leaver.config.seed)
         return left
 
 
@@ -111,6 +110,6 @@ def _params(left: Answer) -> dict[str, Any] | None:
 
 
 def _check(prompt: list[int], answer: Answer, seed: int = 0) -> None:
-    """Compare an answer with the truth of weights that were drawn from a seed."""
+    """Compare an answer with the reference output of the weights of a seed."""
     assert answer.state == "finished", answer.error
-    assert answer.tokens == truth(prompt, len(answer.tokens), seed, SIX_HEADS).output
+    assert answer.tokens == reference_output(prompt, len(answer.tokens), seed, SIX_HEADS).output

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from wtransfer.testing.connector_host import KitHost, Weights
-    from wtransfer.testing.mini_engine.request import Request
+    from wtransfer.testing.mini_engine.contract import Request
 
 NEW_TOKENS = 3
 """Tokens that are generated, where nothing else is said."""

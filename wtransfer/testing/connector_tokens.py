@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wtransfer.testing.connector_kit import ConnectorKit
-from wtransfer.testing.connector_truth import some_prompts
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape, Limits, ServedShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits, ModelShape
+from wtransfer.testing.mini_engine.reference import some_prompts
 
 if TYPE_CHECKING:
     from wtransfer.testing.connector_kit import MakeSite
     from wtransfer.testing.connector_site import Site
 
 BLOCK_SIZE = 16
-IN_PARTS = HostSettings(limits=Limits(max_num_batched_tokens=24))
+IN_PARTS = EngineConfig(limits=Limits(max_num_batched_tokens=24))
 """A host that computes a prompt in several steps."""
-SIX_HEADS = ServedShape(width=96, num_heads=6, num_kv_heads=6)
+SIX_HEADS = ModelShape(width=96, num_heads=6, num_kv_heads=6)
 """A model that two and three ranks can share."""
 
 
@@ -28,7 +27,7 @@ class TokenTests(ConnectorKit):
     @pytest.mark.parametrize("block_size", [1, 16, 128])
     def test_tokens_are_those_without_it(self, make_site: MakeSite, block_size: int) -> None:
         """And so are the keys and values, whether they were computed or loaded."""
-        site = make_site(HostSettings(cache=CacheShape(block_size, 4096 // block_size)))
+        site = make_site(EngineConfig(cache=CacheShape(block_size, 4096 // block_size)))
         for prompt in some_prompts(2, unit=max(block_size, 16)):
             site.exchange(prompt)
 
@@ -83,7 +82,7 @@ class TokenTests(ConnectorKit):
             prompt[: 2 * BLOCK_SIZE - 5 - 2 * number]
             for number, prompt in enumerate(some_prompts(6))
         ]
-        settings = HostSettings(
+        settings = EngineConfig(
             cache=CacheShape(BLOCK_SIZE, 2 * len(prompts) + 1),
             limits=Limits(max_num_batched_tokens=40),
         )
@@ -122,6 +121,6 @@ class TokenTests(ConnectorKit):
     @pytest.mark.parametrize("num_ranks", [2, 3])
     def test_ranks_share_a_request(self, make_site: MakeSite, num_ranks: int) -> None:
         """Each has its own heads of every block."""
-        site = make_site(HostSettings(model=SIX_HEADS, num_ranks=num_ranks))
+        site = make_site(EngineConfig(model=SIX_HEADS, num_ranks=num_ranks))
         for prompt in some_prompts(2):
             site.exchange(prompt)

@@ -11,7 +11,7 @@ import pytest
 from wtransfer.testing.connector_calls import invalid_blocks
 from wtransfer.testing.connector_kit import ConnectorKit
 from wtransfer.testing.connector_tokens import BLOCK_SIZE, IN_PARTS
-from wtransfer.testing.connector_truth import some_prompts
+from wtransfer.testing.mini_engine.reference import some_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.testing.mini_engine.build import HostSettings, make_local_host
-from wtransfer.testing.mini_engine.shape import CacheShape, Limits
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
+from wtransfer.testing.mini_engine.engine import make_engine
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
@@ -34,7 +34,7 @@ SERVICE = _load("matrix_service", HERE / "matrix_service.py")
 
 @pytest.fixture(scope="session")
 def kit():
-    """What the tests of the reference host share."""
+    """What the tests of the mini engine share."""
     return KIT
 
 
@@ -50,13 +50,13 @@ def host():
     with contextlib.ExitStack() as closing:
 
         def made(connectors, block_size=16, num_blocks=32, **limits):
-            settings = HostSettings(
+            settings = EngineConfig(
                 cache=CacheShape(block_size, num_blocks),
                 limits=Limits(**limits),
                 engine_id=f"host-{next(numbers)}",
                 **STACKS.settings_of(connectors),
             )
-            return closing.enter_context(make_local_host(settings))
+            return closing.enter_context(make_engine(settings))
 
         yield made
 

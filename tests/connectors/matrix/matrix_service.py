@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
     from matrix_stacks import Stack
 
-    from wtransfer.testing.mini_engine.loop import ServingLoop
-    from wtransfer.testing.mini_engine.messages import StepPlan
-    from wtransfer.testing.mini_engine.request import Request
+    from wtransfer.testing.mini_engine.contract import Request, StepPlan
+    from wtransfer.testing.mini_engine.engine import MiniEngine
 
 # What each kind calls the blocks, or the bytes, that it has put into the cache.
 _NUMBERS = {"loaded_bytes_total", "blocks_loaded_total", "blocks_loaded"}
@@ -50,25 +49,25 @@ class Service:
     """A host, and for each relay of its stack one from which requests come.
 
     Args:
-        kit: What the tests of the reference host share.
+        kit: What the tests of the mini engine share.
         stack: The connectors.
         make: Makes a host; takes the relay by which it hands requests over, or None.
     """
 
-    def __init__(self, kit: Any, stack: Stack, make: Callable[[int | None], ServingLoop]) -> None:
+    def __init__(self, kit: Any, stack: Stack, make: Callable[[int | None], MiniEngine]) -> None:
         self.kit = kit
         self.stack = stack
         self.host = make(None)
         """The one that is asked."""
         self._make = make
-        self._prefills: dict[int, ServingLoop] = {}
+        self._prefills: dict[int, MiniEngine] = {}
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.host.scheduler._block_size
 
-    def prefill(self, number: int) -> ServingLoop:
+    def prefill(self, number: int) -> MiniEngine:
         """Return the host that hands requests over by one of the relays."""
         if number not in self._prefills:
             self._prefills[number] = self._make(number)
@@ -84,7 +83,7 @@ class Service:
         for other in self.stack.tiers:
             if other != number:
                 assert self.child(other).reset_cache() is True
-        self.host.scheduler.pool.forget_all()
+        self.host.scheduler.pool.reset()
         return found
 
     def hold_at_all(self, texts: list[list[int]], new_tokens: int) -> Found:
@@ -95,7 +94,7 @@ class Service:
         found = None
         if self.stack.tiers:
             found = self.ask(texts, new_tokens)
-            self.host.scheduler.pool.forget_all()
+            self.host.scheduler.pool.reset()
         if self.stack.relays:
             return self.hand_over(self.stack.relays[0], texts, new_tokens)
         assert found is not None
@@ -137,7 +136,7 @@ class Service:
 
     def _serve(
         self,
-        host: ServingLoop,
+        host: MiniEngine,
         texts: list[list[int]],
         new_tokens: int,
         told: Iterable[dict[str, Any] | None],
@@ -157,10 +156,10 @@ class Service:
             watch.check(request)
         return found
 
-    def _check(self, host: ServingLoop, found: Found, new_tokens: int) -> None:
+    def _check(self, host: MiniEngine, found: Found, new_tokens: int) -> None:
         """Check what holds for every request: these are the tokens, and nothing failed."""
         texts = [each.prompt_token_ids for each in found.requests]
-        expected = self.kit.truths(texts, count=new_tokens)
+        expected = self.kit.references(texts, count=new_tokens)
         assert expected == [each.output for each in found.requests]
         counts = host.scheduler.counts
         assert counts["loads_failed"] == counts["late_errors"] == counts["unknown_notices"] == 0
@@ -172,12 +171,12 @@ class Service:
 
     def child(self, number: int) -> Any:
         """Return the scheduler's side of one of the host's connectors."""
-        connector = self.host.scheduler.link.connector
+        connector = self.host.scheduler.connector
         return list(connector.side.children)[number] if len(self.stack.kinds) > 1 else connector
 
-    def _loaded(self, host: ServingLoop) -> list[int]:
+    def _loaded(self, host: MiniEngine) -> list[int]:
         """Return how many tokens each connector of a host has loaded."""
-        sides = host.scheduler.link.connector, host.workers.worker.link.connector
+        sides = host.scheduler.connector, host.executor.worker.connector
         told = [side.get_stats() for side in sides]
         places = range(len(self.stack.kinds))
         return [sum(self._tokens(numbers, place) for numbers in told) for place in places]

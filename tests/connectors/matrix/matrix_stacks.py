@@ -105,7 +105,7 @@ def describe(
 
 
 def settings_of(connectors: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what `HostSettings` says of connectors: of one as it is, of more under another one."""
+    """Return what `EngineConfig` says of connectors: of one as it is, of more under another one."""
     if not connectors:
         return {}
     if len(connectors) > 1:

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
-from matrix_serving_kit import MODEL, fresh_model
+from matrix_serving_kit import MODEL
 
-from wtransfer.testing.mini_engine.cache import PagedCache
-from wtransfer.testing.mini_engine.shape import CacheShape
-from wtransfer.testing.mini_engine.shards import Shards
+from wtransfer.testing.mini_engine.reference import reference_output
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from wtransfer.testing.mini_engine.loop import ServingLoop
-    from wtransfer.testing.mini_engine.messages import StepPlan, StepResult
-    from wtransfer.testing.mini_engine.request import Request
-
-_BLOCK_SIZE = 16
-
-
-@functools.cache
-def _fresh(tokens: tuple[int, ...]) -> torch.Tensor:
-    """Return the keys and values of tokens, by a model that has nothing but them."""
-    num_blocks = -(-len(tokens) // _BLOCK_SIZE)
-    cache = PagedCache(MODEL, CacheShape(_BLOCK_SIZE, num_blocks), MODEL.num_kv_heads)
-    table = torch.arange(num_blocks)
-    fresh_model(0).next_token(list(tokens), 0, cache, table, Shards(MODEL))
-    return _read(cache, table, len(tokens))
+    from wtransfer.testing.mini_engine.cache import PagedCache
+    from wtransfer.testing.mini_engine.contract import Request, StepPlan, StepResult
+    from wtransfer.testing.mini_engine.engine import MiniEngine
 
 
 def _read(cache: PagedCache, table: torch.Tensor, length: int) -> torch.Tensor:
@@ -49,20 +34,20 @@ class Watch:
         new_tokens: How many every request generates.
     """
 
-    def __init__(self, host: ServingLoop, new_tokens: int) -> None:
+    def __init__(self, host: MiniEngine, new_tokens: int) -> None:
         self.plans: list[StepPlan] = []
         """Of all steps."""
-        self._host, self._step = host, host.workers.step
+        self._host, self._step = host, host.executor.step
         self._new_tokens = new_tokens
         self._held: dict[str, torch.Tensor] = {}
         self._lengths: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        self._host.workers.step = self._look
+        self._host.executor.step = self._look
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._host.workers.step = self._step
+        self._host.executor.step = self._step
 
     def add(self, request: Request) -> Request:
         """Take note of a request; return it."""
@@ -72,7 +57,7 @@ class Watch:
     def check(self, request: Request) -> None:
         """Compare what a request had in the cache at its end with what belongs there."""
         length = self._lengths[request.request_id]
-        fresh = _fresh(tuple(request.all_token_ids[:length]))
+        fresh = torch.stack(reference_output(request.all_token_ids[:length], 1).pages)
         assert torch.equal(fresh, self._held[request.request_id]), request.request_id
 
     def _look(self, plan: StepPlan) -> list[StepResult]:
@@ -81,6 +66,6 @@ class Watch:
         for span in plan.spans:
             length = span.start + len(span.tokens)
             if length == self._lengths[span.request_id]:
-                cache, table = self._host.workers.worker._cache, torch.tensor(span.block_ids)
+                cache, table = self._host.executor.worker.cache, torch.tensor(span.block_ids)
                 self._held[span.request_id] = _read(cache, table, length)
         return results

@@ -89,7 +89,7 @@ def test_without_a_connector_all_of_that_gives_the_same_tokens(host, kit, block_
         with Watch(made, NEW_TOKENS) as watch:
             requests = [watch.add(made.submit(text, NEW_TOKENS)) for text in texts]
             made.run()
-        assert kit.truths(texts, count=NEW_TOKENS) == [each.output for each in requests]
+        assert kit.references(texts, count=NEW_TOKENS) == [each.output for each in requests]
         for each in requests:
             watch.check(each)
         cached.append(made.scheduler.counts["tokens_cached"] - before)
@@ -170,7 +170,7 @@ def test_the_first_that_has_something_loads_though_the_other_has_more(service, s
     made = service(stack, block_size, 16 * unit(block_size) // block_size)
     texts, num_alike = alike(block_size, 0)
     made.ask([texts[0][:num_alike]], 1)
-    made.host.scheduler.pool.forget_all()
+    made.host.scheduler.pool.reset()
     (relay,) = stack.relays
     held = made.hand_over(relay, texts[:1], NEW_TOKENS)
     asked = gone_on(texts[0], held.requests[0].output, 5, block_size)

@@ -25,7 +25,7 @@ def test_what_one_relay_has_brought_the_other_hands_on(host, kit, near, far, sen
             told["do_remote_decode"] = made is not end
             request = watch.add(made.submit(text, 2, told))
             made.run()
-        assert request.output == kit.truth(text, count=2)
+        assert request.output == kit.reference(text, count=2)
         watch.check(request)
         assert made.scheduler.counts["tokens_loaded"] == loaded
         told = request.kv_transfer_params or {}

@@ -13,14 +13,14 @@ import torch
 from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.config import KVCacheConfig, ModelConfig, ParallelConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
-from wtransfer.testing.mini_engine.plain import from_plain, to_plain
-from wtransfer.testing.mini_engine.request import Request
-from wtransfer.testing.mini_engine.schedule import (
+from wtransfer.testing.mini_engine.contract import (
     CachedRequestData,
     KVCacheBlocks,
     NewRequestData,
+    Request,
     SchedulerOutput,
 )
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.weights import process_weights
 
 SEED_SPEC = Path(__file__).parents[2] / "specs" / "seed_spec.py"
@@ -113,14 +113,14 @@ class Bench:
 
     def tell(self, output=None):
         """Return what the workers are told, as it comes to them."""
-        return from_plain(to_plain(self.scheduler.build_connector_meta(output or step())))
+        return deserialize(serialize(self.scheduler.build_connector_meta(output or step())))
 
     def work(self, metadata, *, counts=True):
         """Let every worker take the step; return what each has said."""
         said = []
         for worker in self.workers:
             worker.handle_preemptions(metadata)
-            worker.bind_connector_metadata(from_plain(to_plain(metadata)))
+            worker.bind_connector_metadata(deserialize(serialize(metadata)))
             worker.start_load_kv(None)
             if counts:
                 worker.wait_for_save()
@@ -134,7 +134,7 @@ class Bench:
     def hear(self, said):
         for each in said:
             self.scheduler.update_connector_output(
-                KVConnectorOutput(kv_connector_worker_meta=from_plain(to_plain(each.meta)))
+                KVConnectorOutput(kv_connector_worker_meta=deserialize(serialize(each.meta)))
             )
 
     def step(self, output=None, *, counts=True):

@@ -9,7 +9,7 @@ from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
 from wtransfer.errors import ConnectorOptionError, OffloadingOptionError, UnknownBackendError
 from wtransfer.specs.interface import OffloadPolicy, RequestOffloadingContext
-from wtransfer.testing.mini_engine.schedule import KVCacheBlocks
+from wtransfer.testing.mini_engine.contract import KVCacheBlocks
 
 SHAPES = {
     "today": {"spec_name": "CPUOffloadingSpec"},

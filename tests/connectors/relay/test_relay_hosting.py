@@ -1,4 +1,4 @@
-"""Two reference hosts, a router, and a model: the tokens are those of one host alone."""
+"""Two mini engines, a router, and a model: the tokens are those of one engine alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.instance import Instance
+from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.instance import MODULES, Instance
 from wtransfer.testing.mini_engine.router import Router
 from wtransfer.transport.zygote import Zygote
 
@@ -20,7 +20,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def zygote():
-    with Zygote(preload=["torch", "wtransfer.testing.mini_engine.build"]) as made:
+    with Zygote(preload=["torch", *MODULES]) as made:
         yield made
 
 
@@ -31,7 +31,7 @@ def host(zygote, kind):
 
         def make(engine_id, role=None, num_ranks=1):
             options = {"connector": kind, "options": OPTIONS[kind], "role": role} if role else {}
-            settings = HostSettings(engine_id=engine_id, num_ranks=num_ranks, **options)
+            settings = EngineConfig(engine_id=engine_id, num_ranks=num_ranks, **options)
             made = Instance(settings, zygote.spawn)
             stack.callback(made.close)
             return made

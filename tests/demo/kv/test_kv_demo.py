@@ -15,13 +15,13 @@ from click.testing import CliRunner
 from wtransfer.demo.command import demo
 from wtransfer.demo.kv import command
 from wtransfer.testing.leftovers import Leftovers
-from wtransfer.testing.mini_engine.shape import ServedShape
+from wtransfer.testing.mini_engine.config import ModelShape
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     setting = replace(
-        command.DEFAULTS, num_document_tokens=200, num_new_tokens=3, model=ServedShape()
+        command.DEFAULTS, num_document_tokens=200, num_new_tokens=3, model=ModelShape()
     )
     monkeypatch.setattr(command, "DEFAULTS", setting)
 
@@ -67,15 +67,15 @@ def test_another_connector_tells_the_same_story_in_lines():
 @pytest.mark.slow
 def test_keys_and_values_that_are_not_those_that_were_computed_fail_the_demo(sabotage):
     sabotage(
-        "from wtransfer.testing.mini_engine import worker_link\n"
-        "honest = worker_link.WorkerLink.end\n"
-        "def end(self, finished_req_ids):\n"
-        "    said = honest(self, finished_req_ids)\n"
-        "    if said.finished_recving:\n"
-        "        for layer in self._caches.values():\n"
+        "from wtransfer.testing.mini_engine.worker import Worker\n"
+        "honest = Worker.step\n"
+        "def step(self, plan):\n"
+        "    result = honest(self, plan)\n"
+        "    if result.connector and result.connector.finished_recving:\n"
+        "        for layer in self.cache.layers:\n"
         "            layer.neg_()\n"
-        "    return said\n"
-        "worker_link.WorkerLink.end = end\n"
+        "    return result\n"
+        "Worker.step = step\n"
     )
     result = run("--json")
     assert result.exit_code == 1

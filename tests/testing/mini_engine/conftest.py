@@ -1,4 +1,4 @@
-"""The processes of the reference host, and modules that tests and processes share."""
+"""The processes of the mini engine, and modules that tests and processes share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.testing.mini_engine.build import make_host, make_local_host
-from wtransfer.testing.mini_engine.remote import RemoteWorkers
+from wtransfer.testing.mini_engine.engine import RANK_MAIN, ProcessExecutor, make_engine
+from wtransfer.testing.mini_engine.instance import MODULES
 from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
@@ -45,10 +45,10 @@ def same_bits(one_thread):
 
 
 @pytest.fixture(scope="session")
-def nursery():
+def zygote():
     """A zygote whose children are ranks and trainers."""
     ours = ["shelf_spec", "folder_connector", "serving_trainer"]
-    preload = ["torch", "wtransfer.testing.mini_engine.rank_process", *ours]
+    preload = ["torch", *MODULES, *ours]
     with Zygote(preload=preload, paths=[HERE]) as zygote:
         yield zygote
 
@@ -60,14 +60,13 @@ def serve(request, tmp_path):
 
         def make(settings, *, processes=False, hash_function=None):
             if not processes:
-                return stack.enter_context(make_local_host(settings, hash_function))
-            zygote = request.getfixturevalue("nursery")
+                return stack.enter_context(make_engine(settings, None, hash_function))
+            zygote = request.getfixturevalue("zygote")
             children = []
 
             def spawn(address):
                 log = tmp_path / f"rank-{len(children)}.log"
-                target = "wtransfer.testing.mini_engine.rank_process:main"
-                children.append(zygote.spawn(target, address, stdout=log, stderr=log))
+                children.append(zygote.spawn(RANK_MAIN, address, stdout=log, stderr=log))
 
             def ended():
                 # The first shows that they end by themselves; the exits of the others are spared.
@@ -77,19 +76,19 @@ def serve(request, tmp_path):
                     child.wait(20.0)
 
             stack.callback(ended)
-            workers = RemoteWorkers(settings, spawn)
-            return stack.enter_context(make_host(settings, workers, hash_function))
+            executor = ProcessExecutor(settings, spawn)
+            return stack.enter_context(make_engine(settings, executor, hash_function))
 
         yield make
 
 
 @pytest.fixture
-def train(nursery, tmp_path, kit):
+def train(zygote, tmp_path, kit):
     """Maker of trainers, each a process; they end with the test."""
     trainers = []
 
     def start():
-        trainers.append(kit.Trainer(nursery, tmp_path / f"trainer-{len(trainers)}.log"))
+        trainers.append(kit.Trainer(zygote, tmp_path / f"trainer-{len(trainers)}.log"))
         return trainers[-1]
 
     yield start

@@ -1,8 +1,7 @@
-"""What the tests of the reference host share: conversations, and the truth about them."""
+"""What the tests of the mini engine share: conversations, and their reference outputs."""
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import secrets
@@ -12,15 +11,15 @@ import torch
 
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.specs.arena.layout import ArenaLayout
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.cache import PagedCache
-from wtransfer.testing.mini_engine.model import PagedTransformer
-from wtransfer.testing.mini_engine.shape import CacheShape, ServedShape
-from wtransfer.testing.mini_engine.shards import Shards
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
+from wtransfer.testing.mini_engine.reference import (  # noqa: F401
+    reference_model,
+    reference_output,
+)
 
 NEW_TOKENS = 4
 PATIENCE_S = 30.0
-MODEL = ServedShape()
+MODEL = ModelShape()
 
 
 def prompts(block_size, count=6, seed=0):
@@ -38,31 +37,12 @@ def prompts(block_size, count=6, seed=0):
     ]
 
 
-@functools.cache
-def fresh_model(seed, shape=MODEL):
-    return PagedTransformer(shape, seed)
+def reference(prompt, seed=0, count=NEW_TOKENS):
+    return list(reference_output(prompt, count, seed).output)
 
 
-@functools.cache
-def _truth(prompt, seed, count):
-    """Return what a fresh model says: one request, a cache of its own, nothing else."""
-    model = fresh_model(seed)
-    tokens, num_blocks = list(prompt), (len(prompt) + count) // 16 + 1
-    cache, table = PagedCache(MODEL, CacheShape(16, num_blocks), 2), torch.arange(num_blocks)
-    start = 0
-    for _ in range(count):
-        token = model.next_token(tokens[start:], start, cache, table, Shards(MODEL))
-        start = len(tokens)
-        tokens.append(token)
-    return tokens[len(prompt) :]
-
-
-def truth(prompt, seed=0, count=NEW_TOKENS):
-    return list(_truth(tuple(prompt), seed, count))
-
-
-def truths(all_prompts, seed=0, count=NEW_TOKENS):
-    return [truth(prompt, seed, count) for prompt in all_prompts]
+def references(all_prompts, seed=0, count=NEW_TOKENS):
+    return [reference(prompt, seed, count) for prompt in all_prompts]
 
 
 def blocks_for(prompt, block_size, count=NEW_TOKENS):
@@ -70,7 +50,7 @@ def blocks_for(prompt, block_size, count=NEW_TOKENS):
 
 
 def nbytes_per_block(block_size, num_ranks=1):
-    settings = HostSettings(cache=CacheShape(block_size, 1), num_ranks=num_ranks)
+    settings = EngineConfig(cache=CacheShape(block_size, 1), num_ranks=num_ranks)
     return settings.kv_cache_config.bytes_per_block
 
 
@@ -98,6 +78,11 @@ def seed_tier(block_size, num_chunks, per_chunk=1):
     }
 
 
+def publisher_of(trainer):
+    """Return the settings of an engine whose weights a trainer publishes."""
+    return dict(zip(("join", "token"), trainer.where, strict=True))
+
+
 def offloading(tier):
     """Return the settings of a host that keeps KV cache in a tier; None: it has none."""
     return {} if tier is None else {"connector": "OffloadingConnector", "options": tier}
@@ -105,12 +90,12 @@ def offloading(tier):
 
 def scheduler_side(host):
     """Return the scheduler's side of a built-in connector."""
-    return host.scheduler.link.connector.side
+    return host.scheduler.connector.side
 
 
 def worker_side(host):
     """Return the worker's side of a built-in connector, on the only rank."""
-    return host.workers.worker.link.connector.side
+    return host.executor.worker.connector.side
 
 
 def manager_of(host):
@@ -125,7 +110,7 @@ def tier_worker_of(host):
 
 def tier_stats(host):
     """Return the numbers of the scheduler's side."""
-    return host.scheduler.link.connector.get_stats()
+    return host.scheduler.connector.get_stats()
 
 
 def name_by(host, hash_function):
@@ -137,25 +122,25 @@ def name_by(host, hash_function):
 
 def record(host):
     """Return the plans of all steps to come."""
-    plans, step = [], host.workers.step
-    host.workers.step = lambda plan: plans.append(plan) or step(plan)
+    plans, step = [], host.executor.step
+    host.executor.step = lambda plan: plans.append(plan) or step(plan)
     return plans
 
 
 def contents(host, request, count=None):
     """Return the keys and values that the only rank has of a request's first tokens, as bytes."""
     count = request.num_computed_tokens if count is None else count
-    cache, table = host.workers.worker._cache, torch.tensor(request.block_ids)
+    cache, table = host.executor.worker.cache, torch.tensor(request.block_ids)
     layers = [cache.read(layer, table, count, count) for layer in range(MODEL.num_layers)]
     return [each.numpy().tobytes() for each in layers]
 
 
 def check_pool(pool):
     """Check that every block is free or held, and that what is known of them fits together."""
-    held = [block for block, count in enumerate(pool._holders) if count]
-    assert min(pool._holders, default=0) >= 0
+    held = [block for block, count in enumerate(pool._num_pins) if count]
+    assert min(pool._num_pins, default=0) >= 0
     assert sorted([*pool._free, *held]) == list(range(pool.num_blocks))
-    assert {block: name for name, block in pool._blocks.items()} == pool._names
+    assert {block: key for key, block in pool._blocks.items()} == pool._keys
 
 
 class Trainer:

@@ -7,14 +7,14 @@ import socket
 
 import torch
 
+from wtransfer.testing.mini_engine.config import ModelShape
 from wtransfer.testing.mini_engine.model import PagedTransformer
-from wtransfer.testing.mini_engine.shape import ServedShape
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 
 def main(address):
     torch.set_num_threads(1)
-    model = PagedTransformer(ServedShape(), 0)
+    model = PagedTransformer(ModelShape(), 0)
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line,
         Publisher(model, engine="shm") as publisher,

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from wtransfer.testing.mini_engine.build import HostSettings, Publishing
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 
 BLOCK_SIZE = 16
 LONG = 16
@@ -29,14 +28,14 @@ class Service:
     def __init__(self, kit, serve, trainer, tier, num_ranks):
         self.kit, self.trainer = kit, trainer
         self.prompts = kit.prompts(BLOCK_SIZE, 2)
-        settings = HostSettings(
+        settings = EngineConfig(
             # Hardly more than what runs at once.
             cache=CacheShape(BLOCK_SIZE, 24),
             seed=7,
             **kit.offloading(tier(num_ranks)),
             engine_id=f"engine-{id(self)}",
             num_ranks=num_ranks,
-            publishing=Publishing(*trainer.where),
+            **kit.publisher_of(trainer),
         )
         self.host = serve(settings, processes=num_ranks > 1)
         self.seed = 7
@@ -50,7 +49,7 @@ class Service:
         """Ask everything twice: once it is computed, or loaded if it is known, once it is known."""
         for _ in range(2):
             for prompt in self.prompts:
-                wanted = self.kit.truth(prompt, self.seed)
+                wanted = self.kit.reference(prompt, self.seed)
                 assert [wanted] == self.host.generate([prompt], self.kit.NEW_TOKENS)
 
     def update(self, label, seed):
@@ -77,7 +76,7 @@ class Service:
         for requests, weights in ((done, self.seed), (fresh, seed)):
             for request in requests:
                 prompt = request.prompt_token_ids
-                assert request.output == self.kit.truth(prompt, weights, LONG)
+                assert request.output == self.kit.reference(prompt, weights, LONG)
         self.seed = seed
         self.mixed = [request.all_token_ids for request in running]
 
@@ -98,18 +97,18 @@ def service(request, kit, serve, trainer, tier):
     return Service(kit, serve, trainer, tier, request.param)
 
 
-def test_requests_that_start_after_a_commit_get_the_tokens_of_a_fresh_model(kit, service):
+def test_requests_after_a_commit_match_the_reference_of_the_new_weights(kit, service):
     prompts = service.prompts
     # The witness: whoever mixes weights up is seen to.
     for prompt in prompts:
-        assert len({tuple(kit.truth(prompt, seed)) for seed in (7, 1, 2)}) == 3
+        assert len({tuple(kit.reference(prompt, seed)) for seed in (7, 1, 2)}) == 3
     service.check()
     for number, seed in enumerate([1, 2, 2]):
         service.update(f"v{number}", seed)
         service.check()
         # What lived through the commit has left nothing: neither in the cache nor in the tier.
         for tokens in service.mixed:
-            wanted = kit.truth(tokens, seed)
+            wanted = kit.reference(tokens, seed)
             assert [wanted] == service.host.generate([tokens], kit.NEW_TOKENS)
     counts = service.counts
     assert counts["weight_changes"] >= 3
@@ -119,25 +118,25 @@ def test_requests_that_start_after_a_commit_get_the_tokens_of_a_fresh_model(kit,
     # The way back leads to the old blocks; the cache has none, as it was emptied.
     loaded = counts["tokens_loaded"]
     service.go_back("v0 again", 1)
-    assert [kit.truth(prompts[0], 1)] == service.host.generate(prompts[:1], kit.NEW_TOKENS)
+    assert [kit.reference(prompts[0], 1)] == service.host.generate(prompts[:1], kit.NEW_TOKENS)
     assert counts["tokens_loaded"] > loaded
 
 
 @pytest.mark.parametrize("way", ["torn", "lost"])
-def test_nothing_is_computed_while_a_worker_is_empty(kit, serve, trainer, monkeypatch, way):
+def test_nothing_is_computed_while_the_session_is_empty(kit, serve, trainer, monkeypatch, way):
     """A commit that breaks and cannot be taken back, or weights that were lost another way."""
     host = serve(
-        HostSettings(
+        EngineConfig(
             cache=CacheShape(BLOCK_SIZE, 24),
             seed=7,
             **kit.offloading(kit.cpu_tier(BLOCK_SIZE, 96)),
             engine_id="empty",
-            publishing=Publishing(*trainer.where),
+            **kit.publisher_of(trainer),
         )
     )
     prompt = kit.prompts(BLOCK_SIZE, 1)[0]
-    assert [kit.truth(prompt, 7)] == host.generate([prompt], kit.NEW_TOKENS)
-    worker = host.workers.worker
+    assert [kit.reference(prompt, 7)] == host.generate([prompt], kit.NEW_TOKENS)
+    worker = host.executor.worker
 
     def tear(tensors):
         next(iter(worker.model.parameters())).data.fill_(0.5)
@@ -164,4 +163,4 @@ def test_nothing_is_computed_while_a_worker_is_empty(kit, serve, trainer, monkey
     trainer.begin("whole", 2)
     host.run()
     assert trainer.result()[:1] == [True]
-    assert waiting.output == kit.truth([*prompt, 1], 2)
+    assert waiting.output == kit.reference([*prompt, 1], 2)

@@ -7,14 +7,14 @@ import itertools
 import random
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import xxhash
 
 from wtransfer.blocks import hash_blocks
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.plain import from_plain
-from wtransfer.testing.mini_engine.request import Request
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
+from wtransfer.testing.mini_engine.contract import Request
+from wtransfer.testing.mini_engine.serialize import deserialize
 from wtransfer.weights import process_weights
 
 BLOCK_SIZE = 16
@@ -28,7 +28,7 @@ def prompts(kit):
 @pytest.fixture
 def settings(kit, prompts):
     largest = max(kit.blocks_for(prompt, BLOCK_SIZE) for prompt in prompts)
-    return HostSettings(
+    return EngineConfig(
         cache=CacheShape(BLOCK_SIZE, largest + 1),
         seed=3,
         **kit.offloading(kit.cpu_tier(BLOCK_SIZE, 64)),
@@ -39,15 +39,13 @@ def ask(kit, host, prompts, seed=3):
     """Ask one after the other, and check the answers; return what was counted meanwhile."""
     before = host.scheduler.counts.copy()
     for prompt in prompts:
-        assert [kit.truth(prompt, seed)] == host.generate([prompt], kit.NEW_TOKENS)
+        assert [kit.reference(prompt, seed)] == host.generate([prompt], kit.NEW_TOKENS)
     counts = host.scheduler.counts
     return collections.Counter({name: counts[name] - before[name] for name in counts})
 
 
 @pytest.mark.parametrize("damage", ["payload", "header"])
-def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
-    kit, serve, prompts, settings, damage
-):
+def test_corrupted_blocks_are_recomputed_and_replaced(kit, serve, prompts, settings, damage):
     host = serve(settings)
     ask(kit, host, prompts)
     assert ask(kit, host, prompts)["tokens_loaded"] > 0
@@ -66,18 +64,16 @@ def test_flipped_bytes_in_the_arena_are_computed_afresh_and_replaced(
     assert healed["tokens_loaded"] > 0
 
 
-def test_flipped_bytes_would_be_seen_in_the_tokens_if_nobody_checked(kit, serve, prompts, settings):
+def test_corruption_without_checksums_changes_the_tokens(kit, serve, prompts, settings):
     tier = {**settings.options, "verify_checksums": False}
-    host = serve(HostSettings(cache=settings.cache, seed=3, **kit.offloading(tier)))
+    host = serve(EngineConfig(cache=settings.cache, seed=3, **kit.offloading(tier)))
     ask(kit, host, prompts)
     kit.tier_worker_of(host).part.slots[:, 3::4] ^= 0x80  # the sign of every number
     got = [host.generate([prompt], kit.NEW_TOKENS)[0] for prompt in prompts]
-    assert got != kit.truths(prompts, 3)
+    assert got != kit.references(prompts, 3)
 
 
-def test_a_block_that_is_reused_while_it_is_loaded_is_computed_afresh(
-    kit, serve, prompts, settings
-):
+def test_block_reused_during_its_load_is_recomputed(kit, serve, prompts, settings):
     """FAULTS 26: the slot has another block by the time the worker looks."""
     host = serve(settings)
     ask(kit, host, prompts)
@@ -96,9 +92,7 @@ def test_a_block_that_is_reused_while_it_is_loaded_is_computed_afresh(
     assert hurt["tokens_loaded"] == 0
 
 
-def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
-    kit, serve, prompts, settings
-):
+def test_block_evicted_between_lookup_and_load_is_recomputed(kit, serve, prompts, settings):
     """FAULTS 26: evicted before it could be pinned."""
     host = serve(settings)
     ask(kit, host, prompts)
@@ -119,13 +113,11 @@ def test_a_block_that_has_gone_between_look_up_and_load_is_computed_afresh(
     assert stats["stores_total"] > 20
 
 
-def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
-    kit, serve, prompts, settings
-):
+def test_failed_load_does_not_fail_the_stores_of_its_step(kit, serve, prompts, settings):
     """The step's own tokens do not depend on the load, so the step counts, for every connector."""
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": settings.options}
     host = serve(
-        HostSettings(
+        EngineConfig(
             cache=CacheShape(BLOCK_SIZE, 32),
             seed=3,
             connector="MultiConnector",
@@ -133,7 +125,7 @@ def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
         )
     )
     ask(kit, host, prompts[:1])
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     (child,) = kit.scheduler_side(host).children
     manager = child.side._manager._inner
     prepare_load = manager.prepare_load
@@ -146,9 +138,9 @@ def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
     plans = kit.record(host)
     requests = [host.submit(each, kit.NEW_TOKENS) for each in (prompts[1], prompts[0])]
     host.run()
-    jobs = [from_plain(plan.metadata).children[0] for plan in plans]
+    jobs = [deserialize(plan.connector_metadata).children[0] for plan in plans]
     assert any(each.gone and each.stores for each in jobs)
-    assert [each.output for each in requests] == kit.truths([prompts[1], prompts[0]], 3)
+    assert [each.output for each in requests] == kit.references([prompts[1], prompts[0]], 3)
     assert kit.tier_stats(host)["0_OffloadingConnector_store_jobs_failed_total"] == 0
 
 
@@ -167,7 +159,7 @@ def two_blocks_of_one_hash():
         seen[key] = block
 
 
-def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
+def test_hash_collision_is_a_miss(kit, serve, settings):
     """FAULTS 30: neither the cache nor the tier takes a block for another of the same hash."""
     one, other = two_blocks_of_one_hash()
     assert one != other
@@ -187,7 +179,7 @@ def test_a_forced_collision_of_hashes_is_a_miss(kit, serve, settings):
     assert found["tokens_loaded"] == 2 * BLOCK_SIZE
 
 
-def test_two_blocks_of_one_hash_in_one_request_are_computed(kit, serve, settings):
+def test_hash_collision_within_a_request_is_computed(kit, serve, settings):
     """FAULTS 30, within one prompt: nobody can say which of the two is meant."""
     host = serve(settings, hash_function=lambda data: b"\0\0")
     kit.name_by(host, lambda data: b"\0\0")
@@ -201,11 +193,11 @@ def test_two_blocks_of_one_hash_in_one_request_are_computed(kit, serve, settings
 def changing_host(serve, settings):
     """A host, and what changes its weights between two steps, telling nobody but the process."""
     host = serve(settings)
-    held = process_weights.hold("A", host.workers.worker.model)
+    held = process_weights.hold("A", host.executor.worker.model)
 
     def change(seed):
         with held.changing(lambda: f"seed {seed}"):
-            host.workers.worker.model.draw_weights(seed)
+            host.executor.worker.model.draw_weights(seed)
 
     change(3)
     yield SimpleNamespace(host=host, held=held, change=change)
@@ -216,7 +208,7 @@ JOBS = {"load": (1, 0), "store": (0, 1), "prefix": (0, 0)}
 
 
 @pytest.mark.parametrize("moment", JOBS)
-def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changing_host, moment):
+def test_plan_of_earlier_weights_is_refused(kit, prompts, changing_host, moment):
     """FAULTS 31 and 47: the scheduler hears of a change only after its plan has come too late."""
     host, change = changing_host.host, changing_host.change
     prompt = prompts[0]
@@ -227,14 +219,14 @@ def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changi
     host.step()
     request = host.submit([*prompt, 1], kit.NEW_TOKENS)
     plan = host.scheduler.plan()
-    jobs = from_plain(plan.metadata)
+    jobs = deserialize(plan.connector_metadata)
     assert (len(jobs.loads), len(jobs.stores)) == JOBS[moment]
     if moment == "prefix":
         assert plan.spans[0].start > 0
     change(4)
-    (result,) = host.workers.step(plan)
-    assert (result.executed, result.tokens) == (False, {})
-    outcomes = from_plain(result.said.metadata).outcomes[0]
+    (result,) = host.executor.step(plan)
+    assert result.tokens is None
+    outcomes = deserialize(result.connector.worker_metadata).outcomes[0]
     assert [each.success for each in outcomes] == [False] * sum(JOBS[moment])
     host.scheduler.update(plan, [result])
     assert (request.state, request.began, host.scheduler.counts["restarts"]) == (
@@ -243,8 +235,8 @@ def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changi
         1,
     )
     host.run()
-    assert request.output == kit.truth(request.prompt_token_ids, 4)
-    stats = host.workers.worker.get_stats()
+    assert request.output == kit.reference(request.prompt_token_ids, 4)
+    stats = host.executor.worker.connector.get_stats()
     assert stats["fence_loads_refused_total"] == (moment == "load")
     # It has left nothing, under neither weights: they are computed, or of whom began with them.
     ask(kit, host, [request.all_token_ids, *prompts], seed=4)
@@ -252,7 +244,28 @@ def test_a_plan_for_weights_that_have_gone_is_refused_whole(kit, prompts, changi
     ask(kit, host, [request.all_token_ids, *prompts], seed=3)
 
 
-def test_what_a_request_computes_after_a_change_is_not_kept(kit, prompts, changing_host):
+def test_plan_that_one_rank_refuses_is_executed_by_none(kit, serve, prompts, settings, tmp_path):
+    """FAULTS 31: a rank that computed alone would wait for the other, or keep what is wrong."""
+    (tmp_path / "kept").mkdir()
+    tier = kit.offloading(kit.shelf_tier(64, folder=str(tmp_path / "kept")))
+    host = serve(msgspec.structs.replace(settings, num_ranks=2, **tier), processes=True)
+    host.step()
+    request = host.submit(prompts[0], kit.NEW_TOKENS)
+    plan = host.scheduler.plan()
+    assert deserialize(plan.connector_metadata).stores
+    changed = plan.stamps[1]._replace(epoch=plan.stamps[1].epoch + 1)
+    refused = msgspec.structs.replace(plan, stamps=[plan.stamps[0], changed])
+    results = host.executor.step(refused)
+    assert [result.tokens for result in results] == [None, None]
+    host.scheduler.update(plan, results)
+    assert not request.began
+    host.scheduler.abort(request)
+    host.run()
+    assert list((tmp_path / "kept").iterdir()) == []
+    ask(kit, host, prompts)
+
+
+def test_blocks_computed_after_a_weight_change_are_not_kept(kit, prompts, changing_host):
     """FAULTS 47: neither under the weights it began with, nor under those that it ends with."""
     host, change = changing_host.host, changing_host.change
     prompt = prompts[0]
@@ -273,7 +286,7 @@ def test_what_a_request_computes_after_a_change_is_not_kept(kit, prompts, changi
     assert found["tokens_loaded"] == in_prompt * BLOCK_SIZE
 
 
-def test_a_request_that_a_change_makes_begin_anew_uses_the_tier_again(kit, prompts, changing_host):
+def test_restarted_request_loads_blocks_of_the_new_weights(kit, prompts, changing_host):
     host, change = changing_host.host, changing_host.change
     change(4)
     ask(kit, host, prompts, seed=4)
@@ -289,13 +302,13 @@ def test_a_request_that_a_change_makes_begin_anew_uses_the_tier_again(kit, promp
     worker.get_finished = get_finished
     before = host.scheduler.counts.copy()
     host.run()
-    assert request.output == kit.truth(prompts[0], 4)
+    assert request.output == kit.reference(prompts[0], 4)
     counts = host.scheduler.counts - before
     assert counts["restarts"] == 1
     assert counts["tokens_loaded"] > 0, "what is kept of the new weights"
 
 
-def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, changing_host):
+def test_commit_during_a_load_restarts_the_request(kit, prompts, changing_host):
     host, change = changing_host.host, changing_host.change
     ask(kit, host, prompts)
     worker = kit.tier_worker_of(host)
@@ -307,12 +320,12 @@ def test_a_commit_during_a_load_makes_the_request_begin_anew(kit, prompts, chang
     change(4)
     worker.get_finished = get_finished
     host.run()
-    assert host.workers.worker.get_stats()["fence_loads_outdated_total"] == 1
-    assert request.output == kit.truth(prompts[0], 4)
+    assert host.executor.worker.connector.get_stats()["fence_loads_outdated_total"] == 1
+    assert request.output == kit.reference(prompts[0], 4)
     assert host.scheduler.counts["restarts"] == 1
 
 
-def test_nothing_is_computed_while_the_weights_have_no_name(kit, prompts, changing_host):
+def test_nothing_is_computed_while_weights_change(kit, prompts, changing_host):
     host = changing_host.host
     ask(kit, host, prompts[:1])
     request = host.submit(prompts[1], kit.NEW_TOKENS)
@@ -320,13 +333,13 @@ def test_nothing_is_computed_while_the_weights_have_no_name(kit, prompts, changi
         for _ in range(5):
             host.step()
         assert (request.state, request.began) == ("waiting", False)
-        host.workers.worker.model.draw_weights(4)
+        host.executor.worker.model.draw_weights(4)
     host.run()
-    assert request.output == kit.truth(prompts[1], 4)
+    assert request.output == kit.reference(prompts[1], 4)
 
 
 @pytest.mark.parametrize("kind", ["load", "store"])
-def test_a_job_that_a_spec_does_not_begin_has_failed(kit, serve, prompts, settings, kind):
+def test_job_that_the_spec_refuses_has_failed(kit, serve, prompts, settings, kind):
     """No result follows, and nobody waits for one."""
     host = serve(settings)
     if kind == "load":

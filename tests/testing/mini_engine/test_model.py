@@ -9,8 +9,9 @@ import torch
 
 from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.mini_engine.cache import PagedCache
-from wtransfer.testing.mini_engine.shape import TILE, CacheShape, ServedShape
-from wtransfer.testing.mini_engine.shards import Shards
+from wtransfer.testing.mini_engine.config import CacheShape, ModelShape
+from wtransfer.testing.mini_engine.contract import Span
+from wtransfer.testing.mini_engine.model import TILE, TensorParallelRank
 
 LENGTH = 3 * TILE + 3
 
@@ -20,34 +21,35 @@ def tokens(kit):
     return kit.prompts(128, 1)[0][:LENGTH]
 
 
-def compute(model, tokens, block_size, cuts=(), *, shards=None, garbage=0.0):
+def compute(model, tokens, block_size, cuts=(), *, tp=None, garbage=0.0):
     """Compute tokens in pieces; return what follows, and keys and values without the blocks."""
-    shards = shards or Shards(model.shape)
+    tp = tp or TensorParallelRank(model.shape)
     num_blocks = 2 * (LENGTH // block_size + 1)
-    cache = PagedCache(model.shape, CacheShape(block_size, num_blocks), len(shards.heads))
+    cache = PagedCache(model.shape, CacheShape(block_size, num_blocks), len(tp.heads))
     for layer in cache.layers:
         layer.fill_(garbage)
     # Blocks lie in the cache in any order.
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(block_size))
     table = order[: -(-LENGTH // block_size)]
     for start, end in zip([0, *cuts], [*cuts, LENGTH], strict=True):
-        token = model.next_token(tokens[start:end], start, cache, table, shards)
+        span = Span("r", tokens[start:end], start, table.tolist())
+        (token,) = model.forward([span], cache, tp)
     layers = range(model.shape.num_layers)
     return token, torch.stack([cache.read(layer, table, LENGTH, LENGTH) for layer in layers])
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 @pytest.mark.parametrize("cuts", [(), (TILE,), (1, TILE + 5, TILE + 6, LENGTH - 1)])
-def test_neither_blocks_nor_the_way_the_prompt_was_cut_change_a_bit(kit, tokens, block_size, cuts):
-    model = kit.fresh_model(0)
+def test_output_does_not_depend_on_block_size_or_chunks(kit, tokens, block_size, cuts):
+    model = kit.reference_model(0)
     token, known = compute(model, tokens, 16)
     other_token, other_known = compute(model, tokens, block_size, cuts, garbage=3.0)
     assert token == other_token
     assert torch.equal(known, other_known)
 
 
-def test_equal_seeds_give_equal_weights_and_others_do_not(kit):
-    one, other = kit.fresh_model(0), kit.fresh_model(1)
+def test_seed_determines_the_weights(kit):
+    one, other = kit.reference_model(0), kit.reference_model(1)
     again = type(one)(kit.MODEL, 0)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
     again.draw_weights(1)
@@ -56,30 +58,31 @@ def test_equal_seeds_give_equal_weights_and_others_do_not(kit):
     assert not torch.equal(one.head.weight, other.head.weight)
 
 
-def test_a_changed_key_changes_what_follows(kit, tokens):
+def test_changed_key_changes_the_output(kit, tokens):
     """The witness of all comparisons of tokens: attention looks at the cache, all of it."""
-    model, shape = kit.fresh_model(0), CacheShape(16, 8)
+    model, shape = kit.reference_model(0), CacheShape(16, 8)
+    tp = TensorParallelRank(model.shape)
     answers = set()
     for spoiled in (None, 0, 2, 4):
-        cache, table = PagedCache(model.shape, shape, 2), torch.arange(8)
-        model.next_token(tokens[:-1], 0, cache, table, Shards(model.shape))
+        cache, table = PagedCache(model.shape, shape, 2), list(range(8))
+        model.forward([Span("r", tokens[:-1], 0, table)], cache, tp)
         if spoiled is not None:
             cache.layers[0][spoiled] *= -1
         following, last = [], tokens[-1]
         for position in range(len(tokens) - 1, len(tokens) + 5):
-            last = model.next_token([last], position, cache, table, Shards(model.shape))
+            (last,) = model.forward([Span("r", [last], position, table)], cache, tp)
             following.append(last)
         answers.add(tuple(following))
     assert len(answers) == 4
 
 
-def test_ranks_divide_the_heads_and_compute_the_same_bits_as_one(kit, tokens):
-    model = kit.fresh_model(0)
+def test_two_ranks_compute_the_same_bits_as_one(kit, tokens):
+    model = kit.reference_model(0)
     token, known = compute(model, tokens, 16)
     found = {}
 
     def be(group):
-        found[group.rank] = compute(model, tokens, 16, shards=Shards(model.shape, group))
+        found[group.rank] = compute(model, tokens, 16, tp=TensorParallelRank(model.shape, group))
 
     threads = [threading.Thread(target=be, args=(group,)) for group in memory_group(2)]
     for thread in threads:
@@ -90,9 +93,9 @@ def test_ranks_divide_the_heads_and_compute_the_same_bits_as_one(kit, tokens):
     assert torch.equal(known, torch.cat([found[rank][1] for rank in range(2)], dim=2))
 
 
-def test_heads_that_cannot_be_divided_are_refused():
+def test_indivisible_heads_are_refused():
     class Three:
         rank, size = 0, 3
 
     with pytest.raises(ValueError, match="4 key heads cannot be divided among 3 ranks"):
-        Shards(ServedShape(num_kv_heads=4), Three())
+        TensorParallelRank(ModelShape(num_kv_heads=4), Three())

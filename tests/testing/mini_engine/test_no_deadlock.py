@@ -12,8 +12,7 @@ import random
 import pytest
 
 from wtransfer.specs.interface import LookupResult
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape, Limits
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
 from wtransfer.weights import process_weights
 
 MOST_STEPS = 3000
@@ -51,7 +50,7 @@ class Service:
         self.num_blocks = drawn.randrange(needed, 3 * needed + 1)
         limits = Limits(drawn.randrange(1, 5), drawn.choice([1, 3, 8, 20, 64, 2048]))
         self.host = serve(
-            HostSettings(
+            EngineConfig(
                 cache=CacheShape(self.block_size, self.num_blocks),
                 limits=limits,
                 seed=3,
@@ -120,17 +119,17 @@ class Service:
     def check_end(self):
         pool = self.host.scheduler.pool
         assert pool.num_free == self.num_blocks
-        assert set(pool._holders) == {0}
+        assert set(pool._num_pins) == {0}
 
 
 def judge(kit, requests):
     for request in requests:
-        truth = kit.truth(request.prompt_token_ids, 3, request.max_new_tokens)
+        expected = kit.reference(request.prompt_token_ids, 3, request.max_new_tokens)
         if request.state == "finished":
-            assert request.output == truth
+            assert request.output == expected
         else:
             assert request.state == "aborted"
-            assert request.output == truth[: len(request.output)]
+            assert request.output == expected[: len(request.output)]
 
 
 @pytest.mark.parametrize("connector", [None, "cpu", "shelf", "folder"])
@@ -153,13 +152,11 @@ def held():
 
 @pytest.mark.parametrize("connector", [None, "cpu", "folder"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_request_ends_also_while_weights_change(
-    kit, serve, tmp_path, held, *, connector, case
-):
+def test_every_request_ends_while_weights_change(kit, serve, tmp_path, held, *, connector, case):
     """Whoever asks afterwards gets the tokens of the last weights, and of no others."""
     drawn = random.Random(f"changing {connector} {case}")
     service = Service(kit, serve, drawn, connector, tmp_path)
-    model, steps = service.host.workers.worker.model, service.step
+    model, steps = service.host.executor.worker.model, service.step
     seeds, numbers = [3], itertools.count()
 
     def change_and_step():
@@ -179,5 +176,5 @@ def test_every_request_ends_also_while_weights_change(
     assert service.host.scheduler.counts["weight_changes"] > 0
     texts = [each.all_token_ids[: service.longest - 2] for each in service.requests]
     for text in texts:
-        assert service.host.generate([text], 2) == [kit.truth(text, seeds[-1], 2)]
+        assert service.host.generate([text], 2) == [kit.reference(text, seeds[-1], 2)]
     service.check_end()

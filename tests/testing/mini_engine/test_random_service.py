@@ -11,8 +11,7 @@ import random
 
 import pytest
 
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.weights import process_weights
 
 SEEDS = (1, 2, 3)
@@ -35,7 +34,7 @@ class Service:
         for seed in seeds:
             self.seed = seed
             with self.held.changing(lambda: f"seed {self.seed}"):
-                self.host.workers.worker.model.draw_weights(seed)
+                self.host.executor.worker.model.draw_weights(seed)
 
     def ask(self):
         """Begin a turn: a text that is known, or its beginning, and a little more."""
@@ -64,7 +63,7 @@ class Service:
         if len(seeds) == 1:
             prompt = request.prompt_token_ids
             count = request.max_new_tokens
-            assert request.output == self.kit.truth(prompt, seeds.pop(), count)
+            assert request.output == self.kit.reference(prompt, seeds.pop(), count)
         self.texts[self.drawn.randrange(len(self.texts))] = request.all_token_ids
 
 
@@ -84,11 +83,11 @@ def held():
         *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("lru", 1), ("arc", 16))),
     ],
 )
-def test_tokens_are_those_of_a_fresh_model_whatever_happens(kit, serve, held, policy, block_size):
+def test_random_service_matches_the_reference(kit, serve, held, policy, block_size):
     drawn = random.Random(f"{policy} {block_size}")
     tier = kit.cpu_tier(block_size, 640 // block_size, eviction_policy=policy)
     cache = CacheShape(block_size, 560 // block_size)
-    host = serve(HostSettings(cache=cache, **kit.offloading(tier)))
+    host = serve(EngineConfig(cache=cache, **kit.offloading(tier)))
     service = Service(kit, host, held, drawn)
     for _ in range(500):
         if len(service.running) < 3 and drawn.random() < 0.5:

@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from wtransfer.testing.mini_engine.build import HostSettings, Publishing, make_local_host
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
+from wtransfer.testing.mini_engine.engine import make_engine
 
 BLOCK_SIZE = 16
 LABEL = "step-7"
@@ -26,12 +26,12 @@ def run(kit, train, tmp_path):
         # As long as the model of another run is there, this process has several.
         gc.collect()
         trainer = train()
-        settings = HostSettings(
+        settings = EngineConfig(
             cache=CacheShape(BLOCK_SIZE, 32),
             **kit.offloading(kit.shelf_tier(256, folder=str(folder))),
-            publishing=Publishing(*trainer.where),
+            **kit.publisher_of(trainer),
         )
-        with make_local_host(settings) as host:
+        with make_engine(settings) as host:
             # What is asked before there are weights with a name is of this run alone.
             host.generate(prompts, kit.NEW_TOKENS)
             assert host.scheduler.counts["tokens_loaded"] == 0
@@ -46,11 +46,13 @@ def run(kit, train, tmp_path):
     return answers
 
 
-def test_two_runs_share_blocks_if_their_weights_are_equal_whatever_their_labels_are(kit, run):
+def test_runs_share_blocks_by_weights_and_not_by_label(kit, run):
     prompts = kit.prompts(BLOCK_SIZE, 2)
-    assert run(prompts, LABEL, seed=1) == (kit.truths(prompts, 1), 0)
-    assert run(prompts, LABEL, seed=2) == (kit.truths(prompts, 2), 0), "same label, other weights"
-    assert kit.truths(prompts, 1) != kit.truths(prompts, 2)
+    assert run(prompts, LABEL, seed=1) == (kit.references(prompts, 1), 0)
+    assert run(prompts, LABEL, seed=2) == (kit.references(prompts, 2), 0), (
+        "same label, other weights"
+    )
+    assert kit.references(prompts, 1) != kit.references(prompts, 2)
     answers, loaded = run(prompts, "another label", seed=1)
-    assert answers == kit.truths(prompts, 1)
+    assert answers == kit.references(prompts, 1)
     assert loaded >= 2 * 2 * BLOCK_SIZE

@@ -7,9 +7,8 @@ import os
 import pytest
 
 from wtransfer.errors import UnknownBackendError
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.plain import from_plain
-from wtransfer.testing.mini_engine.shape import CacheShape, Limits
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
+from wtransfer.testing.mini_engine.serialize import deserialize
 from wtransfer.weights import process_weights
 
 BLOCK_SIZE = 16
@@ -32,7 +31,7 @@ def settings(kit, prompts, folder):
     largest = max(kit.blocks_for(prompt, BLOCK_SIZE) for prompt in prompts)
 
     def make(num_blocks=largest + 1, on_load_failure="recompute", num_ranks=1, **options):
-        return HostSettings(
+        return EngineConfig(
             cache=CacheShape(BLOCK_SIZE, num_blocks),
             limits=Limits(max_num_batched_tokens=48),
             seed=3,
@@ -52,7 +51,7 @@ def change(serve):
     holds = []
 
     def watch(host):
-        model = host.workers.worker.model
+        model = host.executor.worker.model
         holds.append(process_weights.hold("seed 3", model))
 
         def to(seed):
@@ -68,7 +67,7 @@ def change(serve):
 
 def fill(kit, host, prompts, seed=3):
     for prompt in prompts:
-        assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, seed)]
+        assert host.generate([prompt], kit.NEW_TOKENS) == [kit.reference(prompt, seed)]
 
 
 def kept(folder):
@@ -77,15 +76,15 @@ def kept(folder):
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_it_is_found_by_its_module_only(settings, serve):
-    nowhere = HostSettings(connector="FolderConnector", options=settings().options)
+def test_connector_is_found_by_its_module_path(settings, serve):
+    nowhere = EngineConfig(connector="FolderConnector", options=settings().options)
     with pytest.raises(UnknownBackendError, match="Unsupported connector type: FolderConnector"):
         serve(nowhere)
-    assert serve(settings()).scheduler.link.connector.side is None
+    assert serve(settings()).scheduler.connector.side is None
 
 
 @pytest.mark.parametrize("lazily", [False, True])
-def test_what_it_loads_gives_the_tokens_of_what_is_computed(kit, serve, prompts, settings, lazily):
+def test_loads_within_the_step_give_the_reference_output(kit, serve, prompts, settings, lazily):
     host = serve(settings(lazily=lazily))
     for _ in range(2):
         fill(kit, host, prompts)
@@ -96,19 +95,19 @@ def test_what_it_loads_gives_the_tokens_of_what_is_computed(kit, serve, prompts,
     kit.check_pool(host.scheduler.pool)
 
 
-def test_a_step_whose_tokens_need_a_load_waits_for_it(kit, serve, prompts, settings):
+def test_step_that_needs_a_load_waits_for_it(kit, serve, prompts, settings):
     host = serve(settings())
     fill(kit, host, prompts)
     plans = kit.record(host)
     fill(kit, host, prompts[:1])
     first = next(plan for plan in plans if plan.spans)
     assert first.loads_first
-    assert from_plain(first.metadata).inner.loads
+    assert deserialize(first.connector_metadata).inner.loads
     assert first.spans[0].start == BLOCK_SIZE * (len(prompts[0]) // BLOCK_SIZE)
     assert [plan.loads_first for plan in plans].count(True) == 1
 
 
-def test_a_request_gets_what_the_connector_says_when_it_ends(serve, prompts, settings):
+def test_ended_request_has_the_connectors_parameters(serve, prompts, settings):
     host = serve(settings())
     request = host.submit(prompts[0], 2, {"for": "the connector"})
     assert request.kv_transfer_params == {"for": "the connector"}
@@ -119,13 +118,13 @@ def test_a_request_gets_what_the_connector_says_when_it_ends(serve, prompts, set
 
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_load_that_fails_within_the_step(
+def test_failed_load_within_the_step_voids_the_step(
     kit, serve, prompts, *, settings, folder, lazily, policy
 ):
     """The step does not count, for nobody in it; what it has computed is not handed on."""
     host = serve(settings(num_blocks=32, on_load_failure=policy, lazily=lazily))
     fill(kit, host, prompts[:1])
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     # The last layer of the second block is gone: the first layers have been computed by then.
     before = kept(folder)
     name = list(before)[1]
@@ -139,20 +138,18 @@ def test_a_load_that_fails_within_the_step(
     assert host.scheduler.counts["steps_refused"] == 1
     assert kept(folder) == saved, "nothing of that step is kept"
     host.run()
-    assert other.output == kit.truth(prompts[1], 3)
+    assert other.output == kit.reference(prompts[1], 3)
     if policy == "fail":
         assert (request.state, request.output) == ("failed", [])
         assert request.error == "1 KV blocks could not be loaded"
     else:
-        assert (request.state, request.output) == ("finished", kit.truth(prompts[0], 3))
+        assert (request.state, request.output) == ("finished", kit.reference(prompts[0], 3))
         assert host.scheduler.counts["tokens_loaded"] == BLOCK_SIZE, "the blocks before it"
         assert kept(folder)[name] != before[name], "it is whole again"
     assert host.scheduler.pool.num_free == 32
 
 
-def test_a_step_for_weights_that_have_gone_saves_nothing(
-    kit, serve, prompts, *, settings, folder, change
-):
+def test_plan_of_earlier_weights_saves_nothing(kit, serve, prompts, *, settings, folder, change):
     host = serve(settings())
     to = change(host)
     fill(kit, host, prompts)
@@ -161,18 +158,18 @@ def test_a_step_for_weights_that_have_gone_saves_nothing(
     plan = host.scheduler.plan()
     assert plan.loads_first
     to(4)
-    (result,) = host.workers.step(plan)
-    assert (result.executed, result.tokens) == (False, {})
+    (result,) = host.executor.step(plan)
+    assert result.tokens is None
     assert kept(folder) == before
     host.scheduler.update(plan, [result])
     assert (request.state, request.began) == ("waiting", False)
     host.run()
-    assert request.output == kit.truth([*prompts[0], 1], 4)
+    assert request.output == kit.reference([*prompts[0], 1], 4)
     fill(kit, host, prompts, seed=4)
     assert kept(folder).items() >= before.items(), "what the old weights computed is theirs"
 
 
-def test_nothing_stale_is_handed_on_by_a_connector_that_knows_no_weights(
+def test_connector_without_weights_keeps_nothing_stale(
     kit, serve, prompts, *, settings, folder, change
 ):
     """FAULTS 47: what a request computes after a change, that began before it, is not kept."""
@@ -192,7 +189,7 @@ def test_nothing_stale_is_handed_on_by_a_connector_that_knows_no_weights(
     assert host.scheduler.counts["tokens_loaded"] + host.scheduler.counts["tokens_cached"] > 0
 
 
-def test_what_a_connector_keeps_of_other_weights_is_found_when_they_are_back(
+def test_kept_blocks_are_found_again_when_their_weights_are_back(
     kit, serve, prompts, settings, change
 ):
     """FAULTS 31: promise 3 is kept also for those who do nothing about it."""
@@ -211,9 +208,7 @@ def test_what_a_connector_keeps_of_other_weights_is_found_when_they_are_back(
     assert counts["tokens_loaded"] > before
 
 
-def test_a_step_for_weights_that_have_gone_waits_for_its_loads(
-    kit, serve, prompts, settings, change
-):
+def test_refused_step_waits_for_its_loads(kit, serve, prompts, settings, change):
     """Its blocks go to others, into which a thread must not write then."""
     host = serve(settings(behind=True))
     to = change(host)
@@ -224,27 +219,27 @@ def test_a_step_for_weights_that_have_gone_waits_for_its_loads(
     plan = host.scheduler.plan()
     assert plan.loads_first
     to(4)
-    results = host.workers.step(plan)
-    assert not host.workers.worker.link.connector.thread.is_alive()
+    results = host.executor.step(plan)
+    assert not host.executor.worker.connector.thread.is_alive()
     host.scheduler.update(plan, results)
     host.run()
-    assert request.output == kit.truth([*prompts[0], 1], 4)
+    assert request.output == kit.reference([*prompts[0], 1], 4)
     fill(kit, host, prompts, seed=4)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_step_whose_load_is_known_to_fail_waits_for_the_others(
+def test_step_with_a_failed_load_waits_for_the_other_loads(
     kit, serve, prompts, *, settings, folder, policy
 ):
     host = serve(settings(num_blocks=32, on_load_failure=policy, behind=True))
     fill(kit, host, prompts[:1])
-    host.scheduler.pool.forget_all()
+    host.scheduler.pool.reset()
     os.truncate(folder / list(kept(folder))[1], 100)
     request = host.submit(prompts[0], kit.NEW_TOKENS)
     plan = host.scheduler.plan()
     assert plan.loads_first
-    results = host.workers.step(plan)
-    assert not host.workers.worker.link.connector.thread.is_alive()
+    results = host.executor.step(plan)
+    assert not host.executor.worker.connector.thread.is_alive()
     host.scheduler.update(plan, results)
     assert host.scheduler.counts["loads_failed"] == 1
     host.run()
@@ -252,7 +247,7 @@ def test_a_step_whose_load_is_known_to_fail_waits_for_the_others(
 
 
 @pytest.mark.slow
-def test_a_rank_waits_for_its_loads_where_that_of_another_has_failed(
+def test_rank_waits_for_its_loads_when_another_ranks_load_failed(
     kit, serve, prompts, settings, folder
 ):
     """Each rank looks after itself: one whose thread still writes would end with its step."""
@@ -268,9 +263,7 @@ def test_a_rank_waits_for_its_loads_where_that_of_another_has_failed(
     assert counts["tokens_loaded"] > 0
 
 
-def test_a_load_that_fails_on_one_rank_of_two_is_computed_by_both(
-    kit, serve, prompts, settings, folder
-):
+def test_load_failed_on_one_rank_is_recomputed_by_both(kit, serve, prompts, settings, folder):
     host = serve(settings(num_ranks=2), processes=True)
     fill(kit, host, prompts)
     for path in folder.glob("*.1"):

@@ -7,15 +7,14 @@ import random
 import pytest
 
 from wtransfer.blocks import hash_blocks
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 
 
 def settings_for(kit, prompts, block_size, tier, num_ranks=1):
     """Return a host whose cache holds two of the prompts."""
     largest = max(kit.blocks_for(prompt, block_size) for prompt in prompts)
     cache = CacheShape(block_size, 2 * largest)
-    return HostSettings(cache=cache, num_ranks=num_ranks, **kit.offloading(tier))
+    return EngineConfig(cache=cache, num_ranks=num_ranks, **kit.offloading(tier))
 
 
 def too_few(prompts, block_size):
@@ -30,9 +29,9 @@ def ask(kit, host, prompts, times=8):
     for number in range(times):
         if number % 2:
             # Else chance would say how much of it is still in the host's own cache.
-            host.scheduler.pool.forget_all()
+            host.scheduler.pool.reset()
         wave = drawn.sample(prompts, 2)
-        assert kit.truths(wave) == host.generate(wave, kit.NEW_TOKENS)
+        assert kit.references(wave) == host.generate(wave, kit.NEW_TOKENS)
         asked += sum(len(prompt) + kit.NEW_TOKENS - 1 for prompt in wave)
     counts = host.scheduler.counts
     # The witness: blocks came from the tier, and their tokens were not computed.
@@ -57,9 +56,7 @@ def ask(kit, host, prompts, times=8):
         pytest.param("shelf", 128, marks=pytest.mark.slow),
     ],
 )
-def test_loaded_blocks_give_the_tokens_of_computed_ones_while_blocks_are_evicted(
-    kit, serve, spec, block_size
-):
+def test_loaded_blocks_give_the_reference_output_under_eviction(kit, serve, spec, block_size):
     prompts = kit.prompts(block_size, 4)
     num_kept = too_few(prompts, block_size)
     tier = kit.cpu_tier(block_size, num_kept) if spec == "cpu" else kit.shelf_tier(num_kept)
@@ -73,7 +70,7 @@ def test_loaded_blocks_give_the_tokens_of_computed_ones_while_blocks_are_evicted
 
 @pytest.mark.parametrize("spec", ["cpu", "seed"])
 @pytest.mark.parametrize("per_chunk", [2, 3])
-def test_blocks_may_be_kept_in_chunks_of_several(kit, serve, spec, per_chunk):
+def test_chunks_of_several_blocks_give_the_reference_output(kit, serve, spec, per_chunk):
     """By specs of either shape; a chunk whose beginning the cache has is loaded from its middle."""
     prompts, size = kit.prompts(16, 4), 16 * per_chunk
     num_kept = too_few(prompts, size)
@@ -91,7 +88,7 @@ def test_blocks_may_be_kept_in_chunks_of_several(kit, serve, spec, per_chunk):
     "block_size",
     [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 128))],
 )
-def test_two_ranks_in_two_processes_give_the_tokens_of_one(kit, serve, block_size):
+def test_two_rank_processes_give_the_reference_output(kit, serve, block_size):
     prompts = kit.prompts(block_size, 4)
     num_kept = too_few(prompts, block_size)
     tier = kit.cpu_tier(block_size, num_kept, num_ranks=2, deadline_s=20.0)
@@ -103,7 +100,7 @@ def test_two_ranks_in_two_processes_give_the_tokens_of_one(kit, serve, block_siz
     assert stats["evictions_total"] > 0
 
 
-def test_two_ranks_and_a_spec_of_a_third_party(kit, serve, tmp_path):
+def test_two_rank_processes_with_a_third_party_spec(kit, serve, tmp_path):
     prompts = kit.prompts(16, 3)
     tier = kit.shelf_tier(64, folder=str(tmp_path / "kept"))
     (tmp_path / "kept").mkdir()
@@ -113,32 +110,32 @@ def test_two_ranks_and_a_spec_of_a_third_party(kit, serve, tmp_path):
     assert names == {"0", "1"}
 
 
-def test_without_a_tier_the_host_serves_as_well(kit, serve):
+def test_engine_without_connector_gives_the_reference_output(kit, serve):
     prompts = kit.prompts(16, 3)
     host = serve(settings_for(kit, prompts, 16, None))
     for _ in range(2):
-        assert kit.truths(prompts) == host.generate(prompts, kit.NEW_TOKENS)
+        assert kit.references(prompts) == host.generate(prompts, kit.NEW_TOKENS)
     assert host.scheduler.counts["tokens_cached"] > 0
 
 
-def test_a_request_that_never_fits_is_refused_at_once(kit, serve):
-    host = serve(HostSettings(cache=CacheShape(16, 4)))
+def test_request_larger_than_the_cache_is_refused(kit, serve):
+    host = serve(EngineConfig(cache=CacheShape(16, 4)))
     with pytest.raises(ValueError, match="needs 5 blocks; the cache has 4"):
         host.submit([1] * 64, 2)
     # What follows the last token is not kept.
-    assert host.generate([[1] * 64], 1) == kit.truths([[1] * 64], count=1)
+    assert host.generate([[1] * 64], 1) == kit.references([[1] * 64], count=1)
     with pytest.raises(ValueError, match="no prompt"):
         host.submit([], 1)
 
 
-def test_wrong_bytes_would_give_other_tokens(kit, serve, shelves):
+def test_corruption_behind_a_spec_without_checks_changes_the_tokens(kit, serve, shelves):
     """What the tests above rest on: a spec that checks nothing, and damage that nobody sees."""
     prompts = kit.prompts(16, 3)
     tier = kit.shelf_tier(64)
     host = serve(settings_for(kit, prompts, 16, tier))
-    assert kit.truths(prompts) == host.generate(prompts, kit.NEW_TOKENS)
+    assert kit.references(prompts) == host.generate(prompts, kit.NEW_TOKENS)
     shelf = shelves[tier["shelf"]]
     for name, block in shelf.items():
         shelf[name] = block[256:] + block[:256]
-    assert kit.truths(prompts) != host.generate(prompts, kit.NEW_TOKENS)
+    assert kit.references(prompts) != host.generate(prompts, kit.NEW_TOKENS)
     assert host.scheduler.counts["tokens_loaded"] > 0

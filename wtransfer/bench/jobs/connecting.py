@@ -21,7 +21,7 @@ from wtransfer.bench.jobs.sides import Sides, prompt
 from wtransfer.bench.scratch import Scratch
 
 if TYPE_CHECKING:
-    from wtransfer.testing.mini_engine.line import Line
+    from wtransfer.testing.mini_engine.channel import Channel
 
 _WARM_UP_ROUNDS = 1
 # The last block is the one of the last token, which nobody saves.
@@ -123,7 +123,7 @@ def _save(number: int, sides: Sides, cache: KVCache, copies: BlockCopies) -> Sav
 class _Loading:
     """The rounds of the one that loads."""
 
-    def __init__(self, sides: Sides, cache: KVCache, line: Line) -> None:
+    def __init__(self, sides: Sides, cache: KVCache, line: Channel) -> None:
         self._sides, self._cache, self._line = sides, cache, line
         self._copies = BlockCopies(cache.num_blocks - _BESIDE, cache.block_nbytes)
 

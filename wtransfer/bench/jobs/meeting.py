@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
-from wtransfer.testing.mini_engine.line import PATIENCE_S, Line
+from wtransfer.testing.mini_engine.channel import PATIENCE_S, Channel
 from wtransfer.transport.address import check_same_user, parse_address
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _RETRY_S = 0.01
 
 
 @contextlib.contextmanager
-def answer(address: str, name: str) -> Iterator[Line]:
+def answer(address: str, name: str) -> Iterator[Channel]:
     """Yield the line to the first one that calls.
 
     Args:
@@ -44,7 +44,7 @@ def answer(address: str, name: str) -> Iterator[Line]:
 
 
 @contextlib.contextmanager
-def call(address: str, name: str) -> Iterator[Line]:
+def call(address: str, name: str) -> Iterator[Channel]:
     """Yield the line to the one that answers, perhaps not at once.
 
     What fails meanwhile is raised at the other end, too.
@@ -70,16 +70,16 @@ def call(address: str, name: str) -> Iterator[Line]:
 
 
 @contextlib.contextmanager
-def _line(connection: socket.socket, name: str) -> Iterator[Line]:
+def _line(connection: socket.socket, name: str) -> Iterator[Channel]:
     check_same_user(connection)
-    line = Line(connection, name)
+    line = Channel(connection, name)
     # A round takes as long as it takes; the scene has a deadline, and an end that dies is noticed.
-    line.wait_for_ever()
+    line.wait_forever()
     try:
         yield line
     except Exception as error:
         if not line.is_lost:
-            line.fail(error)
+            line.send_error(error)
         raise
     finally:
         line.close()

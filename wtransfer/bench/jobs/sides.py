@@ -13,8 +13,12 @@ from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.connectors.storage.store import FORMAT, REMOVED
 from wtransfer.deadline import Deadline
 from wtransfer.errors import IncompleteUpdateError
-from wtransfer.testing.mini_engine.request import Request
-from wtransfer.testing.mini_engine.schedule import KVCacheBlocks, NewRequestData, SchedulerOutput
+from wtransfer.testing.mini_engine.contract import (
+    KVCacheBlocks,
+    NewRequestData,
+    Request,
+    SchedulerOutput,
+)
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:

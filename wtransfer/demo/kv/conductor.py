@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 from wtransfer.demo.kv.setting import DECODE, FRESH, PREFILL, KvSetting
 from wtransfer.demo.kv.story import KvStory, Row
 from wtransfer.demo.memcpy import Memcpy
-from wtransfer.testing.mini_engine.instance import Instance
-from wtransfer.testing.mini_engine.process import MODULES
+from wtransfer.testing.mini_engine.instance import MODULES, Instance
 from wtransfer.testing.mini_engine.router import Router
 from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from wtransfer.testing.mini_engine.instance_messages import Answer
+    from wtransfer.testing.mini_engine.instance import Answer
     from wtransfer.testing.mini_engine.router import Routed
     from wtransfer.transport.zygote import Child
 
@@ -146,7 +145,7 @@ class KvConductor:
         )
 
     def _nbytes(self, num_tokens: int) -> int:
-        cache = self._instances[DECODE].settings.kv_cache_config
+        cache = self._instances[DECODE].config.kv_cache_config
         return num_tokens // cache.block_size * cache.bytes_per_block
 
     # -- its parts --------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from typing import Any
 
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape, ServedShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
 
 PREFILL, DECODE, FRESH = "prefill", "decode", "fresh"
 """Names of the instances. The last one has no connector: it computes everything itself."""
@@ -18,7 +17,7 @@ BLOCK_SIZE = 16
 SHELF_NBYTES = 64 << 20
 """Memory for what waits to be fetched: enough for all prompts."""
 _MOST_AFTER = 256  # tokens of a question and its answer
-_MODEL = ServedShape(num_layers=4, width=128, num_heads=4, num_kv_heads=2)
+_MODEL = ModelShape(num_layers=4, width=128, num_heads=4, num_kv_heads=2)
 _TOPIC = "specialnames"
 _ENDS = (
     "When is __del__ called?",
@@ -57,7 +56,7 @@ class KvSetting:
     """Tokens that all prompts have in common; a token is a byte."""
     num_new_tokens: int = 8
     """Tokens of an answer."""
-    model: ServedShape = _MODEL
+    model: ModelShape = _MODEL
     """Sizes of the model; its weights are random."""
 
     @property
@@ -70,7 +69,7 @@ class KvSetting:
         document = topics[_TOPIC].encode()[: self.num_document_tokens]
         return list(document + f"\n\nQuestion {number}: {_ENDS[number % len(_ENDS)]}\n".encode())
 
-    def host(self, name: str, folder: str) -> HostSettings:
+    def host(self, name: str, folder: str) -> EngineConfig:
         """Return what one of the instances is.
 
         Args:
@@ -80,8 +79,8 @@ class KvSetting:
         num_blocks = -(-(self.num_document_tokens + _MOST_AFTER) // BLOCK_SIZE)
         cache = CacheShape(BLOCK_SIZE, 2 * num_blocks)
         if name == FRESH:
-            return HostSettings(self.model, cache, engine_id=name)
-        return HostSettings(
+            return EngineConfig(self.model, cache, engine_id=name)
+        return EngineConfig(
             self.model,
             cache,
             connector=self.connector,

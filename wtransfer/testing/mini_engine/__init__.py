@@ -1,1 +1,1 @@
-"""A reference serving host: a small transformer with a paged KV cache, served step by step."""
+"""A small serving engine with vLLM's contract for connectors: the host of their tests."""

@@ -1,48 +1,40 @@
-"""The paged KV cache of one rank."""
+"""The paged KV cache of a rank, and the pool of its blocks with the prefix cache."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 
 if TYPE_CHECKING:
-    from wtransfer.testing.mini_engine.shape import CacheShape, ServedShape
+    from collections.abc import Iterable, Sequence
 
-DTYPE = torch.float32
-"""Of the cache."""
+    from wtransfer.blocks import OffloadKey
+    from wtransfer.testing.mini_engine.config import CacheShape, ModelShape
 
 
 class PagedCache:
-    """Keys and values by block.
+    """Keys and values of one rank, by block.
 
     Args:
-        model: Whose.
+        model: Shape of the model.
         shape: Number and size of the blocks.
         num_kv_heads: Heads that this rank computes.
     """
 
-    def __init__(self, model: ServedShape, shape: CacheShape, num_kv_heads: int) -> None:
+    def __init__(self, model: ModelShape, shape: CacheShape, num_kv_heads: int) -> None:
         self.block_size = shape.block_size
-        """Tokens per block."""
-        # Zeros: what lies behind the last token is multiplied by zero, and must be finite for that.
+        # Zeros: values behind the last token are multiplied by zero, and must be finite for that.
         self.layers = [
-            torch.zeros(
-                (shape.num_blocks, 2, num_kv_heads, shape.block_size, model.head_width),
-                dtype=DTYPE,
-            )
+            torch.zeros(shape.num_blocks, 2, num_kv_heads, shape.block_size, model.head_width)
             for _ in range(model.num_layers)
         ]
         """For each layer ``(block, key or value, head, position, head width)``."""
 
-    @property
-    def nbytes_per_block(self) -> int:
-        """Bytes of one block, over all layers."""
-        return sum(layer[0].nbytes for layer in self.layers)
-
     def by_name(self) -> dict[str, torch.Tensor]:
-        """Return the layers by name, as connectors get them."""
+        """Return the layers by name, as connectors register them."""
         return {f"layers.{number}": layer for number, layer in enumerate(self.layers)}
 
     def write(
@@ -51,11 +43,11 @@ class PagedCache:
         """Write the keys and values of consecutive positions.
 
         Args:
-            layer: Of the model.
-            table: The blocks of the sequence, in order: int64.
+            layer: Number of the layer.
+            table: Blocks of the sequence, in order: int64.
             start: First position.
             keys: ``(head, position, head width)``.
-            values: Likewise.
+            values: ``(head, position, head width)``.
         """
         positions = torch.arange(start, start + keys.shape[1])
         blocks, offsets = table[positions // self.block_size], positions % self.block_size
@@ -67,10 +59,10 @@ class PagedCache:
         """Return keys and values of the first positions of a sequence.
 
         Args:
-            layer: Of the model.
-            table: The blocks of the sequence.
+            layer: Number of the layer.
+            table: Blocks of the sequence.
             known: Positions that have been written.
-            length: Positions that are returned; those that are not known are zeros.
+            length: Positions that are returned; those behind `known` are zeros.
 
         Returns:
             ``(key or value, head, position, head width)``, contiguous.
@@ -79,3 +71,76 @@ class PagedCache:
         pages = self.layers[layer][table[:num_blocks]]
         joined = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :known]
         return F.pad(joined, (0, 0, 0, length - known)).contiguous()
+
+
+class BlockPool:
+    """Reference counts of the blocks, and the prefix cache: which block contains which key.
+
+    A free block keeps its contents and its key until it is allocated again: least recently used
+    blocks first.
+
+    Args:
+        num_blocks: Size of the pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._num_pins = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._blocks: dict[OffloadKey, int] = {}
+        self._keys: dict[int, OffloadKey] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are not pinned."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Return pinned blocks to be written; None, with no effect, if fewer are free."""
+        if count > len(self._free):
+            return None
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._num_pins[block] = 1
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._blocks[key]
+        return blocks
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Pin blocks once more."""
+        for block in blocks:
+            self._num_pins[block] += 1
+            self._free.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Unpin blocks. The tail of a sequence is evicted first: a head is of use without it."""
+        for block in reversed(blocks):
+            self._num_pins[block] -= 1
+            assert self._num_pins[block] >= 0, f"block {block} was released twice"
+            if not self._num_pins[block]:
+                self._free[block] = None
+
+    def lookup(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the blocks of the longest cached prefix of keys, without pinning them."""
+        found = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def insert(self, block: int, key: OffloadKey) -> None:
+        """Record the key of a block, unless another block has it already."""
+        if self._blocks.setdefault(key, block) == block:
+            self._keys[block] = key
+
+    def has_cached(self, blocks: Iterable[int]) -> bool:
+        """Return whether any of these blocks can be found by a key."""
+        return not self._keys.keys().isdisjoint(blocks)
+
+    def reset(self) -> None:
+        """Empty the prefix cache."""
+        self._blocks.clear()
+        self._keys.clear()

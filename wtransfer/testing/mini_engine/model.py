@@ -1,67 +1,99 @@
 """The served model: a decoder-only transformer whose keys and values live in a paged cache.
 
-It computes the same bits whatever was cached before, and on however many ranks. A token at position
-p is always computed in row ``p % TILE`` of a tile of `TILE` positions, one head at a time, over as
-many positions as end with its tile; rows that are not asked for, and positions that are not known
-yet, are zeros. So every product has a shape that depends on the position alone, and a key that was
-loaded can be compared with one that is computed afresh, byte by byte.
+It computes the same bits whatever was cached before, and on any number of ranks. A token at
+position p is always computed in row ``p % TILE`` of a tile of `TILE` positions, one head at a time,
+over all positions up to the end of its tile; rows that are not asked for, and positions that are
+not known yet, are zeros. So every product has a shape that depends on the position alone, and a
+loaded key can be compared with a computed one, byte by byte.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import nn
 
-from wtransfer.testing.mini_engine.shape import TILE
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from wtransfer.testing.mini_engine.cache import PagedCache
-    from wtransfer.testing.mini_engine.shape import ServedShape
-    from wtransfer.testing.mini_engine.shards import Shards
+    from wtransfer.testing.mini_engine.config import ModelShape
+    from wtransfer.testing.mini_engine.contract import Span
+    from wtransfer.transport.communicator import Communicator
 
+TILE = 32
+"""Positions that are computed at once, by every rank and for every request."""
 _ROPE_BASE = 10_000.0
 # Random weights of this size attend sharply and answer to the whole prompt: wrong keys show.
 _GAIN = 3.0
 
 
-class TokenSpan(NamedTuple):
-    """Consecutive tokens of one sequence."""
+class TensorParallelRank:
+    """One rank's share of the heads, and its collectives.
 
-    tokens: list[int]
-    """The tokens."""
-    start: int
-    """Position of the first."""
-    table: torch.Tensor
-    """The blocks of the sequence, in order: int64."""
+    Every rank has the whole weights, and computes and caches the keys and values of its own heads.
 
+    Args:
+        shape: Shape of the model.
+        group: Group of the ranks; None: a single rank.
 
-class LayerLink(Protocol):
-    """Hears of every layer of a forward pass."""
+    Raises:
+        ValueError: The key heads cannot be divided evenly.
+    """
 
-    def before_layer(self, number: int) -> None:
-        """Return once its keys and values of earlier positions are there."""
+    def __init__(self, shape: ModelShape, group: Communicator | None = None) -> None:
+        self._group = group
+        self.rank = group.rank if group else 0
+        self.size = group.size if group else 1
+        if shape.num_kv_heads % self.size:
+            raise ValueError(
+                f"{shape.num_kv_heads} key heads cannot be divided among {self.size} ranks"
+            )
+        count = shape.num_kv_heads // self.size
+        self.heads = range(self.rank * count, (self.rank + 1) * count)
+        """Key heads of this rank."""
 
-    def after_layer(self, number: int) -> None:
-        """Hear that those of this pass are there, too."""
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the parts of all ranks side by side, in order of rank.
+
+        Args:
+            part: ``(rows, this rank's columns)``; the same shape on every rank.
+        """
+        if self._group is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        parts[self.rank] = part.contiguous()
+        # All begun before any is waited for: ranks need not take turns.
+        begun = [
+            self._group.broadcast(each.view(-1).view(torch.uint8), root)
+            for root, each in enumerate(parts)
+        ]
+        for each in begun:
+            each.wait()
+        return torch.cat(parts, dim=-1)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank: the same answer on every rank."""
+        return bool(self.all_gather(torch.tensor([flag])).any())
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
 
 class Layer(nn.Module):
-    """Attention over the paged cache, and feed-forward.
+    """Weights of one layer: attention over the paged cache, and feed-forward."""
 
-    Args:
-        shape: Of the model.
-    """
-
-    def __init__(self, shape: ServedShape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         width, kv_width = shape.width, shape.num_kv_heads * shape.head_width
-        self.shape = shape
+        self.head_width = shape.head_width
+        self.queries_per_kv = shape.queries_per_kv
         self.attention_norm = nn.LayerNorm(width)
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, kv_width, bias=False)
@@ -72,12 +104,12 @@ class Layer(nn.Module):
         self.feed_out = nn.Linear(2 * width, width)
 
     def project(
-        self, weight: torch.Tensor, normed: torch.Tensor, head: int, num_per_kv: int
+        self, weight: torch.Tensor, normed: torch.Tensor, head: int, num_per_kv: int = 1
     ) -> torch.Tensor:
-        """Return what one key head, or the query heads that share it, make of a tile.
+        """Return one key head's share of a projection of a tile.
 
         Args:
-            weight: Of the projection.
+            weight: Weight of the projection.
             normed: ``(TILE, width)``.
             head: Key head.
             num_per_kv: Heads of this projection for each key head.
@@ -85,26 +117,30 @@ class Layer(nn.Module):
         Returns:
             ``(num_per_kv, TILE, head width)``.
         """
-        size = num_per_kv * self.shape.head_width
+        size = num_per_kv * self.head_width
         rows = weight[head * size : (head + 1) * size]
         return F.linear(normed, rows).view(TILE, num_per_kv, -1).transpose(0, 1)
 
-    def feed(self, stream: torch.Tensor) -> torch.Tensor:
-        """Return the stream after the feed-forward part."""
-        hidden = F.gelu(self.feed_in(self.feed_norm(stream)))
-        out: torch.Tensor = stream + self.feed_out(hidden)
+    def finish(self, stream: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after attention and feed-forward."""
+        stream = stream + self.attention_out(attended)
+        out: torch.Tensor = stream + self.feed_out(F.gelu(self.feed_in(self.feed_norm(stream))))
         return out
 
 
+def _ignore(layer: int) -> None:
+    """Take a layer's number, and do nothing."""
+
+
 class PagedTransformer(nn.Module):
-    """Predicts the next token. Positions are rotations: nothing bounds their number.
+    """Predicts the next token. Positions are rotations: their number has no bound.
 
     Args:
         shape: Sizes.
         seed: Equal seeds give equal weights.
     """
 
-    def __init__(self, shape: ServedShape, seed: int) -> None:
+    def __init__(self, shape: ModelShape, seed: int) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
@@ -115,11 +151,7 @@ class PagedTransformer(nn.Module):
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """Draw all weights anew.
-
-        Args:
-            seed: Equal seeds give equal weights.
-        """
+        """Draw all weights anew; equal seeds give equal weights."""
         random = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
@@ -131,85 +163,64 @@ class PagedTransformer(nn.Module):
     @torch.inference_mode()
     def forward(
         self,
-        spans: Sequence[TokenSpan],
+        spans: Sequence[Span],
         cache: PagedCache,
-        shards: Shards,
-        link: LayerLink | None = None,
+        tp: TensorParallelRank,
+        before_layer: Callable[[int], None] = _ignore,
+        after_layer: Callable[[int], None] = _ignore,
     ) -> list[int]:
-        """Compute consecutive tokens of sequences, and return the most likely one to follow each.
+        """Compute consecutive tokens of sequences; return the most likely next token of each.
 
-        Their keys and values are written into the cache; those before them must be there, at least
-        once `link` has returned from ``before_layer``.
+        Writes their keys and values into the cache.
 
         Args:
             spans: Each at least one token.
-            cache: Of this rank.
-            shards: The heads of this rank, and the other ranks.
-            link: Hears of every layer.
+            cache: Cache of this rank.
+            tp: This rank.
+            before_layer: Called with each layer's number before it is computed; when it returns,
+                the keys and values of earlier positions must be in the cache.
+            after_layer: Called when those of the spans are in the cache, too.
         """
         tiles: list[_Tile] = []
         last = []
         for span in spans:
-            tiles += _tiles(span, self.shape.head_width, cache, shards)
+            tiles += _tiles(span, self.shape.head_width, cache, tp)
             last.append(len(tiles) - 1)
         streams = [self.embedding(tile.tokens) for tile in tiles]
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            if link is not None:
-                link.before_layer(number)
-            # In the order of positions: a tile looks at what those before it have written.
+            before_layer(number)
+            # In the order of positions: a tile reads what earlier tiles have written.
             streams = [
-                self._compute(number, layer, tile, stream)
+                layer.finish(stream, tile.attend(number, layer, layer.attention_norm(stream)))
                 for tile, stream in zip(tiles, streams, strict=True)
             ]
-            if link is not None:
-                link.after_layer(number)
-        return [self._following(tiles[place], streams[place]) for place in last]
-
-    def next_token(
-        self, tokens: list[int], start: int, cache: PagedCache, table: torch.Tensor, shards: Shards
-    ) -> int:
-        """Compute consecutive tokens of one sequence, and return the most likely one to follow.
-
-        Args:
-            tokens: At least one.
-            start: Position of the first.
-            cache: Of this rank.
-            table: The blocks of the sequence: int64.
-            shards: The heads of this rank, and the other ranks.
-        """
-        return self.forward([TokenSpan(tokens, start, table)], cache, shards)[0]
-
-    def _compute(
-        self, number: int, layer: Layer, tile: _Tile, stream: torch.Tensor
-    ) -> torch.Tensor:
-        normed = layer.attention_norm(stream)
-        stream = stream + layer.attention_out(tile.attend(number, layer, normed))
-        return layer.feed(stream)
-
-    def _following(self, tile: _Tile, stream: torch.Tensor) -> int:
-        logits: torch.Tensor = self.head(self.norm(stream))
-        return int(logits[tile.rows.stop - 1].argmax())
+            after_layer(number)
+        logits = [self.head(self.norm(streams[i]))[tiles[i].rows.stop - 1] for i in last]
+        return [int(each.argmax()) for each in logits]
 
 
-def _tiles(span: TokenSpan, head_width: int, cache: PagedCache, shards: Shards) -> Iterator[_Tile]:
+def _tiles(
+    span: Span, head_width: int, cache: PagedCache, tp: TensorParallelRank
+) -> Iterator[_Tile]:
+    table = torch.tensor(span.block_ids)
     end = span.start + len(span.tokens)
     for start in range(span.start // TILE * TILE, end, TILE):
         first, last = max(span.start, start), min(end, start + TILE)
-        tile = _Tile((start, first, last), head_width, cache, span.table, shards)
+        tile = _Tile((start, first, last), head_width, cache, table, tp)
         tile.tokens[tile.rows] = torch.tensor(span.tokens[first - span.start : last - span.start])
         yield tile
 
 
 class _Tile:
-    """`TILE` positions of one sequence, of which some are computed.
+    """`TILE` positions of one sequence, some of which are computed.
 
     Args:
         span: Position of the first row, and the positions that are computed: first, and end.
-        head_width: Of the model.
-        cache: Of this rank.
-        table: The blocks of the sequence.
-        shards: The heads of this rank, and the other ranks.
+        head_width: Size of a head.
+        cache: Cache of this rank.
+        table: Blocks of the sequence.
+        tp: This rank.
     """
 
     def __init__(
@@ -218,25 +229,26 @@ class _Tile:
         head_width: int,
         cache: PagedCache,
         table: torch.Tensor,
-        shards: Shards,
+        tp: TensorParallelRank,
     ) -> None:
         start, self._first, self._end = span
         self._length = start + TILE
-        self._cache, self._table, self._shards = cache, table, shards
+        self._cache, self._table, self._tp = cache, table, tp
         positions = torch.arange(start, self._length)
         self._future = torch.arange(self._length)[None, :] > positions[:, None]
-        self._rotate = _Rotation(positions, head_width)
+        rates = _ROPE_BASE ** (-torch.arange(0, head_width, 2) / head_width)
+        angles = positions[:, None] * rates
+        self._cos, self._sin = angles.cos(), angles.sin()
         self.rows = slice(self._first - start, self._end - start)
         """The rows that are computed."""
         self.tokens = torch.zeros(TILE, dtype=torch.int64)
-        """The tokens of all rows; zero where none is computed."""
+        """The tokens of all rows; zero in rows that are not computed."""
 
     def attend(self, number: int, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
-        """Write keys and values, and return what all heads of all ranks attend to."""
-        heads = self._shards.heads
-        rotate = self._rotate
-        keys = [rotate(layer.project(layer.key.weight, normed, head, 1)) for head in heads]
-        values = [layer.project(layer.value.weight, normed, head, 1) for head in heads]
+        """Write keys and values; return the attention of all heads of all ranks."""
+        heads = self._tp.heads
+        keys = [self._rotate(layer.project(layer.key.weight, normed, head)) for head in heads]
+        values = [layer.project(layer.value.weight, normed, head) for head in heads]
         self._cache.write(
             number,
             self._table,
@@ -245,30 +257,19 @@ class _Tile:
             torch.cat(values)[:, self.rows],
         )
         known = self._cache.read(number, self._table, self._end, self._length)
-        mixed = [
-            self._mix(
-                rotate(layer.project(layer.query.weight, normed, head, layer.shape.queries_per_kv)),
-                *known[:, place],
-            )
-            for place, head in enumerate(heads)
-        ]
-        return self._shards.join(torch.cat(mixed, dim=-1))
+        mixed = []
+        for place, head in enumerate(heads):
+            queries = layer.project(layer.query.weight, normed, head, layer.queries_per_kv)
+            mixed.append(self._mix(self._rotate(queries), *known[:, place]))
+        return self._tp.all_gather(torch.cat(mixed, dim=-1))
 
     def _mix(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         scores = queries @ keys.T / math.sqrt(keys.shape[-1])
         mixed = scores.masked_fill(self._future, -math.inf).softmax(-1) @ values
         return mixed.transpose(0, 1).reshape(TILE, -1)
 
-
-class _Rotation:
-    """Rotary position embedding of a tile."""
-
-    def __init__(self, positions: torch.Tensor, head_width: int) -> None:
-        rates = _ROPE_BASE ** (-torch.arange(0, head_width, 2) / head_width)
-        angles = positions[:, None] * rates
-        self._cos, self._sin = angles.cos(), angles.sin()
-
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """Apply the rotary position embedding."""
         left, right = heads.chunk(2, dim=-1)
         turned = (left * self._cos - right * self._sin, left * self._sin + right * self._cos)
         return torch.cat(turned, dim=-1)

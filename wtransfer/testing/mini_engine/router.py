@@ -1,8 +1,7 @@
-"""A router before a prefill and a decode instance, as users of such a pair have one."""
+"""A router for a prefill and a decode instance."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,91 +9,79 @@ from typing import TYPE_CHECKING
 from wtransfer.errors import PeerError, StallError
 
 if TYPE_CHECKING:
-    from wtransfer.testing.mini_engine.instance import Instance
-    from wtransfer.testing.mini_engine.instance_messages import Answer
+    from wtransfer.testing.mini_engine.instance import Answer, Instance
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Handed:
-    """What came of a prompt in the prefill instance."""
+    """Result of the prefill instance."""
 
     answer: Answer | None
-    """Of the instance; None: there is none."""
+    """None: the instance did not answer."""
     why: str | None = None
-    """Why the decode instance has to do without it."""
+    """Why the decode instance has to compute the prompt itself; None: it need not."""
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What came of a prompt."""
+    """Result of a routed prompt."""
 
     answer: Answer
-    """Of the decode instance."""
+    """Answer of the decode instance."""
     handed: Handed
-    """Of the prefill instance."""
+    """Result of the prefill instance."""
 
 
 class Router:
-    """Has one instance compute the prompt, and another one go on with it.
+    """Has one instance compute the prompt, and another one generate the tokens.
 
-    The first generates a single token and is told ``do_remote_decode``; what it returns as
-    ``kv_transfer_params`` goes to the second one with the same prompt. If the first is lost or
-    late, the second one is asked alone: it computes the prompt itself, and the tokens are the same.
+    The prefill instance generates a single token, with ``do_remote_decode``; the
+    ``kv_transfer_params`` that it returns go to the decode instance with the same prompt. If the
+    prefill instance is lost or late, the decode instance computes the prompt itself, and the tokens
+    are the same.
 
     Args:
-        prefill: Computes prompts; another may take its place at any time. None: there is none.
-        decode: Generates.
-        prefill_deadline_s: How long a prompt may take there.
+        prefill: Computes prompts; may be replaced at any time. None: the decode instance does.
+        decode: Generates tokens.
+        prefill_deadline_s: Longest time for a prompt in the prefill instance.
     """
 
     def __init__(
         self, prefill: Instance | None, decode: Instance, prefill_deadline_s: float = 30.0
     ) -> None:
         self.prefill = prefill
-        """Computes prompts."""
         self.decode = decode
-        """Generates."""
         self._prefill_deadline_s = prefill_deadline_s
 
     def ask(self, prompt: list[int], max_new_tokens: int, deadline_s: float = 60.0) -> Routed:
-        """Return what follows a prompt.
+        """Serve a prompt with both instances.
 
         Args:
-            prompt: Its tokens.
-            max_new_tokens: How many are generated.
-            deadline_s: How long that may take in the decode instance.
+            prompt: Tokens.
+            max_new_tokens: Number of tokens to generate.
+            deadline_s: Longest time in the decode instance.
 
         Raises:
-            ValueError: It is refused.
+            ValueError: An instance refused the request.
             PeerLostError: The decode instance is lost.
             StallError: It did not answer in time.
         """
-        handed = self.hand_over(prompt)
-        return self.go_on(prompt, max_new_tokens, handed, deadline_s)
-
-    def go_on(
-        self, prompt: list[int], max_new_tokens: int, handed: Handed, deadline_s: float = 60.0
-    ) -> Routed:
-        """Let the decode instance go on with what `hand_over` returned; raises as `ask`."""
-        # What a request says that did not come to its end may be there in part, or soon be gone.
-        params = handed.answer.kv_transfer_params if handed.answer and not handed.why else None
-        answer = self.decode.ask(prompt, max_new_tokens, params, deadline_s)
-        return Routed(answer, handed)
+        return self.go_on(prompt, max_new_tokens, self.hand_over(prompt), deadline_s)
 
     def hand_over(self, prompt: list[int]) -> Handed:
         """Have the prefill instance compute a prompt.
 
         Raises:
-            ValueError: It is refused.
+            ValueError: It refused the request.
         """
         instance = self.prefill
         if instance is None:
             return Handed(None, "there is no prefill instance")
         try:
-            number = instance.submit(prompt, 1, {"do_remote_decode": True})
-            answer = _collected(instance, number, self._prefill_deadline_s)
+            params = {"do_remote_decode": True}
+            answer = instance.ask(prompt, 1, params, self._prefill_deadline_s)
         except (PeerError, StallError) as error:
             logger.info("%s computes the prompt itself: %s", self.decode.name, error)
             return Handed(None, str(error))
@@ -102,12 +89,10 @@ class Router:
             return Handed(answer, f"the request in {instance.name} {answer.state}: {answer.error}")
         return Handed(answer)
 
-
-def _collected(instance: Instance, number: int, deadline_s: float) -> Answer:
-    try:
-        return instance.collect(number, deadline_s)
-    except StallError:
-        # Nobody waits for it any more; should it be told that much, it has time for others.
-        with contextlib.suppress(PeerError, StallError):
-            instance.abandon(number)
-        raise
+    def go_on(
+        self, prompt: list[int], max_new_tokens: int, handed: Handed, deadline_s: float = 60.0
+    ) -> Routed:
+        """Have the decode instance go on after `hand_over`; raises as `ask`."""
+        # The blocks of a request that did not finish may be there in part, or soon be released.
+        params = handed.answer.kv_transfer_params if handed.answer and not handed.why else None
+        return Routed(self.decode.ask(prompt, max_new_tokens, params, deadline_s), handed)

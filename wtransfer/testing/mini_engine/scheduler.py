@@ -1,165 +1,177 @@
-"""The scheduler of the reference host: which tokens are computed next, and on which blocks."""
+"""The scheduler: which tokens are computed next, and on which blocks."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import functools
+from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING
 
+from wtransfer.connectors.interface import KVConnectorOutput
+from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.settings import load_failure_policy
-from wtransfer.testing.mini_engine.messages import Span, StepPlan
-from wtransfer.testing.mini_engine.schedule import Step
-from wtransfer.testing.mini_engine.shape import Limits
+from wtransfer.testing.mini_engine.cache import BlockPool
+from wtransfer.testing.mini_engine.contract import (
+    KVCacheBlocks,
+    NewRequestData,
+    SchedulerOutput,
+    Span,
+    StepPlan,
+)
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.weights import instance_fingerprint, known_stamps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from wtransfer.blocks import OffloadKey
-    from wtransfer.connectors.naming import BlockNaming
-    from wtransfer.testing.mini_engine.messages import StepResult
-    from wtransfer.testing.mini_engine.pool import BlockPool
-    from wtransfer.testing.mini_engine.request import Request, State
-    from wtransfer.testing.mini_engine.scheduler_link import SchedulerLink
+    from wtransfer.connectors.interface import KVConnectorBase_V1
+    from wtransfer.testing.mini_engine.config import EngineConfig
+    from wtransfer.testing.mini_engine.contract import ConnectorOutput, Request, State, StepResult
     from wtransfer.weights import Stamps, WeightsStamp
 
 
+_Notices = defaultdict[str, set[int]]  # ranks by request
+
+
 class Scheduler:
-    """Plans steps, and takes their results.
+    """Plans steps, and processes their results.
 
     Requests run side by side, in the order in which they were admitted. Each step computes the next
-    token of those that have all of their prompt, and as much of the other prompts as it can hold.
-    Where blocks run out, the last that was admitted gives its own up, and begins anew later; the
-    first never does, so that whatever comes, one of them is nearer to its end.
+    token of those whose prompt is computed, and as much of the other prompts as its budget allows.
+    Where blocks run out, the request that was admitted last is preempted, and begins anew later;
+    the first never is, so one of them always makes progress.
 
-    A request builds on blocks of its own weights only, and leaves blocks only as long as these have
-    not changed. A request for which nothing was computed when they change begins anew.
+    A request builds on blocks of its own weight version only, and its blocks are cached only as
+    long as the version has not changed. A request for which nothing was computed at a change begins
+    anew.
 
     Args:
-        pool: The blocks of the cache.
-        naming: How blocks are named.
-        limits: How much is served at once.
-        link: The connector; None: there is none.
-        on_load_failure: ``recompute`` or ``fail``: what becomes of a request whose blocks could not
-            be loaded.
+        config: Configuration of the engine.
+        connector: Scheduler side of the connector; None: the engine runs without one.
+        hash_function: Hash of the prefix cache; None: the default of `BlockNaming`.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
-        naming: BlockNaming,
-        limits: Limits = Limits(),  # noqa: B008  # frozen
-        link: SchedulerLink | None = None,
-        on_load_failure: str = "recompute",
+        config: EngineConfig,
+        connector: KVConnectorBase_V1 | None = None,
+        hash_function: Callable[[bytes], bytes] | None = None,
     ) -> None:
-        self.pool = pool
-        """The blocks of the cache."""
-        self.link = link
-        """The connector."""
-        self._naming = naming
-        self._block_size = naming.block_size
-        self._limits = limits
-        self._fails = load_failure_policy(on_load_failure) == "fail"
+        self.pool = BlockPool(config.cache.num_blocks)
+        self.connector = connector
+        self._num_ranks = config.num_ranks
+        self._block_size = config.cache.block_size
+        hashing = {"hash_function": hash_function} if hash_function else {}
+        self._naming = BlockNaming(self._block_size, config.model_name.encode(), **hashing)
+        self._limits = config.limits
+        self._fails = load_failure_policy(config.on_load_failure) == "fail"
         self._stamps: Stamps | None = None
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
         self._loaded: deque[Request] = deque()
         self._running: dict[str, Request] = {}
-        # All that have not ended.
+        # All requests that have not ended.
         self._requests: dict[str, Request] = {}
-        # Blocks of requests that have ended: by request, while the connector sends from them, or
-        # still writes into them.
+        # Blocks of ended requests, by request, while the connector still reads or writes them.
         self._held: dict[str, list[int]] = {}
-        # Those among them that ended while they were loaded.
+        # Those of them that ended while they were loaded.
         self._written: set[str] = set()
         self._ended: set[str] = set()
         self._preempted: set[str] = set()
+        self._sent: _Notices = defaultdict(set)
+        self._received: _Notices = defaultdict(set)
         self.counts: Counter[str] = Counter()
-        """What was done so far: ``tokens_computed``, ``tokens_cached`` (found in the cache),
-        ``tokens_loaded`` (by the connector), ``loads_failed``, ``steps_refused``, ``preemptions``,
-        ``restarts``, ``weight_changes``, ``late_errors`` (of loads that had been taken for good),
-        ``unknown_notices`` (of the connector, about requests that nobody waits for)."""
+        """``tokens_computed``, ``tokens_cached`` (found in the prefix cache), ``tokens_loaded`` (by
+        the connector), ``loads_failed``, ``steps_refused``, ``preemptions``, ``restarts``,
+        ``weight_changes``, ``late_errors`` (load errors of blocks that were already in use),
+        ``unknown_notices`` (duplicate notices of a rank's connector, or about requests that do not
+        wait for any)."""
 
     @property
     def is_busy(self) -> bool:
         """Whether more steps are needed."""
-        # The last of them: of ends that the workers have not heard of.
-        requests = self._requests or self._held or (self.link and self._ended)
-        return bool(requests or (self.link and self.link.connector.has_pending_push_work()))
+        if self.connector is None:
+            return bool(self._requests)
+        # Ended requests: the workers are told of them in the next step.
+        under_way = self._requests or self._held or self._ended
+        return bool(under_way) or self.connector.has_pending_push_work()
 
     def add(self, request: Request) -> None:
-        """Take a request.
+        """Queue a request.
 
         Raises:
-            ValueError: The cache is too small for it, even if it were alone. Or another one, which
-                may have ended but still has blocks, has its identity.
+            ValueError: The cache is too small for the request alone; or its identity is that of
+                another one that has not ended, or still holds blocks.
         """
         request_id = request.request_id
         if request_id in self._requests or request_id in self._held:
             raise ValueError(f"request {request_id!r} is there already; give this one another name")
-        # What follows the last token is not computed.
-        needed = self._blocks_for(request.num_prompt_tokens + request.max_new_tokens - 1)
+        # No keys and values are computed for the last token.
+        needed = self._num_blocks(request.num_prompt_tokens + request.max_new_tokens - 1)
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"request {request_id!r} needs {needed} blocks; the cache has "
                 f"{self.pool.num_blocks}"
             )
         request.names = self._naming.of(request)
-        if self.link:
-            # It may refuse the request: then there is none.
-            self.link.connector.on_new_request(request)
+        if self.connector:
+            # May raise: then the request must not be queued.
+            self.connector.on_new_request(request)
         self._requests[request_id] = request
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request before its time; one that has ended stays as it is."""
+        """End a request early; idempotent."""
         if request.request_id in self._requests:
-            self._end(request, "aborted")
+            self._finish(request, "aborted")
 
     def close(self) -> None:
-        """Let go of the connector."""
-        if self.link:
-            self.link.connector.shutdown()
+        """Shut the connector down."""
+        if self.connector:
+            self.connector.shutdown()
 
     # -- planning
 
     def plan(self) -> StepPlan:
-        """Return the next step; each one is followed by its `update`."""
-        step = Step(self._limits.max_num_batched_tokens)
+        """Return the next step; `update` must follow before the next call."""
+        step = _Step(self._limits.max_num_batched_tokens)
         if self._stamps is not None:
-            self._go_on(step)
-            # Who has just lost its blocks would only take them back.
+            self._plan_running(step)
+            # Preempted requests would only take their blocks back.
             if not self._preempted:
                 self._admit_loaded(step)
-                # Else those that come later would take what one that is loaded waits for.
+                # Later requests would take the blocks that a loaded one waits for.
                 if not self._loaded:
-                    self._admit(step)
-        step.output.preempted_req_ids, self._preempted = self._preempted, set()
-        step.output.finished_req_ids, self._ended = self._ended, set()
-        return StepPlan(
-            None if self._stamps is None else list(self._stamps),
-            [_span(request, count) for request, count in step.requests],
-            self.link.metadata(step.output) if self.link else None,
-            step.loads_first,
-            step.output.finished_req_ids,
-        )
+                    self._admit_waiting(step)
+        output = step.output
+        output.preempted_req_ids, self._preempted = self._preempted, set()
+        output.finished_req_ids, self._ended = self._ended, set()
+        metadata = None
+        if self.connector:
+            metadata = serialize(self.connector.build_connector_meta(output))
+            # Not used here; taken in every step, as vLLM does.
+            self.connector.take_events()
+        stamps = None if self._stamps is None else list(self._stamps)
+        return StepPlan(stamps, step.spans(), metadata, step.loads_first, output.finished_req_ids)
 
-    def _go_on(self, step: Step) -> None:
+    def _plan_running(self, step: _Step) -> None:
         for request in list(self._running.values()):
             count = min(request.num_tokens - request.num_computed_tokens, step.budget)
+            # It may have been preempted by one before it.
             if request.request_id not in self._running or not count:
                 continue
             blocks = self._grow(request, count)
-            while blocks is None and self._make_room(request):
+            while blocks is None and self._preempt_for(request):
                 blocks = self._grow(request, count)
             if blocks is not None:
-                step.go_on(request, count, blocks)
+                step.add_cached(request, count, blocks)
 
-    def _make_room(self, request: Request) -> bool:
-        """Take blocks from others, so that a request may go on; return whether any were taken.
+    def _preempt_for(self, request: Request) -> bool:
+        """Preempt another request so that this one gets blocks; return whether it may go on.
 
-        Those for which nothing was computed yet give theirs up first, then those that were admitted
-        last. The first of all never does, else two could undo in turns what the other has done:
-        where blocks are in the hands of the connector, it waits for them.
+        Loaded requests for which nothing was computed yet are preempted first, then the one that
+        was admitted last. The first never is: two requests could undo each other's work in turns.
+        Where the connector holds the other blocks, the first waits for them.
         """
         if self._loaded:
             self._preempt(self._loaded.pop())
@@ -170,19 +182,19 @@ class Scheduler:
         return last is not request
 
     def _grow(self, request: Request, count: int) -> list[int] | None:
-        """Return the blocks that a request gets for more tokens; None if there are too few."""
-        needed = self._blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
-        blocks = self.pool.take(max(needed, 0))
+        """Allocate the blocks of the next tokens; None if too few are free."""
+        needed = self._num_blocks(request.num_computed_tokens + count) - len(request.block_ids)
+        blocks = self.pool.allocate(max(needed, 0))
         if blocks is not None:
             request.block_ids += blocks
         return blocks
 
     def _preempt(self, request: Request) -> None:
         self.counts["preemptions"] += 1
-        self._put_back(request)
+        self._requeue(request)
 
-    def _put_back(self, request: Request) -> None:
-        """Let a request begin anew, and be the next to do so."""
+    def _requeue(self, request: Request) -> None:
+        """Release a request's blocks, and make it the next to be admitted."""
         self._running.pop(request.request_id, None)
         self.pool.release(request.block_ids)
         request.lose_blocks()
@@ -190,121 +202,126 @@ class Scheduler:
         if request.was_scheduled:
             self._preempted.add(request.request_id)
 
-    def _has_room(self, step: Step) -> bool:
+    def _has_room(self, step: _Step) -> bool:
         return bool(step.budget) and len(self._running) < self._limits.max_num_seqs
 
-    def _admit_loaded(self, step: Step) -> None:
-        """Let requests run that have blocks already, before others get any."""
+    def _admit_loaded(self, step: _Step) -> None:
+        """Run requests that have blocks already, before others get any."""
         while self._loaded and self._has_room(step):
             request = self._loaded[0]
             count = min(request.num_tokens - request.num_computed_tokens, step.budget)
             if self._grow(request, count) is not None:
                 self._loaded.popleft()
-                if self.link:
-                    self.link.allocated(request, 0)
+                self._report_blocks(request, 0)
                 self._run(request, count, step)
             elif self._running or self._loading or len(self._loaded) == 1:
                 return
             else:
-                # They have all blocks among them, and none has enough.
+                # The loaded requests hold all blocks among them, and none has enough.
                 self._preempt(self._loaded.pop())
 
-    def _admit(self, step: Step) -> None:
+    def _admit_waiting(self, step: _Step) -> None:
         asked_again = []
         while self._waiting and self._has_room(step):
             request = self._waiting.popleft()
-            answer = self._begin(request, step)
-            if answer is None:
+            admitted = self._admit(request, step)
+            if admitted is None:
                 asked_again.append(request)
-            elif not answer:
+            elif not admitted:
                 self._waiting.appendleft(request)
                 break
         self._waiting.extendleft(reversed(asked_again))
 
-    def _begin(self, request: Request, step: Step) -> bool | None:
-        """Give a request its first blocks.
+    def _admit(self, request: Request, step: _Step) -> bool | None:
+        """Allocate a request's first blocks.
 
         Returns:
-            Whether there were enough; None: the connector must be asked again.
+            Whether enough were free; None: the connector must be asked again in the next step.
         """
-        found = self._found(request)
-        # Before others are taken: nobody holds these, and they would be among them.
-        self.pool.hold(found)
-        num_found = len(found) * self._block_size
-        num_external, outlasts = self.link.matched(request, num_found) if self.link else (0, False)
+        assert self._stamps is not None
+        # The last token is always computed: its successor is not cached.
+        most = (request.num_tokens - 1) // self._block_size
+        cached = self.pool.lookup(self._keys(request, self._stamps)[:most])
+        # Before others are allocated: free blocks that are not pinned would be among them.
+        self.pool.pin(cached)
+        num_cached = len(cached) * self._block_size
+        num_external: int | None = 0
+        loads_later = False
+        if self.connector:
+            num_external, loads_later = self.connector.get_num_new_matched_tokens(
+                request, num_cached
+            )
         if num_external is None:
-            self.pool.release(found)
+            self.pool.release(cached)
             return None
-        filled = num_found + num_external
-        # The last token is computed in any case.
-        there = min(filled, request.num_tokens - 1)
-        later = bool(num_external) and outlasts
-        count = 0 if later else min(request.num_tokens - there, step.budget)
-        fresh = self.pool.take(self._blocks_for(max(filled, there + count)) - len(found))
+        loads_later = loads_later and num_external > 0
+        filled = num_cached + num_external
+        # At least one token is computed.
+        num_computed = min(filled, request.num_tokens - 1)
+        count = 0 if loads_later else min(request.num_tokens - num_computed, step.budget)
+        needed = self._num_blocks(max(filled, num_computed + count)) - len(cached)
+        fresh = self.pool.allocate(needed)
         if fresh is None:
-            self.pool.release(found)
+            self.pool.release(cached)
             return False
         request.stamps = self._stamps
-        request.block_ids = found + fresh
-        request.num_computed_tokens, request.num_external_tokens = there, num_external
-        self.counts["tokens_cached"] += num_found
-        if self.link:
-            self.link.allocated(request, num_external)
-        if later:
+        request.block_ids = cached + fresh
+        request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
+        self.counts["tokens_cached"] += num_cached
+        self._report_blocks(request, num_external)
+        if loads_later:
             request.state = "loading"
             self._loading[request.request_id] = request
         else:
-            step.loads_first |= bool(num_external)
+            step.loads_first |= num_external > 0
             self._run(request, count, step)
         return True
 
-    def _found(self, request: Request) -> list[int]:
-        """Return the blocks of the cache with which a request can begin."""
-        assert self._stamps is not None
-        # The last token is always computed: what follows it is not kept.
-        most = (request.num_tokens - 1) // self._block_size
-        return self.pool.find(self._names(request, self._stamps)[:most])
+    def _report_blocks(self, request: Request, num_external_tokens: int) -> None:
+        if self.connector is None:
+            return
+        blocks = KVCacheBlocks(request.block_ids)
+        self.connector.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def _names(self, request: Request, stamps: Stamps) -> list[OffloadKey]:
+    def _run(self, request: Request, count: int, step: _Step) -> None:
+        request.state = "running"
+        self._running[request.request_id] = request
+        step.add(request, count)
+
+    def _keys(self, request: Request, stamps: Stamps) -> list[OffloadKey]:
         assert request.names is not None
         return request.names.under(instance_fingerprint(stamps))
 
-    def _run(self, request: Request, count: int, step: Step) -> None:
-        request.state = "running"
-        self._running[request.request_id] = request
-        step.begin(request, count)
-
-    def _blocks_for(self, num_tokens: int) -> int:
+    def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
     # -- results
 
     def update(self, plan: StepPlan, results: Sequence[StepResult]) -> list[Request]:
-        """Take what came of a step, one result for each rank in order; return what has ended."""
-        # First: what else the ranks say may be of other weights than this side believed.
-        self._learn([result.stamp for result in results])
-        ended = self._take_errors(results)
-        if all(result.executed for result in results):
-            tokens = results[0].tokens
-            spans = [each for each in plan.spans if self._stands(each)]
-            ended += [each for span in spans if (each := self._take(span, tokens)).is_done]
+        """Process a step's results, one for each rank in order; return the requests that ended."""
+        # First: the other results may be of other weights than the plan.
+        self._update_weights([result.stamp for result in results])
+        outputs = [result.connector for result in results if result.connector is not None]
+        ended = self._record_load_errors(outputs)
+        if all(result.tokens is not None for result in results):
+            for span in plan.spans:
+                request = self._running.get(span.request_id)
+                # Else it was aborted, restarted or rewound after the step was planned.
+                if request is not None and request.num_computed_tokens == span.start:
+                    self._advance(request, span, results[0].tokens or {})
+                    ended += [request] if request.is_done else []
         else:
             self.counts["steps_refused"] += bool(plan.spans)
-        # Last: the connector may have sent what the step computed of a request that it ended.
-        return ended + self._hear(results)
+        # Last: the connector may have sent what this step computed of a request that it ended.
+        return ended + self._update_connector(outputs)
 
-    def _stands(self, span: Span) -> bool:
-        """Return whether a span's request is still where it was when the step was planned."""
-        request = self._running.get(span.request_id)
-        return request is not None and request.num_computed_tokens == span.start
-
-    def _learn(self, said: Sequence[WeightsStamp | None]) -> None:
-        stamps = known_stamps(said)
+    def _update_weights(self, reported: Sequence[WeightsStamp | None]) -> None:
+        stamps = known_stamps(reported)
         if stamps == self._stamps:
             return
         self.counts["weight_changes"] += self._stamps is not None
         self._stamps = stamps
-        self.pool.forget_all()
+        self.pool.reset()
         while self._loaded:
             self._restart(self._loaded.pop())
         for request in reversed(list(self._running.values())):
@@ -313,60 +330,104 @@ class Scheduler:
 
     def _restart(self, request: Request) -> None:
         self.counts["restarts"] += 1
-        self._put_back(request)
+        self._requeue(request)
 
-    def _take_errors(self, results: Sequence[StepResult]) -> list[Request]:
-        """Take which blocks could not be loaded; return requests that have failed by it."""
-        said = [result.said for result in results if result.said is not None]
-        bad_blocks = set().union(*(each.invalid_block_ids for each in said))
-        within = [each for each in self._running.values() if each.num_external_tokens]
-        for request in (*self._loading.values(), *within):
+    def _record_load_errors(self, outputs: Sequence[ConnectorOutput]) -> list[Request]:
+        """Record blocks that could not be loaded; return the requests that failed by it."""
+        bad_blocks = set().union(*(each.invalid_block_ids for each in outputs))
+        in_step = [each for each in self._running.values() if each.num_external_tokens]
+        waiting = [*self._loading.values(), *in_step]
+        for request in waiting:
             request.bad_blocks = request.bad_blocks | bad_blocks.intersection(request.block_ids)
-        failed = self._distrust(bad_blocks) if bad_blocks else []
-        return failed + [each for each in within if not self._take_load(each)]
-
-    def _distrust(self, bad_blocks: set[int]) -> list[Request]:
-        """Take errors that come late, of blocks that were taken for good; return as above."""
-        waited_for = [each for each in self._running.values() if each.num_external_tokens]
-        owners = [each.block_ids for each in (*self._loading.values(), *waited_for)]
-        late = bad_blocks.difference(*owners, *self._held.values())
-        built = [
-            each
-            for each in (*self._running.values(), *self._loaded)
-            if late.intersection(each.block_ids)
-        ]
-        if not built and not self.pool.knows_any(late):
-            return []
-        self.counts["late_errors"] += 1
-        # Others may stand on them under names that are right.
-        self.pool.forget_all()
-        for request in built:
+        # Errors that come late: of blocks that were already in use.
+        late = bad_blocks.difference(*(each.block_ids for each in waiting), *self._held.values())
+        candidates = (*self._running.values(), *self._loaded)
+        users = [each for each in candidates if late.intersection(each.block_ids)]
+        if users or self.pool.has_cached(late):
+            self.counts["late_errors"] += 1
+            # Blocks that build on the late ones may be cached under keys that look right.
+            self.pool.reset()
+        for request in users:
             request.bad_blocks = late.intersection(request.block_ids)
-        return [each for each in built if not self._rewind(each)]
+        failed = [each for each in users if not self._rewind(each)]
+        return failed + [each for each in in_step if not self._finish_load(each)]
 
-    def _hear(self, results: Sequence[StepResult]) -> list[Request]:
-        """Take what else the connector says; return requests that have failed by it."""
-        if self.link is None:
+    def _update_connector(self, outputs: Sequence[ConnectorOutput]) -> list[Request]:
+        """Process what else the connector reports; return the requests that failed by it."""
+        if self.connector is None:
             return []
-        heard = self.link.hear(
-            [result.said for result in results],
-            running=self._requests,
-            held=self._held,
-            loading={*self._loading, *self._written},
-            failing=[each for each, request in self._loading.items() if request.bad_blocks],
+        loading = {*self._loading, *self._written}
+        # A connector that pushes may have sent a request before this has ended: the notice counts
+        # once it has.
+        sent = self._agreed(
+            self._sent, [each.finished_sending for each in outputs], self._held, self._requests
         )
-        self.counts["unknown_notices"] = self.link.num_unknown
-        received = heard.finished_recving or set()
+        received = self._agreed(
+            self._received, [each.finished_recving for each in outputs], loading
+        )
+        metas = [
+            deserialize(each.worker_metadata)
+            for each in outputs
+            if each.worker_metadata is not None
+        ]
+        failing = {each for each, request in self._loading.items() if request.bad_blocks}
+        self.connector.update_connector_output(
+            KVConnectorOutput(
+                finished_sending=sent or None,
+                finished_recving=received or None,
+                kv_connector_worker_meta=(
+                    functools.reduce(lambda one, other: one.aggregate(other), metas)
+                    if metas
+                    else None
+                ),
+                invalid_block_ids=set().union(*(each.invalid_block_ids for each in outputs)),
+                failed_recving=received & failing,
+            )
+        )
         arrived = [self._loading.pop(each) for each in sorted(received) if each in self._loading]
-        failed = [each for each in arrived if not self._take_load(each)]
-        # Whichever comes: a connector names a request that has ended once, when it is done with it.
-        for request_id in received | (heard.finished_sending or set()):
+        failed = [each for each in arrived if not self._finish_load(each)]
+        # Either notice: a connector names an ended request once, when it neither reads nor writes.
+        for request_id in received | sent:
             self._written.discard(request_id)
             self.pool.release(self._held.pop(request_id, []))
         return failed
 
-    def _take_load(self, request: Request) -> bool:
-        """Take what was loaded for a request; return whether it goes on."""
+    def _agreed(
+        self,
+        notices: _Notices,
+        reported: Sequence[set[str]],
+        expected: Collection[str],
+        early: Collection[str] = (),
+    ) -> set[str]:
+        """Return the expected requests that every rank has named by now; each is named once.
+
+        Duplicate and late notices are counted, and have no other effect.
+
+        Args:
+            notices: Ranks that have named a request so far.
+            reported: Requests named in this step, in order of rank.
+            expected: Requests that wait for this notice.
+            early: Requests that may be named before they wait for it.
+        """
+        for rank, request_ids in enumerate(reported):
+            for request_id in request_ids:
+                is_known = request_id in expected or request_id in early
+                is_new = is_known and rank not in notices[request_id]
+                self.counts["unknown_notices"] += not is_new
+                notices[request_id].add(rank)
+        assert self.connector is not None
+        needed = self.connector.get_finished_count() or self._num_ranks
+        agreed = {
+            each for each, ranks in notices.items() if len(ranks) >= needed and each in expected
+        }
+        for request_id in list(notices):
+            is_known = request_id in expected or request_id in early
+            if request_id in agreed or not is_known:
+                del notices[request_id]
+        return agreed
+
+    def _finish_load(self, request: Request) -> bool:
+        """Use what was loaded for a request; return whether the request goes on."""
         num_external, request.num_external_tokens = request.num_external_tokens, 0
         if request.stamps is not self._stamps:
             if request.state == "loading":
@@ -377,56 +438,49 @@ class Scheduler:
         if request.bad_blocks and not self._rewind(request):
             return False
         self.counts["tokens_loaded"] += num_external - (before - request.num_computed_tokens)
-        self._name(request)
+        self._cache_full_blocks(request)
         if request.state == "loading":
             request.state = "loaded"
             self._loaded.append(request)
         return True
 
     def _rewind(self, request: Request) -> bool:
-        """Compute from the first block that could not be loaded on; return whether it goes on."""
+        """Go back to the first bad block; return whether the request goes on."""
         bad_blocks, request.bad_blocks = request.bad_blocks, set()
         self.counts["loads_failed"] += 1
         if self._fails:
             request.error = f"{len(bad_blocks)} KV blocks could not be loaded"
-            self._end(request, "failed")
+            self._finish(request, "failed")
             return False
-        # As if nobody had ever had them, nor what builds on them.
-        good = min(map(request.block_ids.index, bad_blocks)) * self._block_size
-        request.num_computed_tokens = min(request.num_computed_tokens, good)
-        request.num_named = min(request.num_named, good // self._block_size)
+        num_good = min(map(request.block_ids.index, bad_blocks))
+        request.num_computed_tokens = min(request.num_computed_tokens, num_good * self._block_size)
+        request.num_cached_blocks = min(request.num_cached_blocks, num_good)
         return True
 
-    def _take(self, span: Span, tokens: dict[str, int]) -> Request:
-        request = self._running[span.request_id]
+    def _advance(self, request: Request, span: Span, tokens: dict[str, int]) -> None:
         request.began = request.wrote_blocks = True
-        request.num_computed_tokens = span.start + len(span.tokens)
+        request.num_computed_tokens += len(span.tokens)
         self.counts["tokens_computed"] += len(span.tokens)
-        self._name(request)
+        self._cache_full_blocks(request)
         if request.num_computed_tokens == request.num_tokens:
             request.all_token_ids.append(tokens[span.request_id])
         if request.is_done:
-            self._end(request, "finished")
-        return request
+            self._finish(request, "finished")
 
-    def _name(self, request: Request) -> None:
-        """Let the cache know what the full blocks of a request contain, unless it is mixed.
-
-        The cache is this host's own, so it is for the host to see that the weights are those that
-        the request began with. Connectors have their fence.
-        """
+    def _cache_full_blocks(self, request: Request) -> None:
+        """Insert new full blocks into the prefix cache, unless their weights are mixed."""
         if self._stamps is None or request.stamps is not self._stamps:
             return
         full = request.num_computed_tokens // self._block_size
-        new = slice(request.num_named, full)
+        new = slice(request.num_cached_blocks, full)
         if new.start >= full:
             return
-        names = self._names(request, self._stamps)
-        for block, name in zip(request.block_ids[new], names[new], strict=False):
-            self.pool.name(block, name)
-        request.num_named = full
+        keys = self._keys(request, self._stamps)[new]
+        for block, key in zip(request.block_ids[new], keys, strict=False):
+            self.pool.insert(block, key)
+        request.num_cached_blocks = full
 
-    def _end(self, request: Request, state: State) -> None:
+    def _finish(self, request: Request, state: State) -> None:
         request_id = request.request_id
         for queue in (self._waiting, self._loaded):
             if request in queue:
@@ -436,7 +490,11 @@ class Scheduler:
         self._ended.add(request_id)
         request.state = state
         is_written = self._loading.pop(request_id, None) is not None
-        is_read = self.link is not None and self.link.finished(request)
+        is_read = False
+        if self.connector:
+            is_read, request.kv_transfer_params = self.connector.request_finished(
+                request, list(request.block_ids)
+            )
         if is_written:
             self._written.add(request_id)
         if is_written or is_read:
@@ -445,7 +503,54 @@ class Scheduler:
             self.pool.release(request.block_ids)
 
 
-def _span(request: Request, count: int) -> Span:
-    start = request.num_computed_tokens
-    tokens = request.all_token_ids[start : start + count]
-    return Span(request.request_id, tokens, start, list(request.block_ids))
+class _Step:
+    """A step that is being planned."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        """Tokens that the step can still take."""
+        self.output = SchedulerOutput()
+        self.loads_first = False
+        self._requests: list[tuple[Request, int]] = []
+
+    def add(self, request: Request, count: int) -> None:
+        """Add tokens of a request whose blocks were allocated in this step."""
+        if request.was_scheduled:
+            cached = self.output.scheduled_cached_reqs
+            cached.resumed_req_ids.add(request.request_id)
+            cached.all_token_ids[request.request_id] = list(request.all_token_ids)
+            self.add_cached(request, count, request.block_ids)
+            return
+        request.was_scheduled = True
+        self.output.scheduled_new_reqs.append(
+            NewRequestData(
+                request.request_id,
+                request.prompt_token_ids,
+                (list(request.block_ids),),
+                request.num_computed_tokens,
+            )
+        )
+        self._add(request, count)
+
+    def add_cached(self, request: Request, count: int, new_blocks: list[int]) -> None:
+        """Add tokens of a request that an earlier step had."""
+        cached = self.output.scheduled_cached_reqs
+        cached.req_ids.append(request.request_id)
+        cached.new_block_ids.append((list(new_blocks),) if new_blocks else None)
+        cached.num_computed_tokens.append(request.num_computed_tokens)
+        cached.num_output_tokens.append(request.num_output_tokens)
+        self._add(request, count)
+
+    def _add(self, request: Request, count: int) -> None:
+        self._requests.append((request, count))
+        self.output.num_scheduled_tokens[request.request_id] = count
+        self.budget -= count
+
+    def spans(self) -> list[Span]:
+        """Return what the ranks compute; called once all blocks of the step are allocated."""
+        spans = []
+        for request, count in self._requests:
+            start = request.num_computed_tokens
+            tokens = request.all_token_ids[start : start + count]
+            spans.append(Span(request.request_id, tokens, start, list(request.block_ids)))
+        return spans

@@ -1,4 +1,4 @@
-"""One worker of the reference host: a rank's model, cache and connector."""
+"""The worker of one rank: its model, its cache, and its side of the connector."""
 
 from __future__ import annotations
 
@@ -6,107 +6,107 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from wtransfer.connectors.interface import KVConnectorRole
 from wtransfer.errors import CommitError
-from wtransfer.testing.mini_engine.messages import StepResult
-from wtransfer.testing.mini_engine.model import TokenSpan
+from wtransfer.testing.mini_engine.cache import PagedCache
+from wtransfer.testing.mini_engine.contract import (
+    AttentionLayer,
+    ConnectorOutput,
+    ForwardContext,
+    StepResult,
+)
+from wtransfer.testing.mini_engine.model import PagedTransformer, TensorParallelRank
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
+from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from wtransfer.testing.mini_engine.cache import PagedCache
-    from wtransfer.testing.mini_engine.messages import StepPlan
-    from wtransfer.testing.mini_engine.model import PagedTransformer
-    from wtransfer.testing.mini_engine.shards import Shards
-    from wtransfer.testing.mini_engine.worker_link import WorkerLink
-    from wtransfer.weight_sync.worker.session import WorkerSession
-    from wtransfer.weights import ProcessWeights, WeightsStamp
+    from wtransfer.connectors.interface import KVConnectorBase_V1
+    from wtransfer.testing.mini_engine.config import EngineConfig
+    from wtransfer.testing.mini_engine.contract import StepPlan
+    from wtransfer.transport.communicator import Communicator
+    from wtransfer.weights import WeightsStamp
 
 logger = logging.getLogger(__name__)
 
 COMMIT_WAIT_S = 10.0
-"""Longest wait for an update that another rank has and this one has not, in seconds."""
+"""Longest wait for an update that another rank has received and this one has not, in seconds."""
 
 
-class ServingWorker:
-    """Takes steps. All its calls come from the thread that owns the model.
+class Worker:
+    """Executes steps. All calls come from the thread that owns the model.
 
     Args:
-        model: Whole, on every rank.
-        cache: Of this rank's heads.
-        shards: This rank's heads, and the other ranks.
-        link: The connector; None: there is none.
-        session: Receives weights; None: they never change.
-        weights: What this process computes with.
+        config: Configuration of the engine.
+        model: The whole model; every rank has one.
+        connector: Worker side of the connector; None: the engine runs without one.
+        group: Group of the ranks; None: a single rank.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         model: PagedTransformer,
-        cache: PagedCache,
-        shards: Shards,
-        *,
-        link: WorkerLink | None = None,
-        session: WorkerSession | None = None,
-        weights: ProcessWeights = process_weights,
+        connector: KVConnectorBase_V1 | None,
+        group: Communicator | None = None,
     ) -> None:
         self.model = model
-        """The model."""
-        self.session = session
-        """Receives weights."""
-        self.link = link
-        """The connector."""
-        self._cache = cache
-        self._shards = shards
-        self._weights = weights
+        self.connector = connector
+        self._tp = TensorParallelRank(config.model, group)
+        self.cache = PagedCache(config.model, config.cache, len(self._tp.heads))
+        self.session = _make_session(config, model, self._tp.rank)
+        """Receives weights; None: they never change."""
+        self._caches = self.cache.by_name()
+        self._names = list(self._caches)
+        self._attention_layers = {name: AttentionLayer(each) for name, each in self._caches.items()}
+        self._attn_metadata: Any = []
+        self._bad_blocks: set[int] = set()
+        if connector is not None:
+            connector.register_kv_caches(self._caches)
 
     def handshake(self) -> Any:
-        """Return what the connector says before the first step, as plain data."""
-        return self.link.handshake() if self.link else None
-
-    def step(self, plan: StepPlan) -> StepResult:
-        """Commit what is pending, and compute the spans between the connector's calls.
-
-        The spans are computed only if all ranks compute with what the plan was made for. Otherwise
-        some build on blocks of other weights; the scheduler will hear so, and plan anew. Meanwhile
-        the connector must not believe that anything was computed.
-        """
-        self._commit()
-        stamp = self._stamp()
-        expected = plan.stamps[self._shards.rank] if plan.stamps else None
-        # All ranks compute, or none: they wait for each other in every layer.
-        refused = self._shards.any(stamp is None or stamp != expected)
-        link = self.link
-        if link is None:
-            tokens = None if refused else self._compute(plan)
-            return StepResult(stamp, tokens is not None, tokens or {})
-        with self._withheld(refused):
-            link.begin(plan)
-            tokens = self._between(plan, link, compute=not refused)
-        # An empty worker's side must not believe that there is anything to serve from.
-        with self._withheld(stamp is None):
-            said = link.end(plan.finished_req_ids)
-        return StepResult(stamp, tokens is not None, tokens or {}, said)
-
-    def get_stats(self) -> dict[str, float]:
-        """Return the numbers of the connector's worker side."""
-        return dict(self.link.connector.get_stats()) if self.link else {}
+        """Return the connector's handshake metadata, serialized; None if it has none."""
+        return serialize(self.connector.get_handshake_metadata()) if self.connector else None
 
     def close(self) -> None:
-        """Let go of everything; the model keeps its weights."""
+        """Release everything; the model keeps its weights."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._shards.close)
-            if self.link is not None:
-                stack.callback(self.link.close)
+            stack.callback(self._tp.close)
+            if self.connector is not None:
+                stack.callback(self.connector.shutdown)
             if self.session is not None:
                 stack.callback(self.session.close)
 
+    def step(self, plan: StepPlan) -> StepResult:
+        """Commit a pending update, then compute the spans between the connector's calls.
+
+        The spans are computed only if all ranks have the weight versions of the plan. Otherwise
+        some of them build on blocks of other weights; the scheduler learns it from the result, and
+        plans anew. Meanwhile the connector must not take anything for computed.
+        """
+        self._commit()
+        stamp = self._stamp()
+        expected = plan.stamps[self._tp.rank] if plan.stamps else None
+        # All ranks compute, or none: they wait for each other in every layer.
+        refused = self._tp.any(stamp is None or stamp != expected)
+        if self.connector is None:
+            return StepResult(stamp, None if refused else self._compute(plan))
+        with self._withheld(refused):
+            metadata = deserialize(plan.connector_metadata)
+            self.connector.handle_preemptions(metadata)
+            self.connector.bind_connector_metadata(metadata)
+            tokens = self._load_and_compute(plan, self.connector, compute=not refused)
+        # Without weights to serve from, the connector must not serve either.
+        with self._withheld(stamp is None):
+            output = self._end_connector_step(self.connector, plan.finished_req_ids)
+        return StepResult(stamp, tokens, output)
+
     def _commit(self) -> None:
         session = self.session
-        # Asked of all: one that commits waits for the others, which must not compute meanwhile.
-        if session is None or not self._shards.any(session.pending):
+        # Agreed on by all ranks: one that commits waits for the others, which must not compute.
+        if session is None or not self._tp.any(session.pending):
             return
         try:
             session.commit_pending(COMMIT_WAIT_S)
@@ -115,38 +115,100 @@ class ServingWorker:
             logger.exception("the update was not applied")
 
     def _stamp(self) -> WeightsStamp | None:
-        """Return what this rank computes with; None if that is nothing to serve from."""
-        # An empty worker's weights have a name, which nobody shares; they may be torn all the same.
+        """Return this rank's weight version; None if it has none to serve from."""
+        # The weights of an empty session have a name of their own; they may be torn all the same.
         if self.session is not None and self.session.state == "empty":
             return None
-        return self._weights.stamp()
+        return process_weights.stamp()
 
     def _withheld(self, condition: bool) -> AbstractContextManager[None]:
-        return self._weights.withheld() if condition else contextlib.nullcontext()
+        return process_weights.withheld() if condition else contextlib.nullcontext()
 
-    def _between(self, plan: StepPlan, link: WorkerLink, *, compute: bool) -> dict[str, int] | None:
-        """Load, compute and save; return the tokens, or None if nothing counts."""
+    def _load_and_compute(
+        self, plan: StepPlan, connector: KVConnectorBase_V1, *, compute: bool
+    ) -> dict[str, int] | None:
+        """Load, compute and save; return the tokens, or None if the step does not count."""
+        context = ForwardContext(plan.spans, self._attention_layers)
+        self._attn_metadata = plan.spans
         if plan.loads_first:
-            link.load()
-            compute = compute and not self._shards.any(link.has_failed())
+            connector.start_load_kv(context)
+            compute = compute and not self._tp.any(self.has_load_errors())
             if not compute:
-                # Else they would go on in blocks that others have got by then.
-                link.wait_for_loads()
+                # Otherwise the loads would go on in blocks that other requests have by then.
+                for name in self._names:
+                    connector.wait_for_layer_load(name)
         tokens = self._compute(plan) if compute else None
         if not plan.loads_first:
-            link.load()
-        # A layer's load may turn out to have failed after all.
-        elif tokens is not None and self._shards.any(link.has_failed()):
+            connector.start_load_kv(context)
+        # A layer's load may fail after the forward pass has begun.
+        elif tokens is not None and self._tp.any(self.has_load_errors()):
             tokens = None
         if tokens:
-            link.save()
+            connector.wait_for_save()
         return tokens
 
     def _compute(self, plan: StepPlan) -> dict[str, int]:
-        spans = [
-            TokenSpan(span.tokens, span.start, torch.tensor(span.block_ids)) for span in plan.spans
-        ]
-        if not spans:
+        if not plan.spans:
             return {}
-        tokens = self.model.forward(spans, self._cache, self._shards, self.link)
+        hooks = (self._before_layer, self._after_layer) if self.connector else ()
+        tokens = self.model.forward(plan.spans, self.cache, self._tp, *hooks)
         return {span.request_id: token for span, token in zip(plan.spans, tokens, strict=True)}
+
+    def _before_layer(self, number: int) -> None:
+        assert self.connector is not None
+        self.connector.wait_for_layer_load(self._names[number])
+
+    def _after_layer(self, number: int) -> None:
+        assert self.connector is not None
+        name = self._names[number]
+        self.connector.save_kv_layer(name, self._caches[name], self._attn_metadata)
+
+    def has_load_errors(self) -> bool:
+        """Return whether any load of this step is known to have failed."""
+        assert self.connector is not None
+        self._bad_blocks |= self.connector.get_block_ids_with_load_errors()
+        return bool(self._bad_blocks)
+
+    def _end_connector_step(
+        self, connector: KVConnectorBase_V1, finished_req_ids: set[str]
+    ) -> ConnectorOutput:
+        sent, received = connector.get_finished(finished_req_ids)
+        self.has_load_errors()
+        bad_blocks, self._bad_blocks = self._bad_blocks, set()
+        metadata = serialize(connector.build_connector_worker_meta())
+        connector.clear_connector_metadata()
+        return ConnectorOutput(sent or set(), received or set(), bad_blocks, metadata)
+
+
+def make_worker(
+    config: EngineConfig, group: Communicator | None = None, *, owns_process: bool = False
+) -> Worker:
+    """Return the worker of one rank.
+
+    Args:
+        config: Configuration of the engine.
+        group: Group of the ranks; None: a single rank.
+        owns_process: Whether this process has no other model. Without a publisher, its weights are
+            then named by their content, so that KV cache is exchanged with all instances that have
+            the same weights; with a publisher, the session names them.
+    """
+    model = PagedTransformer(config.model, config.seed)
+    rank = group.rank if group else 0
+    worker = Worker(config, model, config.make_connector(KVConnectorRole.WORKER, rank), group)
+    if owns_process and worker.session is None:
+        process_weights.vouch(model)
+    return worker
+
+
+def _make_session(config: EngineConfig, model: PagedTransformer, rank: int) -> WorkerSession | None:
+    if config.join is None:
+        return None
+    return WorkerSession(
+        model,
+        join=config.join,
+        token=config.token,
+        instance=config.engine_id,
+        rank=rank,
+        num_ranks=config.num_ranks,
+        name=f"{config.engine_id}/{rank}",
+    )

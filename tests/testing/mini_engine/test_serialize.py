@@ -1,4 +1,4 @@
-"""What travels between scheduler and workers: data of every kind, and nothing that runs."""
+"""Data of every kind is serialized, and nothing that runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import torch
 from wtransfer.connectors.fence import StampedHandshake, WorkerStamps
 from wtransfer.connectors.interface import KVConnectorMetadata
 from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.testing.mini_engine.plain import from_plain, to_plain
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.weights import WeightsStamp
 
 
 def over_the_wire(value):
-    return from_plain(msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(value))))
+    return deserialize(msgspec.msgpack.decode(msgspec.msgpack.encode(serialize(value))))
 
 
 class Point(NamedTuple):
@@ -111,18 +111,18 @@ class More(Grown):
         StampedHandshake(("A", 1)),
     ],
 )
-def test_data_arrives_as_it_was(value):
+def test_data_round_trips(value):
     arrived = over_the_wire(value)
     assert arrived == value
     assert type(arrived) is type(value)
 
 
-def test_kinds_that_are_equal_are_told_apart():
+def test_equal_values_of_other_types_keep_their_types():
     for one, other in ((True, 1), (1, 1.0), (Point(1, 2), (1, 2)), ({1}, frozenset({1}))):
         assert (type(over_the_wire(one)), type(over_the_wire(other))) == (type(one), type(other))
 
 
-def test_objects_without_fields_arrive_with_their_attributes():
+def test_attributes_of_plain_objects_round_trip():
     bare = Bare()
     bare.requests.append(GPULoadStoreSpec([5, 6], [1, 1], [0, 3]))
     bare.inner = Bare.Inner()
@@ -134,7 +134,7 @@ def test_objects_without_fields_arrive_with_their_attributes():
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "float32", ">i4", "float64"])
-def test_arrays_of_numbers_arrive_as_they_were(dtype):
+def test_arrays_of_numbers_round_trip(dtype):
     array = np.arange(6).astype(dtype).reshape(2, 3)
     arrived = over_the_wire(array)
     assert (arrived.dtype, arrived.shape) == (array.dtype, (2, 3))
@@ -175,10 +175,10 @@ class Door:
     ],
     ids=repr,
 )
-def test_what_is_no_data_does_not_leave(value):
+def test_serialize_refuses_what_is_not_data(value):
     for holder in (value, [value], {"key": value}, Frozen("a", [value]), Point(value)):
         with pytest.raises(TypeError, match="does not travel between scheduler and worker"):
-            to_plain(holder)
+            serialize(holder)
 
 
 @pytest.mark.parametrize(
@@ -206,24 +206,24 @@ def test_what_is_no_data_does_not_leave(value):
         (["object", "msgspec:Struct.__class__", {}], LookupError),
     ],
 )
-def test_what_is_no_data_is_not_made(plain, error):
+def test_deserialize_refuses_what_is_not_data(plain, error):
     with pytest.raises(error):
-        from_plain(plain)
+        deserialize(plain)
     with pytest.raises(error):
-        from_plain(["list", 1, ["dict", ["key", plain]]])
+        deserialize(["list", 1, ["dict", ["key", plain]]])
 
 
-def test_nothing_is_imported(monkeypatch, tmp_path):
+def test_deserialize_imports_nothing(monkeypatch, tmp_path):
     (tmp_path / "not_loaded.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(LookupError, match="not_loaded:Class is no class of this process"):
-        from_plain(["object", "not_loaded:Class", {}])
+        deserialize(["object", "not_loaded:Class", {}])
     # A module that imports what it is asked for is not asked.
     lazy = ModuleType("lazy")
     lazy.__getattr__ = lambda name: pytest.fail(f"{name} was asked for")
     monkeypatch.setitem(sys.modules, "lazy", lazy)
     with pytest.raises(LookupError, match="lazy:Class is no class of this process"):
-        from_plain(["object", "lazy:Class", {}])
+        deserialize(["object", "lazy:Class", {}])
 
 
 RAN = []
@@ -267,24 +267,27 @@ class Trap:
         RAN.append("door")
 
 
-def test_none_of_a_class_runs_when_it_is_made():
+def test_deserialize_runs_no_code_of_a_class():
     trap = Trap()
     trap.number = 3
     RAN.clear()
     assert over_the_wire(trap).number == 3
     name = f"{__name__}:Trap"
-    made = from_plain(["object", name, {"door": 1, "__class__": 2, "number": 4}])
+    made = deserialize(["object", name, {"door": 1, "__class__": 2, "number": 4}])
     assert (type(made), made.number, RAN) == (Trap, 4, [])
 
 
-def test_a_class_with_slots_takes_no_other_attributes():
+def test_class_with_slots_takes_no_other_attributes():
     with pytest.raises(TypeError):
-        from_plain(["object", f"{__name__}:Slotted", {"other": 1}])
-    assert dataclasses.asdict(from_plain(to_plain(Slotted(1.0)))) == {"number": 1.0, "inner": None}
+        deserialize(["object", f"{__name__}:Slotted", {"other": 1}])
+    assert dataclasses.asdict(deserialize(serialize(Slotted(1.0)))) == {
+        "number": 1.0,
+        "inner": None,
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_of_numbers_arrive_as_they_were(dtype):
+def test_tensors_round_trip(dtype):
     tensor = torch.arange(12).reshape(3, 4).to(dtype).T
     arrived = over_the_wire({"slots": tensor, "none": torch.empty(0, 3, dtype=dtype)})
     assert torch.equal(arrived["slots"], tensor)
@@ -297,7 +300,7 @@ class Loose(KVConnectorMetadata):
     __slots__ = ("number",)
 
 
-def test_slots_of_any_class_arrive():
+def test_slots_round_trip():
     loose = Loose()
     loose.number = 7
     assert over_the_wire(loose).number == 7

@@ -1,4 +1,4 @@
-"""The host around the model: what waits, what is refused, and what happens when a rank is gone."""
+"""The engine around the model: what waits, what is refused, and a rank that is gone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from wtransfer.errors import PeerLostError, StallError
 from wtransfer.specs.interface import LookupResult, OffloadPolicy, RequestOffloadingContext
-from wtransfer.testing.mini_engine.build import HostSettings
-from wtransfer.testing.mini_engine.shape import CacheShape
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
+from wtransfer.testing.mini_engine.engine import RANK_MAIN, ProcessExecutor, make_engine
 
 BLOCK_SIZE = 16
 
@@ -23,10 +23,10 @@ def prompt(kit):
 @pytest.fixture
 def host(kit, serve):
     tier = kit.offloading(kit.shelf_tier(64))
-    return serve(HostSettings(cache=CacheShape(BLOCK_SIZE, 12), seed=3, **tier))
+    return serve(EngineConfig(cache=CacheShape(BLOCK_SIZE, 12), seed=3, **tier))
 
 
-def test_a_tier_that_does_not_know_yet_is_asked_again_in_the_next_step(kit, host, prompt):
+def test_lookup_that_is_retried_delays_the_request_by_a_step(kit, host, prompt):
     host.generate([prompt], kit.NEW_TOKENS)
     host.generate(kit.prompts(BLOCK_SIZE, 4, seed=5), kit.NEW_TOKENS)
     manager, asked = kit.manager_of(host), []
@@ -43,18 +43,18 @@ def test_a_tier_that_does_not_know_yet_is_asked_again_in_the_next_step(kit, host
         assert (request.state, len(asked)) == ("waiting", times)
     before = host.scheduler.counts["tokens_loaded"]
     host.run()
-    assert request.output == kit.truth(prompt, 3)
+    assert request.output == kit.reference(prompt, 3)
     assert host.scheduler.counts["tokens_loaded"] > before
 
 
-def test_a_block_whose_store_is_under_way_is_computed(kit, host, prompt):
+def test_pending_block_is_computed(kit, host, prompt):
     manager = kit.manager_of(host)
     manager.lookup = lambda key, context: LookupResult.HIT_PENDING
-    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, 3)]
+    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.reference(prompt, 3)]
     assert host.scheduler.counts["tokens_loaded"] == 0
 
 
-def test_blocks_belong_to_their_job_though_their_request_has_ended(kit, host, prompt):
+def test_blocks_stay_pinned_while_they_are_stored_after_the_request_ended(kit, host, prompt):
     worker = kit.tier_worker_of(host)
     get_finished, pool = worker.get_finished, host.scheduler.pool
     worker.get_finished = list
@@ -67,23 +67,23 @@ def test_blocks_belong_to_their_job_though_their_request_has_ended(kit, host, pr
     assert pool.num_free == 12
 
 
-def test_more_requests_than_the_cache_holds_take_turns(kit, host):
+def test_requests_beyond_the_cache_take_turns(kit, host):
     prompts = kit.prompts(BLOCK_SIZE, 8)
-    assert host.generate(prompts, kit.NEW_TOKENS) == kit.truths(prompts, 3)
+    assert host.generate(prompts, kit.NEW_TOKENS) == kit.references(prompts, 3)
     assert host.scheduler.pool.num_free == 12
-    assert {0} == set(host.scheduler.pool._holders)
+    assert {0} == set(host.scheduler.pool._num_pins)
 
 
-def test_a_host_that_gets_nowhere_says_so(kit, host, prompt):
+def test_run_without_progress_raises_at_its_deadline(kit, host, prompt):
     kit.manager_of(host).lookup = lambda key, context: LookupResult.RETRY
     host.submit(prompt, 1)
-    with pytest.raises(StallError, match="the requests of this host"):
+    with pytest.raises(StallError, match="the requests of this engine"):
         host.run(0.1)
     del kit.manager_of(host).lookup
     host.run()
 
 
-def test_a_spec_hears_of_each_request_once_when_it_begins_and_once_when_it_ends(kit, host):
+def test_spec_is_told_once_of_begin_and_end_of_each_request(kit, host):
     manager, heard = kit.manager_of(host), []
     manager.on_new_request = lambda context: (
         heard.append(("new", context.req_id)) or RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
@@ -97,7 +97,7 @@ def test_a_spec_hears_of_each_request_once_when_it_begins_and_once_when_it_ends(
 
 
 @pytest.mark.parametrize("policy", OffloadPolicy)
-def test_a_spec_is_offered_what_was_found_if_it_wants_that(kit, host, prompt, policy):
+def test_cached_blocks_are_offered_by_the_offload_policy(kit, host, prompt, policy):
     manager, offered = kit.manager_of(host), []
     manager.on_new_request = lambda context: RequestOffloadingContext(policy)
     host.generate([prompt], kit.NEW_TOKENS)
@@ -105,13 +105,13 @@ def test_a_spec_is_offered_what_was_found_if_it_wants_that(kit, host, prompt, po
     manager.prepare_store = lambda keys, context: (
         offered.append(len(keys)) or prepare_store(keys, context)
     )
-    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.truth(prompt, 3)]
+    assert host.generate([prompt], kit.NEW_TOKENS) == [kit.reference(prompt, 3)]
     assert host.scheduler.counts["tokens_cached"] > 0
     in_all = len(prompt) // BLOCK_SIZE
     assert sum(offered) == {OffloadPolicy.REQUEST_LEVEL: in_all}.get(policy, 0)
 
 
-def test_both_sides_of_the_spec_are_shut_down_with_the_host(kit, host):
+def test_close_shuts_down_both_sides_of_the_spec(kit, host):
     manager, worker = kit.manager_of(host), kit.tier_worker_of(host)
     host.close()
     host.close()
@@ -119,20 +119,17 @@ def test_both_sides_of_the_spec_are_shut_down_with_the_host(kit, host):
     assert worker._thread._shutdown
 
 
-def test_a_rank_that_is_killed_is_named(kit, serve, nursery, prompt, tmp_path):
-    from wtransfer.testing.mini_engine.build import make_host
-    from wtransfer.testing.mini_engine.remote import RemoteWorkers
+def test_killed_rank_is_named(kit, serve, zygote, prompt, tmp_path):
 
     children, log = [], tmp_path / "rank.log"
 
     def spawn(address):
-        target = "wtransfer.testing.mini_engine.rank_process:main"
-        children.append(nursery.spawn(target, address, stdout=log, stderr=log))
+        children.append(zygote.spawn(RANK_MAIN, address, stdout=log, stderr=log))
 
-    settings = HostSettings(cache=CacheShape(BLOCK_SIZE, 12), num_ranks=2)
-    host = make_host(settings, RemoteWorkers(settings, spawn))
+    settings = EngineConfig(cache=CacheShape(BLOCK_SIZE, 12), num_ranks=2)
+    host = make_engine(settings, ProcessExecutor(settings, spawn))
     with host:
-        assert host.generate([prompt], 2) == [kit.truth(prompt, 0, 2)]
+        assert host.generate([prompt], 2) == [kit.reference(prompt, 0, 2)]
         os.kill(children[1].pid, signal.SIGKILL)
         host.submit(prompt, 2)
         with pytest.raises(PeerLostError, match=r"rank [01]"):

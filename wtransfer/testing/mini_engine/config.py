@@ -1,0 +1,133 @@
+"""Configuration of a mini engine: plain data, so that it can be sent to the processes of ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from wtransfer.config import (
+    KVCacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    ServingConfig,
+)
+from wtransfer.connectors.factory import KVConnectorFactory
+
+if TYPE_CHECKING:
+    from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorRole
+
+DTYPE = "float32"
+"""Name of the dtype of weights, keys and values."""
+_DTYPE_NBYTES = 4
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """Sizes of the transformer."""
+
+    num_layers: int = 2
+    width: int = 64
+    """Size of the residual stream."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int = 2
+    """Key and value heads; each serves the same number of query heads."""
+    vocabulary: int = 256
+    """Number of different tokens."""
+
+    @property
+    def head_width(self) -> int:
+        """Size of one head."""
+        return self.width // self.num_heads
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class CacheShape(msgspec.Struct, frozen=True):
+    """Sizes of a paged KV cache."""
+
+    block_size: int = 16
+    """Tokens per block."""
+    num_blocks: int = 256
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Limits of one step."""
+
+    max_num_seqs: int = 8
+    """Most requests that run side by side."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens that one step computes; longer prompts are computed in chunks."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """Configuration of one serving instance."""
+
+    model: ModelShape = ModelShape()
+    cache: CacheShape = CacheShape()
+    """Sizes of the cache of each rank."""
+    limits: Limits = Limits()
+    seed: int = 0
+    """Seed of the first weights."""
+    connector: str | None = None
+    """Name of the connector; None: the engine runs without one."""
+    options: dict[str, Any] = {}
+    """Options of the connector: ``kv_connector_extra_config``."""
+    role: str = "kv_both"
+    """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
+    module_path: str | None = None
+    """Module of a connector that is not registered."""
+    on_load_failure: str = "recompute"
+    """``recompute`` or ``fail``: what becomes of a request whose blocks could not be loaded."""
+    engine_id: str = "mini"
+    """Identity of this instance."""
+    num_ranks: int = 1
+    """Tensor-parallel ranks: the heads are divided among them."""
+    join: str | None = None
+    """Address of the publisher of new weights; None: the weights never change."""
+    token: str | None = None
+    """Token of the publisher."""
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model: its sizes. The weights are identified by their fingerprint."""
+        return msgspec.json.encode(self.model).decode()
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """Shape of each rank's cache."""
+        values_per_token = 2 * (self.model.num_kv_heads // self.num_ranks) * self.model.head_width
+        nbytes_per_token = self.model.num_layers * values_per_token * _DTYPE_NBYTES
+        return KVCacheConfig(
+            self.cache.num_blocks, self.cache.block_size, self.cache.block_size * nbytes_per_token
+        )
+
+    def serving_config(self, rank: int = 0) -> ServingConfig:
+        """Return the configuration that the connector of the scheduler, or of a rank, is given."""
+        return ServingConfig(
+            parallel_config=ParallelConfig(
+                rank=rank, world_size=self.num_ranks, tensor_parallel_size=self.num_ranks
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=self.connector,
+                engine_id=self.engine_id,
+                kv_role=self.role,
+                kv_connector_module_path=self.module_path,
+                kv_connector_extra_config=dict(self.options),
+                kv_load_failure_policy=self.on_load_failure,
+            ),
+            cache_config=self.kv_cache_config,
+            model_config=ModelConfig(self.model_name, DTYPE),
+        )
+
+    def make_connector(self, role: KVConnectorRole, rank: int = 0) -> KVConnectorBase_V1 | None:
+        """Return one side of the connector; None if the engine runs without one."""
+        if self.connector is None:
+            return None
+        return KVConnectorFactory.create_connector(
+            self.serving_config(rank), role, self.kv_cache_config
+        )

@@ -1,0 +1,260 @@
+"""Requests and steps: what scheduler, ranks and connectors exchange.
+
+The first part has vLLM's names, which connectors read; the second part travels between scheduler
+and ranks, as plain data also where they share a process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from wtransfer.weights import WeightsStamp  # noqa: TC001  (msgspec reads it)
+
+if TYPE_CHECKING:
+    import torch
+
+    from wtransfer.connectors.naming import RequestNames
+    from wtransfer.weights import Stamps
+
+State = Literal["waiting", "loading", "loaded", "running", "finished", "failed", "aborted"]
+OVER = ("finished", "failed", "aborted")
+"""States in which a request ends."""
+BlockIds = tuple[list[int], ...]
+"""Blocks by KV cache group; this engine has one group."""
+
+
+class Request:
+    """A prompt, and the tokens that follow it.
+
+    Args:
+        request_id: Identity.
+        prompt: Tokens, at least one.
+        max_new_tokens: Number of tokens to generate.
+        kv_transfer_params: Parameters for the connector.
+    """
+
+    # What else connectors of vLLM read of a request: this model has no adapters and no media, and
+    # takes the most likely token.
+    sampling_params = pooling_params = lora_request = prompt_embeds = None
+    cache_salt: str | None = None
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_new_tokens: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> None:
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(f"request {request_id!r} has no prompt, or nothing to generate")
+        self.request_id = request_id
+        self.prompt_token_ids = list(prompt)
+        self.all_token_ids = list(prompt)
+        """Prompt and generated tokens."""
+        self.max_new_tokens = max_new_tokens
+        self.kv_transfer_params = kv_transfer_params
+        """Parameters for the connector; after the end, its parameters for the next instance."""
+        self.mm_features: list[Any] = []
+        self.state: State = "waiting"
+        self.error: str | None = None
+        """Why the request failed."""
+        self.began = False
+        """Whether a step has computed anything for it."""
+        self.wrote_blocks = False
+        """Whether a step has computed anything into its present blocks."""
+        self.was_scheduled = False
+        """Whether any step had it: connectors are told of it as new only once."""
+        self.num_computed_tokens = 0
+        """Positions whose keys and values are in its blocks, or come with the present step."""
+        self.num_external_tokens = 0
+        """Those of them that are being loaded."""
+        self.bad_blocks: set[int] = set()
+        """Those of its blocks that could not be loaded."""
+        self.block_ids: list[int] = []
+        self.num_cached_blocks = 0
+        """Blocks that the prefix cache has the keys of."""
+        self.stamps: Stamps | None = None
+        """Weight versions of the ranks when its blocks were allocated; None before that."""
+        self.names: RequestNames | None = None
+        """Keys of its blocks."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens, under vLLM's name."""
+        return self.all_token_ids[self.num_prompt_tokens :]
+
+    output = output_token_ids
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all tokens were generated."""
+        return self.num_output_tokens >= self.max_new_tokens
+
+    def lose_blocks(self) -> None:
+        """Wait for other blocks; the present ones were released."""
+        self.state = "waiting"
+        self.num_computed_tokens = self.num_external_tokens = self.num_cached_blocks = 0
+        self.block_ids, self.bad_blocks = [], set()
+        self.wrote_blocks = False
+        self.stamps = None
+
+
+@dataclass(frozen=True)
+class KVCacheBlock:
+    """One block."""
+
+    block_id: int
+
+
+class KVCacheBlocks:
+    """The blocks of a request."""
+
+    def __init__(self, block_ids: list[int]) -> None:
+        self._block_ids = block_ids
+
+    @property
+    def blocks(self) -> tuple[list[KVCacheBlock], ...]:
+        """The blocks by KV cache group."""
+        return (list(map(KVCacheBlock, self._block_ids)),)
+
+    def get_block_ids(self) -> BlockIds:
+        """Return their numbers by KV cache group."""
+        return (list(self._block_ids),)
+
+
+@dataclass
+class NewRequestData:
+    """A request that no earlier step had."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    block_ids: BlockIds
+    num_computed_tokens: int
+    """Tokens whose keys and values are in the cache, or come with this step."""
+    mm_features: list[Any] = field(default_factory=list)
+    sampling_params: Any = None
+    pooling_params: Any = None
+    lora_request: Any = None
+    prompt_embeds: Any = None
+
+
+@dataclass
+class CachedRequestData:
+    """Requests that earlier steps had; every list has one entry for each."""
+
+    req_ids: list[str] = field(default_factory=list)
+    resumed_req_ids: set[str] = field(default_factory=set)
+    """Those that begin anew after a preemption: their blocks are all new."""
+    new_block_ids: list[BlockIds | None] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_output_tokens: list[int] = field(default_factory=list)
+    all_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Prompt and generated tokens, of those that begin anew."""
+    new_token_ids: list[list[int]] = field(default_factory=list)
+    """Empty, as where there is no pipeline: the workers have generated the tokens themselves."""
+
+
+@dataclass
+class SchedulerOutput:
+    """One step, as a connector's scheduler side is told of it."""
+
+    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    finished_req_ids: set[str] = field(default_factory=set)
+    """Requests that have ended since the last step."""
+    preempted_req_ids: set[str] = field(default_factory=set)
+    """Requests that have lost their blocks since the last step."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(self.num_scheduled_tokens.values())
+
+
+@dataclass
+class AttentionLayer:
+    """A layer of the model that has a cache."""
+
+    kv_cache: torch.Tensor
+    """Its cache; dim 0 counts blocks."""
+
+
+@dataclass
+class ForwardContext:
+    """A forward pass, as a connector's worker side is told of it."""
+
+    attn_metadata: Any
+    """The spans that are computed."""
+    no_compile_layers: dict[str, AttentionLayer]
+    """Layers by name."""
+
+
+# -- between scheduler and ranks
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Consecutive tokens of one request that a step computes."""
+
+    request_id: str
+    tokens: list[int]
+    start: int
+    """Position of the first token."""
+    block_ids: list[int]
+    """All blocks of the request, in order."""
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step, the same for all ranks."""
+
+    stamps: list[WeightsStamp] | None = None
+    """Weight version that each rank must have: the blocks that the spans build on were computed
+    with it. None: not known yet, and there are no spans."""
+    spans: list[Span] = []
+    connector_metadata: Any = None
+    """Metadata of the connector's scheduler side, serialized; None without a connector."""
+    loads_first: bool = False
+    """Whether the spans need what the connector loads in this step."""
+    finished_req_ids: set[str] = set()
+    """Requests that have ended since the last step."""
+
+
+class ConnectorOutput(msgspec.Struct, frozen=True):
+    """Output of one rank's connector for a step."""
+
+    finished_sending: set[str] = set()
+    finished_recving: set[str] = set()
+    invalid_block_ids: set[int] = set()
+    """Blocks that could not be loaded."""
+    worker_metadata: Any = None
+    """Metadata for the connector's scheduler side, serialized."""
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """Result of a step on one rank."""
+
+    stamp: WeightsStamp | None
+    """Weight version of the rank; None: it holds none to serve from, and nothing was computed."""
+    tokens: dict[str, int] | None
+    """The token that follows each span. None: the step was refused, and nothing of the spans was
+    written that counts."""
+    connector: ConnectorOutput | None = None
+    """None without a connector."""
