@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
-from wtransfer.specs.fenced import FencedLoadStoreSpec
 from wtransfer.specs.interface import GPULoadStoreSpec
 from wtransfer.specs.slots import ArenaLoadStoreSpec
 from wtransfer.testing.mini_engine.messages import Said, Span, StepPlan, StepResult
@@ -20,9 +19,9 @@ def over_the_wire(message):
 
 
 def test_a_plan_arrives_as_it_was():
-    tier = FencedLoadStoreSpec(STAMPS, ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"]))
+    tier = ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"])
     blocks = GPULoadStoreSpec([5, 6, 7], [2, 1], [4, 0])
-    loads = [Job(1, "r", blocks, tier)]
+    loads = [Job(1, "r", blocks, tier, tuple(STAMPS))]
     metadata = OffloadingMetadata(loads=loads, gone={"s": [4]}, preempted=["t"])
     plan = StepPlan(STAMPS, [Span("r", [1], 4, [5])], to_plain(metadata), True, {"u"})
     arrived = over_the_wire(plan)
@@ -33,14 +32,14 @@ def test_a_plan_arrives_as_it_was():
     assert (got.gone, got.preempted, got.stores) == ({"s": [4]}, ["t"], [])
     assert (type(job), job.job_id, job.request_id) == (Job, 1, "r")
     assert vars(job.blocks) == vars(blocks)
-    assert job.tier.stamps == tuple(STAMPS)
-    assert all(isinstance(each, WeightsStamp) for each in job.tier.stamps)
-    assert (type(job.tier.inner), vars(job.tier.inner)) == (ArenaLoadStoreSpec, vars(tier.inner))
+    assert job.versions == tuple(STAMPS)
+    assert all(isinstance(each, WeightsStamp) for each in job.versions)
+    assert (type(job.tier), vars(job.tier)) == (ArenaLoadStoreSpec, vars(tier))
 
 
 def test_a_result_arrives_as_it_was():
     said = Said({"r"}, {"s"}, {3, 4}, to_plain(b"\xff\0"))
     result = StepResult(WeightsStamp("A", 1 << 40), True, {"r": 7}, said)
     assert over_the_wire(result) == result
-    nameless = StepResult(None, False, {})
-    assert over_the_wire(nameless) == nameless
+    unknown = StepResult(None, False, {})
+    assert over_the_wire(unknown) == unknown
