@@ -1,7 +1,7 @@
 """Which weights this process computes with: what keeps KV cache from outliving them.
 
 Whoever changes a model enters it here, as a part of the change: a session when it commits. Whoever
-keeps KV cache reads it here: the fence of the offloading specs and of the connectors. So neither
+keeps KV cache reads it here: the fence of specs and connectors (`wtransfer.kv.fence`). So neither
 room knows the other, and no user has to tell the one of the other.
 
 It is no observer. An observer may fail and be passed over; this is read by those who must not serve

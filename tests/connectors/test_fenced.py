@@ -327,7 +327,7 @@ def living(request, sides, weights):
 @pytest.mark.parametrize(
     "fingerprints", [("B",), ("B", "fingerprint-1")], ids=["there", "there and back"]
 )
-def test_a_request_that_lives_through_a_change_is_out_for_good(living, tmp_path, fingerprints):
+def test_a_request_that_lives_through_a_change_is_stale_for_good(living, tmp_path, fingerprints):
     made, request, change = living
     before, _ = names_in(tmp_path), made.calls
     change(*fingerprints)

@@ -169,7 +169,7 @@ class FencedHandshake(WeightHandshake):
 
 
 class RequestKey:
-    """Encodes token ids and block hashes of one request.
+    """Encode token ids and block hashes of one request.
 
     Args:
         key: 16 bytes; equal keys encode equally, in every process.
@@ -197,14 +197,14 @@ class RequestKey:
         return encoded
 
     def hashes(self, hashes: Sequence[bytes], start: int = 0) -> list[bytes]:
-        """Return encoded block hashes, each as long as it was; `start` is of no account."""
+        """Return encoded block hashes, each as long as it was; `start` is unused."""
         del start
         digest = functools.partial(hashlib.blake2b, key=self._key)
         return [digest(each, digest_size=len(each)).digest() for each in hashes]
 
 
 class RequestView:
-    """A request whose token ids and block hashes are encoded; all else is the request's own.
+    """Show a request with encoded token ids and block hashes; all else is the request's own.
 
     Args:
         request: The request.
@@ -265,7 +265,7 @@ _ENCODED = (
 
 
 class _FencedSide:
-    """The methods of one side, most of which are passed on as they are."""
+    """Replace the methods of one side; most are passed on as they are."""
 
     names: frozenset[str]
 
@@ -287,8 +287,8 @@ class _FencedSide:
 
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # A connector that calls a method of its own hands on what it got, which is fenced, and
-            # gets what is its own.
+            # A connector that calls its own method passes what it got, which is fenced, and gets what
+            # is its own.
             return (own if self._is_inside else fenced)(*args, **kwargs)
 
         return call

@@ -468,7 +468,7 @@ def test_a_spec_gets_what_it_wants_of_a_request(bench, ask_for, a_step, policy):
 # -- weights
 
 
-def test_a_request_that_lives_through_a_change_is_out(bench, ask_for, a_step, weights):
+def test_a_request_that_lives_through_a_change_is_stale(bench, ask_for, a_step, weights):
     """FAULTS 47."""
     rig = bench()
     request = ask_for("r", 13)

@@ -52,7 +52,7 @@ class _Known:
     """The last step in which something of it was computed."""
     doubtful: int = -1
     """Step that has to be over before it is sure that what the request began with is right."""
-    spoilt: bool = False
+    is_invalidated: bool = False
     """Whether a load has failed; nothing more is looked for then."""
     tracked: Tracked | None = None
     """How far it has come; None before its first step."""
@@ -126,7 +126,7 @@ class StorageScheduler(ConnectorScheduler):
         known, block_size = self._of(request), self._instance.block_size
         known.first, beyond = divmod(num_computed_tokens, block_size)
         fingerprint = self._fence.begin(request.request_id)
-        if fingerprint is None or beyond or known.spoilt or not self._instance.receives:
+        if fingerprint is None or beyond or known.is_invalidated or not self._instance.receives:
             return 0, False
         names = known.names.under(fingerprint, (request.num_tokens - 1) // block_size)
         return self._num_found(fingerprint, names[known.first :]) * block_size, False
@@ -217,20 +217,20 @@ class StorageScheduler(ConnectorScheduler):
         """Hear which weights there are, and what became of loads and saves."""
         if connector_output.invalid_block_ids:
             self._finder.forget()
-            self._spoil(connector_output.invalid_block_ids)
+            self._invalidate(connector_output.invalid_block_ids)
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, StorageSaid):
             self._fence.update(said.versions)
             self._hear_steps(said)
 
-    def _spoil(self, invalid: set[int]) -> None:
+    def _invalidate(self, invalid: set[int]) -> None:
         parting = (each.known for each in self._parting)
         for known in itertools.chain(self._known.values(), parting):
             block_ids = [] if known.tracked is None else known.tracked.block_ids
             wrong = [n for n, block in enumerate(block_ids) if block in invalid]
             if wrong:
                 known.num_saved = min(known.num_saved, wrong[0])
-                known.spoilt = True
+                known.is_invalidated = True
 
     def _hear_steps(self, said: StorageSaid) -> None:
         ranks = range(self._instance.num_ranks)
@@ -310,7 +310,7 @@ class StorageScheduler(ConnectorScheduler):
         self._parting = [each for each in self._parting if each.known.last_step > self._heard]
         for request_id, known, began in going:
             stamps = began if began == self._fence.current else None
-            saves = [] if known.spoilt else self._saves(known, known.num_sure, stamps)
+            saves = [] if known.is_invalidated else self._saves(known, known.num_sure, stamps)
             # With nothing to store as well: their blocks may go.
             parting += saves or [self._transfer(request_id, None, [], [], 0)]
         return parting
