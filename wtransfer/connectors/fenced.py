@@ -287,8 +287,8 @@ class _FencedSide:
 
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # A connector that calls its own method passes what it got, which is fenced, and gets what
-            # is its own.
+            # A connector that calls its own method passes what it got, which is fenced already, and
+            # gets its own results.
             return (own if self._is_inside else fenced)(*args, **kwargs)
 
         return call

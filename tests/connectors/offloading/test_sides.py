@@ -744,3 +744,16 @@ def test_a_closed_fence_finds_and_stores_nothing(bench, ask_for, a_step):
         metadata, _ = rig.step(a_step(new=[(request, 0, 9)]))
         assert metadata.stores == []
     assert rig.scheduler.get_stats()["fence_open"] == 0
+
+
+def test_a_request_of_a_reused_name_begins_with_the_current_weights(
+    bench, ask_for, a_step, weights
+):
+    rig = bench()
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    weights.settle("B")
+    rig.step()
+    request = ask_for("r", 9)
+    rig.allocate(request, [3, 4, 5])
+    (job,) = rig.tell(a_step(new=[(request, 0, 9)])).stores
+    assert job.blocks.block_ids == [3, 4]
