@@ -132,6 +132,26 @@ def test_a_fence_that_fails_is_closed_for_good_and_logged_once(fence, caplog, re
     assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
+def test_an_overtaken_report_is_ignored_also_after_a_commit_has_begun(process):
+    fence, held = SchedulerFence(1), process.hold("A")
+    before = list(process.stamp())
+    held.settle("B")
+    after = list(process.stamp())
+    for report, expected in ((after, after), (before, after), (None, None), (before, None)):
+        fence.update({0: report})
+        assert fence.current == (None if expected is None else known_stamps([expected]))
+    fence.update({0: after})
+    assert known_stamps([after]) == fence.current
+
+
+def test_a_rank_that_was_restarted_is_believed_whatever_its_epoch():
+    fence = SchedulerFence(1)
+    processes = sorted((ProcessWeights() for _ in range(2)), key=lambda each: each.stamp().epoch)
+    for weights in (processes[1], processes[0], processes[1]):
+        fence.update({0: weights.stamp()})
+        assert known_stamps([weights.stamp()]) == fence.current
+
+
 # -- the worker's side
 
 

@@ -14,7 +14,7 @@ W is the worker's side, S the scheduler's:
 | S  | `update`: ranks report the same    | nothing                                                |
 | S  | `update`: a rank reports another   | `current` is replaced, or None while a rank has none;  |
 |    | version, or none                   | every request that has begun is stale for good         |
-| S  | `update`: a report is overtaken    | ignored: the epochs of a process only grow             |
+| S  | `update`: a report is overtaken    | ignored: the epochs of one process only grow           |
 | S  | `update` fails                     | the fence is closed: `current` is None for good        |
 | S  | `begin`: a request has no blocks   | it has the current versions; if None, it is stale      |
 | S  | `ensure_begun`: it gets blocks     | as `begin`, unless it has begun                        |
@@ -52,12 +52,18 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from wtransfer.blocks import FENCE_NBYTES, OffloadKey
-from wtransfer.weights import RankStamps, instance_fingerprint, known_stamps, process_weights
+from wtransfer.weights import (
+    COUNT_BITS,
+    WeightsStamp,
+    instance_fingerprint,
+    known_stamps,
+    process_weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from wtransfer.weights import ProcessWeights, Stamps, WeightsStamp
+    from wtransfer.weights import ProcessWeights, Stamps
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +79,9 @@ class SchedulerFence:
         self.current: Stamps | None = None
         """Versions of all ranks; None: not all are known. A change makes another object."""
         self._fingerprint = ""
-        self._reported = RankStamps(num_ranks)
+        # By rank.
+        self._reported: list[WeightsStamp | None] = [None] * num_ranks
+        self._epochs = [-1] * num_ranks
         self._began: dict[str, Stamps | None] = {}
         self._is_closed = False
 
@@ -84,8 +92,18 @@ class SchedulerFence:
             Whether the instance computes with other weights than were last known.
         """
         try:
-            self._reported.hear(reported)
-            versions = None if self._is_closed else known_stamps(self._reported.now)
+            for rank, report in reported.items():
+                # As it travels, a version may have become a plain list.
+                version = None if report is None else WeightsStamp(*report)  # type: ignore[arg-type]
+                if version is not None:
+                    last = self._epochs[rank]
+                    # Another process is believed: the rank was restarted.
+                    is_same_process = version.epoch >> COUNT_BITS == last >> COUNT_BITS
+                    if is_same_process and version.epoch < last:
+                        continue
+                    self._epochs[rank] = version.epoch
+                self._reported[rank] = version
+            versions = None if self._is_closed else known_stamps(self._reported)
         except Exception:
             if not self._is_closed:
                 logger.exception(
