@@ -713,6 +713,18 @@ def test_the_manager_is_told_of_each_change_once(bench, weights):
         assert len(changes) == rig.scheduler.get_stats()["fence_changes_total"] == num_changes
 
 
+def test_a_manager_that_fails_at_a_change_goes_on(bench, ask_for, weights, caplog):
+    rig = bench()
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    rig.manager.weights_changed = None
+    weights.settle("B")
+    rig.step()
+    assert "weights_changed failed" in caplog.text
+    assert rig.ask(ask_for("s", 9)) == (0, False)
+    rig.keep(ask_for("t", 9), [0, 1, 2])
+    assert rig.ask(ask_for("u", 9)) == (8, True)
+
+
 def test_stale_requests_are_counted(bench, ask_for, a_step, weights):
     rig = bench()
     request = ask_for("r", 13)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from wtransfer.connectors.offloading.metadata import Outcome
     from wtransfer.connectors.progress import Tracked
     from wtransfer.weights import Stamps
+
+logger = logging.getLogger(__name__)
 
 STORE_BATCH = 32
 """Most chunks that are offered to the tier at once: it takes all of them or none."""
@@ -337,9 +340,14 @@ class OffloadingScheduler(ConnectorScheduler):
         return min(self._heard.get(rank, 0) for rank in range(self._num_ranks))
 
     def _hear(self, versions: Mapping[int, Any]) -> None:
-        if self._fence.update(versions):
-            self._counts["fence_changes_total"] += 1
+        if not self._fence.update(versions):
+            return
+        self._counts["fence_changes_total"] += 1
+        # A hint, which blocks to evict first: without it old keys are not looked up either.
+        try:
             self._manager.weights_changed()
+        except Exception:
+            logger.exception("%s.weights_changed failed", type(self._manager).__name__)
 
     def _take(self, rank: int, outcome: Outcome) -> None:
         job = self._in_flight.get(outcome.job_id)
