@@ -24,6 +24,7 @@ FLOORS = [
     {"config", "manifest", "blocks", "weights"},
     {"transport"},
     {"registry"},
+    {"kv"},
     {"engines", "checkpoint", "weight_sync", "connectors", "specs"},
     {"testing"},
     {"demo"},
@@ -37,7 +38,7 @@ ALLOWED_NEIGHBOURS = {
     for neighbour in (
         "wtransfer.specs.interface",
         "wtransfer.specs.factory",
-        "wtransfer.specs.fenced",
+        "wtransfer.specs.older.spec",
     )
 }
 """Packages of one room, and what they may import of another."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from wtransfer.errors import WTransferError
 from wtransfer.weight_sync.identity import module_fingerprint
-from wtransfer.weights import ProcessWeights, RankStamps, WeightsStamp, process_weights
+from wtransfer.weights import ProcessWeights, WeightsStamp, process_weights
 
 F0, F1, F2 = ("0" * 32, "1" * 32, "2" * 32)
 LOCAL, OTHER_LOCAL = ("local:" + digit * 32 for digit in "ab")
@@ -478,29 +478,3 @@ def test_the_collector_may_find_a_forgotten_model_at_any_time(weights):
 
 def test_what_is_read_holds_for_this_process():
     assert isinstance(process_weights.stamp(), WeightsStamp)
-
-
-def test_a_stamp_of_before_that_comes_late_changes_nothing():
-    weights, ranks = ProcessWeights(), RankStamps(1)
-    before = weights.stamp()
-    with weights.hold("A").changing(lambda: "B"):
-        pass
-    after = weights.stamp()
-    ranks.hear({0: list(after)})
-    ranks.hear({0: list(before)})
-    assert ranks.now == [after]
-    # Nor does it when the rank has been changing in between.
-    ranks.hear({0: None})
-    assert ranks.now == [None]
-    ranks.hear({0: list(before)})
-    assert ranks.now == [None]
-    ranks.hear({0: list(after)})
-    assert ranks.now == [after]
-
-
-def test_the_stamp_of_a_rank_that_was_restarted_is_believed_whatever_its_number():
-    ranks = RankStamps(2)
-    processes = sorted((ProcessWeights() for _ in range(2)), key=lambda each: each.stamp().epoch)
-    for weights in (processes[1], processes[0], processes[1]):
-        ranks.hear({1: weights.stamp()})
-        assert ranks.now == [None, weights.stamp()]

@@ -54,22 +54,11 @@ def hash_blocks(
     return _chain(hash_function(root), _words(tokens, block_size), hash_function)
 
 
-def witness_blocks(tokens: Sequence[int], block_size: int, root: bytes = b"") -> Iterator[bytes]:
-    """Yield, for every whole block, 16 bytes that tell it from others of the same hash.
-
-    It is the same chain under a function that no caller chooses. `fence_key` adds it to a key, and
-    two sequences that a weak hash confuses have different keys again.
-
-    Args:
-        tokens: Token ids.
-        block_size: Tokens per block.
-        root: As for `hash_blocks`.
-    """
-    return _chain(_witness(root), _words(tokens, block_size), _witness)
-
-
 class BlockHashes:
-    """Hash and witness of every whole block of a sequence that grows.
+    """Hash and check hash of every whole block of a sequence that grows.
+
+    The check hash is the same chain under a function that no caller chooses. `fence_key` adds it to
+    a key, and two sequences that a weak hash confuses have different keys again.
 
     Args:
         block_size: Tokens per block.
@@ -84,28 +73,29 @@ class BlockHashes:
         hash_function: Callable[[bytes], bytes] = xxhash.xxh3_128_digest,
     ) -> None:
         self.pairs: list[tuple[bytes, bytes]] = []
-        """For each block what `hash_blocks` and `witness_blocks` say of it."""
+        """For each block its hash, as `hash_blocks` yields it, and its check hash."""
         self._block_size = block_size
         self._hash = hash_function
-        self._last = hash_function(root), _witness(root)
+        self._last = hash_function(root), _check_hash(root)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the whole sequence as it is known now; it begins with what was known before."""
         words = list(_words(tokens[len(self.pairs) * self._block_size :], self._block_size))
-        parent, witness = self._last
-        hashes, witnesses = _chain(parent, words, self._hash), _chain(witness, words, _witness)
+        parent, check_hash = self._last
+        hashes = _chain(parent, words, self._hash)
+        checks = _chain(check_hash, words, _check_hash)
         # All or nothing: what fails half-way must not leave blocks without what they follow.
-        added = list(zip(hashes, witnesses, strict=True))
+        added = list(zip(hashes, checks, strict=True))
         if added:
             self.pairs += added
             self._last = added[-1]
 
 
-_WITNESS_SEED = 0x57495430
+_CHECK_SEED = 0x57495430
 
 
-def _witness(data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data, seed=_WITNESS_SEED)
+def _check_hash(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data, seed=_CHECK_SEED)
 
 
 def _words(tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
@@ -124,21 +114,16 @@ def _chain(
         yield parent
 
 
-def fence_key(key: bytes, fingerprint: str, witness: bytes = b"") -> OffloadKey:
+def fence_key(key: bytes, fingerprint: str, check_hash: bytes = b"") -> OffloadKey:
     """Return the key under which a block of these weights is kept.
 
     Args:
         key: The host's key.
         fingerprint: Identity of the weights that computed the block.
-        witness: What tells it from other blocks with this key, if the host can say.
+        check_hash: Tells it from other blocks with this key; empty if the host has none.
     """
-    mark = xxhash.xxh3_128_digest(fingerprint.encode() + b"\0" + witness)
+    mark = xxhash.xxh3_128_digest(fingerprint.encode() + b"\0" + check_hash)
     return OffloadKey(mark + key)
-
-
-def host_key(fenced: bytes) -> OffloadKey:
-    """Return the host's key that was fenced."""
-    return OffloadKey(fenced[FENCE_NBYTES:])
 
 
 # -- headers ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which weights this process computes with: what keeps KV cache from outliving them.
 
 Whoever changes a model enters it here, as a part of the change: a session when it commits. Whoever
-keeps KV cache reads it here: the fence of the offloading specs and of the connectors. So neither
+keeps KV cache reads it here: the fence of specs and connectors (`wtransfer.kv.fence`). So neither
 room knows the other, and no user has to tell the one of the other.
 
 It is no observer. An observer may fail and be passed over; this is read by those who must not serve
@@ -64,35 +64,6 @@ def known_stamps(stamps: Iterable[Sequence[str | int] | None]) -> Stamps | None:
     given = list(stamps)
     known = [WeightsStamp(*stamp) for stamp in given if stamp is not None]  # type: ignore[arg-type]
     return tuple(known) if known and len(known) == len(given) else None
-
-
-class RankStamps:
-    """What each rank of an instance was last heard to compute with.
-
-    Words about it may be overtaken: the scheduler's side is told of a commit at once, and may get
-    the result of a step from before it afterwards. Epochs of one process grow, so a stamp of a
-    lower one is late and changes nothing. That of another process is believed: the rank was
-    restarted.
-
-    Args:
-        num_ranks: Ranks of the instance.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self._epochs = [-1] * num_ranks
-        self.now: list[WeightsStamp | None] = [None] * num_ranks
-        """By rank; None: it is changing, or was not heard of."""
-
-    def hear(self, said: Mapping[int, Sequence[str | int] | None]) -> None:
-        """Take what ranks have said; as it travels, a stamp may have become a plain list."""
-        for rank, told in said.items():
-            if told is None:
-                self.now[rank] = None
-                continue
-            stamp, last = WeightsStamp(*told), self._epochs[rank]  # type: ignore[arg-type]
-            if stamp.epoch >> COUNT_BITS == last >> COUNT_BITS and stamp.epoch < last:
-                continue
-            self._epochs[rank], self.now[rank] = stamp.epoch, stamp
 
 
 def instance_fingerprint(stamps: Stamps) -> str:

@@ -16,5 +16,5 @@ class TestOffloadingConnector(ConnectorConformance):
     options: ClassVar = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**23}
 
     def damage(self, site):
-        site.leaver.workers[0].side.side._made._inner.part.slots[:, 100] ^= 1
+        site.leaver.workers[0].side.side._made.part.slots[:, 100] ^= 1
         return True

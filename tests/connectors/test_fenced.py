@@ -22,7 +22,7 @@ from driver import (
 
 from wtransfer import KVConnectorFactory, ServingConfig
 from wtransfer.config import KVCacheConfig, ModelConfig
-from wtransfer.connectors.fenced import FencedSaid, RequestKey, RequestView
+from wtransfer.connectors.fenced import FencedReport, RequestKey, RequestView
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
 from wtransfer.weights import process_weights
 
@@ -256,7 +256,7 @@ def test_while_the_weights_are_not_known_nothing_is_asked_and_nothing_saved(
     made, request = Sides(tmp_path), Request("r", PROMPT[::-1])
     assert made.begin(request) == 0
     told = made.plan(request)
-    assert (made.calls, told.stamps, told.inner.saves) == ([], [], [])
+    assert (made.calls, told.versions, told.inner.saves) == ([], (), [])
     made.step(told)
     # What it has computed meanwhile has no name, whoever asks about it.
     request.num_computed = 29
@@ -327,7 +327,7 @@ def living(request, sides, weights):
 @pytest.mark.parametrize(
     "fingerprints", [("B",), ("B", "fingerprint-1")], ids=["there", "there and back"]
 )
-def test_a_request_that_lives_through_a_change_is_out_for_good(living, tmp_path, fingerprints):
+def test_a_request_that_lives_through_a_change_is_stale_for_good(living, tmp_path, fingerprints):
     made, request, change = living
     before, _ = names_in(tmp_path), made.calls
     change(*fingerprints)
@@ -529,12 +529,16 @@ def test_what_the_connector_says_comes_through(sides, tmp_path, weights):
 def test_what_ranks_say_is_put_together(sides):
     saved = type(sides().worker.side).build_connector_worker_meta
     one, two = (SimpleNamespace(num_saved=number) for number in (1, 2))
-    said = [FencedSaid({0: ("A", 1)}, saved(one)), FencedSaid({1: None}), FencedSaid({2: ("B", 3)})]
-    said.append(FencedSaid({3: ("A", 2)}, saved(two)))
+    said = [
+        FencedReport({0: ("A", 1)}, saved(one)),
+        FencedReport({1: None}),
+        FencedReport({2: ("B", 3)}),
+    ]
+    said.append(FencedReport({3: ("A", 2)}, saved(two)))
     total = said[1]
     for each in (said[2], said[0], said[3]):
         total = total.aggregate(each)
-    assert total.stamps == {0: ("A", 1), 1: None, 2: ("B", 3), 3: ("A", 2)}
+    assert total.versions == {0: ("A", 1), 1: None, 2: ("B", 3), 3: ("A", 2)}
     assert total.inner.number == 3
 
 

@@ -467,7 +467,7 @@ def test_ranks_of_other_weights_than_each_other_do_not_name_blocks(instance, tmp
         0: made.workers[0].get_handshake_metadata(),
         1: made.workers[1].get_handshake_metadata(),
     }
-    said[1].stamp = None
+    said[1].version = None
     made.scheduler.set_xfer_handshake_metadata(said)
     made.submit("a", PROMPT)
     made.step()

@@ -1,4 +1,4 @@
-"""Drives the spec as a host does, fenced; prints what became of a block, in JSON.
+"""Drives the spec by OffloadingConnector; prints what became of a block, in JSON.
 
 Usage: third_party_spec_peer.py FOLDER
 """
@@ -10,68 +10,104 @@ import torch
 
 from wtransfer import (
     KVCacheConfig,
+    KVConnectorFactory,
     KVTransferConfig,
     OffloadingConfig,
     OffloadingSpecFactory,
     ServingConfig,
 )
-from wtransfer.blocks import make_offload_key
-from wtransfer.specs.fenced import FencedSpec
-from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-    ReqContext,
+from wtransfer.config import ModelConfig
+from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
+from wtransfer.testing.mini_engine.request import Request
+from wtransfer.testing.mini_engine.schedule import (
+    CachedRequestData,
+    KVCacheBlocks,
+    NewRequestData,
+    SchedulerOutput,
 )
 from wtransfer.weights import process_weights
 
 options = {"spec_name": "acme-disk", "folder": sys.argv[1], "disk_bytes_to_use": 2**20}
-seed_config = ServingConfig(kv_transfer_config=KVTransferConfig(kv_connector_extra_config=options))
-seeds = OffloadingSpecFactory.create_spec(seed_config, KVCacheConfig(bytes_per_block=256))
-spec = FencedSpec(
+shape = KVCacheConfig(num_blocks=8, block_size=4, bytes_per_block=256)
+config = ServingConfig(
+    kv_transfer_config=KVTransferConfig(
+        "OffloadingConnector",
+        engine_id="e",
+        kv_role="kv_both",
+        kv_connector_extra_config=options,
+    ),
+    cache_config=shape,
+    model_config=ModelConfig("model", "float32"),
+)
+made = [
+    OffloadingSpecFactory.create_spec(config, shape),
     OffloadingSpecFactory.create_spec(
         OffloadingConfig(extra_config=options, worker_kv_bytes_per_block=256)
-    )
-)
+    ),
+]
+scheduler, worker = (KVConnectorFactory.create_connector(config, r, shape) for r in KVConnectorRole)
 cache = torch.arange(8 * 256, dtype=torch.int64).to(torch.uint8).view(8, 256)
 cache[1] = 77
-caches = CanonicalKVCaches([CanonicalKVCacheTensor(cache, 256)], [[CanonicalKVCacheRef(0, 256)]])
-manager, worker = spec.get_manager(), spec.get_worker(caches)
-key = make_offload_key(b"block")
+worker.register_kv_caches({"layer": cache})
 held = process_weights.hold("weights A")
-found = {"same class": type(seeds) is type(spec.spec)}
+found = {"same class": type(made[0]) is type(made[1])}
 
 
-def request(name):
-    ctx = ReqContext(name)
-    manager.weights_are([worker.stamp()])
-    manager.on_new_request(ctx)
-    return ctx
+def ask(name):
+    request = Request(name, [1, 2, 3, 4, 5], 1)
+    return request, scheduler.get_num_new_matched_tokens(request, 0)[0]
 
 
-def ended(job):
-    worker.wait({job})
-    return {each.job_id: each.success for each in worker.get_finished()}[job]
+def allocate(request, block, num_found=0):
+    request.block_ids = [block, 0]
+    blocks = KVCacheBlocks(request.block_ids)
+    scheduler.update_state_after_alloc(request, blocks, num_found)
 
 
-ctx = request("one")
-prepared = manager.prepare_store([key], ctx)
-worker.submit_store(1, GPULoadStoreSpec([1]), prepared.store_spec)
-manager.complete_store([key], ctx, ended(1))
-found["kept"] = manager.lookup(key, ctx).name
-where = manager.prepare_load([key], ctx)
-worker.submit_load(2, where, GPULoadStoreSpec([3]))
-found["loaded"] = ended(2) and bool((cache[3] == 77).all())
-manager.complete_load([key], ctx)
+def plan(*new):
+    output = SchedulerOutput(scheduled_cached_reqs=CachedRequestData())
+    for each in new:
+        data = NewRequestData(each.request_id, each.prompt_token_ids, (each.block_ids,), 0)
+        output.scheduled_new_reqs.append(data)
+        output.num_scheduled_tokens[each.request_id] = 5
+    return scheduler.build_connector_meta(output)
 
+
+def work(metadata):
+    """Take steps until all jobs have ended; return blocks that could not be loaded."""
+    failed = set()
+    while True:
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        worker.get_finished(set())
+        failed |= worker.get_block_ids_with_load_errors()
+        report = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+        if not scheduler.has_pending_push_work():
+            return failed
+        metadata = plan()
+
+
+scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+work(plan())
+one, _ = ask("one")
+allocate(one, 1)
+work(plan(one))
+two, found["kept"] = ask("two")
+allocate(two, 3, found["kept"])
+found["loaded"] = work(plan()) == set() and bool((cache[3] == 77).all())
+
+three, num_found = ask("three")
+allocate(three, 4, num_found)
+metadata = plan()
 held.settle("weights B")
-found["under other weights"] = manager.lookup(key, request("two")).name
-worker.submit_load(3, where, GPULoadStoreSpec([4]))
-found["old load"] = ended(3)
+found["blocks of the old load that failed"] = sorted(work(metadata))
+found["under other weights"] = ask("four")[1]
 held.settle("weights A")
-found["after the way back"] = manager.lookup(key, request("three")).name
-found["the old request"] = manager.lookup(key, ctx).name
-worker.shutdown()
-manager.shutdown()
+work(plan())
+found["after the way back"] = ask("five")[1]
+for side in (scheduler, worker):
+    side.shutdown()
 print(json.dumps(found))  # noqa: T201

@@ -12,11 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.parser import text_string_to_metric_families
 
 from wtransfer.blocks import make_offload_key
-from wtransfer.specs.fenced import FencedManager, FencedWorker
 from wtransfer.specs.interface import ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.metrics import OffloadingCollector
-from wtransfer.weights import ProcessWeights
 
 KEYS = [make_offload_key(bytes([number]) * 8) for number in range(4)]
 
@@ -51,18 +49,6 @@ def test_a_managers_numbers_are_read_as_they_are_now():
     assert found[f"{prefix}_evictions_total", label] == (2, "counter")
     assert found[f"{prefix}_blocks_idle", label] == (2, "gauge")
     assert len(found) == len(manager.get_stats())
-
-
-def test_what_the_fence_counts_is_a_counter():
-    collector, weights = OffloadingCollector(), ProcessWeights()
-    manager = FencedManager(CPUOffloadingManager(2))
-    manager.weights_are([weights.stamp()])
-    worker = FencedWorker(SimpleNamespace(get_stats=dict), 0, weights)
-    collector.watch(manager, "manager")
-    collector.watch(worker, "worker")
-    found = {name: kind for (name,), (_, kind) in read(collector).items() if "_fence_" in name}
-    gauges = {name for name, kind in found.items() if kind != "counter"}
-    assert (len(found), gauges) == (8, {"wtransfer_offloading_manager_fence_open"})
 
 
 def test_several_ranks_stand_under_one_name():

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
-from wtransfer.specs.fenced import FencedSpec
 from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
@@ -32,7 +30,6 @@ from wtransfer.specs.older.caches import seed_caches
 from wtransfer.specs.older.spec import OlderManager, OlderSpec, todays
 from wtransfer.specs.older.worker import HandlersWorker
 from wtransfer.testing.spec import SpecConformance
-from wtransfer.weights import ProcessWeights
 
 _spec = importlib.util.spec_from_file_location(
     "seed_spec_of_tests", Path(__file__).with_name("seed_spec.py")
@@ -379,37 +376,6 @@ def test_a_wrapped_spec_says_how_blocks_are_kept(options):
     wrapped = todays(seed.SeedSpec(given, SimpleNamespace(bytes_per_block=1024)))
     assert (wrapped.tokens_per_block, wrapped.tokens_per_hash) == ((4,), 4)
     assert wrapped.blocks_per_chunk == options.get("block_size", 4) // 4
-
-
-def test_the_fence_stands_around_them_too():
-    spec = seed.SeedSpec(config(), SimpleNamespace(bytes_per_block=64))
-    weights = ProcessWeights()
-    fenced = FencedSpec(spec, weights=weights)
-    cache = torch.arange(8 * 64, dtype=torch.int32).to(torch.uint8).view(8, 64)
-    page = CanonicalKVCacheTensor(cache, 64)
-    caches = CanonicalKVCaches([page], [[CanonicalKVCacheRef(0, 64)]])
-    manager, worker = fenced.get_manager(), fenced.get_worker(caches)
-
-    def ended(job):
-        worker.wait({job})
-        return {each.job_id: each.success for each in worker.get_finished()}[job]
-
-    manager.weights_are([worker.stamp()])
-    manager.on_new_request(ONE)
-    prepared = manager.prepare_store([A], ONE)
-    worker.submit_store(1, GPULoadStoreSpec([1]), prepared.store_spec)
-    manager.complete_store([A], ONE, ended(1))
-    where = manager.prepare_load([A], ONE)
-    cache[1] = 0
-    worker.submit_load(2, where, GPULoadStoreSpec([1]))
-    assert ended(2)
-    assert cache[1].tolist() == list(range(64, 128))
-    manager.complete_load([A], ONE)
-    weights.hold("others")
-    manager.weights_are([worker.stamp()])
-    assert manager.lookup(A, ONE) is MISS
-    worker.shutdown()
-    manager.shutdown()
 
 
 def test_handlers_that_want_canonical_caches_get_them():

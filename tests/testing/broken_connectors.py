@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.connectors.fence import WorkerStamps
+from wtransfer.blocks import FENCE_NBYTES
+from wtransfer.connectors.fenced import WeightReport
 from wtransfer.connectors.shm import SharedMemoryConnector, SharedMemoryScheduler
 from wtransfer.testing.connector import ConnectorConformance
 from wtransfer.testing.connector_memory import (
@@ -158,7 +159,7 @@ class KnowsOneRank(MemoryWorker):
         self.rank, self.own_rank = 0, self.rank
 
     def build_connector_worker_meta(self):
-        return WorkerStamps({self.own_rank: self.fence.say()[self.own_rank]})
+        return WeightReport({self.own_rank: self.fence.version()})
 
     def get_handshake_metadata(self):
         self.rank, rank = self.own_rank, self.rank
@@ -317,7 +318,7 @@ class TestUsesUp(Kit):
 
 
 @dataclass
-class SaidByTheLast(WorkerStamps):
+class SaidByTheLast(WeightReport):
     last: list = field(default_factory=list)
 
     def aggregate(self, other):
@@ -569,8 +570,8 @@ class TestRaisesForDamage(Kit):
 
 class BelievesHashes(MemoryScheduler):
     def named(self, request_id, fingerprint):
-        keys = self.names[request_id].witnessed(lambda _key, _witness: None)
-        return [bytes(key) + fingerprint.encode() for key in keys]
+        keys = self.names[request_id].under(fingerprint) if fingerprint else []
+        return [key[FENCE_NBYTES:] + fingerprint.encode() for key in keys]
 
 
 class TestBelievesHashes(Kit):
@@ -593,9 +594,9 @@ class ForgetsAtAChange(NamesNoWeights):
     """It hears of changes, and not of what others have left before it began."""
 
     def update_connector_output(self, connector_output):
-        before = self.fence.now
+        before = self.fence.current
         super().update_connector_output(connector_output)
-        if before not in (None, self.fence.now):
+        if before not in (None, self.fence.current):
             self.shelf.clear()
 
 
@@ -620,15 +621,15 @@ class NamesTheWeightsOfNow(MemoryScheduler):
     def save(self, tracked):
         request_id = tracked.request.request_id
         began = self.fence._began.get(request_id)
-        self.fence._began[request_id] = self.fence.now
+        self.fence._began[request_id] = self.fence.current
         tracked.num_before = 0
         try:
             return super().save(tracked)
         finally:
             self.fence._began[request_id] = began
 
-    def stamps(self, request_id):
-        return [(each[0], each[1]) for each in self.fence.now or ()]
+    def versions(self, request_id):
+        return self.fence.current or ()
 
 
 class TestNamesTheWeightsOfNow(Kit):
@@ -639,11 +640,11 @@ class LoadsWhatever(MemoryWorker):
     """The scheduler's side will know."""
 
     def load(self, item):
-        item.stamps = [self.fence.stamp()] * (self.rank + 1)
+        item.versions = [self.fence.version()] * (self.rank + 1)
         super().load(item)
 
     def admits(self, item):
-        return super().admits(item) if item.stamps[0] else True
+        return super().admits(item) if item.versions[0] else True
 
 
 class TestLoadsWhatever(Kit):
@@ -657,7 +658,7 @@ class LooksOnce(MemoryWorker):
         super().bind_connector_metadata(connector_metadata)
         self.admitted = {}
         for item in (*connector_metadata.loads, *connector_metadata.saves):
-            self.admitted[id(item)] = self.fence.admits(item.stamps)
+            self.admitted[id(item)] = self.fence.admits(item.versions)
 
     def admits(self, item):
         return self.admitted[id(item)]
@@ -671,14 +672,14 @@ class ComparesFingerprints(MemoryWorker):
     """It knows the weights, and not that they went and came back."""
 
     def admits(self, item: Item):
-        stamp = self.fence.stamp()
-        return bool(stamp and item.stamps) and stamp[0] == item.stamps[self.rank][0]
+        version = self.fence.version()
+        return bool(version and item.versions) and version[0] == item.versions[self.rank][0]
 
 
 class KnowsFingerprints(NamesTheWeightsOfNow):
     def save(self, tracked):
         began = self.fence._began.get(tracked.request.request_id)
-        now = self.fence.now
+        now = self.fence.current
         if not began or not now or began[0][0] != now[0][0]:
             return None
         return super().save(tracked)

@@ -1,39 +1,38 @@
-"""The fence around a connector that does not name weights (``names_weights = False``).
+"""Report weight versions between a connector's sides; fence one that does not name weights.
 
-Such a connector keys its store by token ids, by the host's block hashes, or by requests. Where the
-store outlives the process or is shared, KV of other weights would be a hit. `fence` closes that
-without a line by the author; the factory calls it for every connector of this kind.
+A connector without ``names_weights`` keys its store by token ids, by the host's block hashes, or by
+requests. Where the store outlives the process or is shared, KV of other weights would be a hit.
+`fence` closes that without a line by the author; the factory calls it for each such connector.
 
-**Naming.** The scheduler's side gets a view of each request. In the view, token *i* is the token
-id XOR word *i* of a key stream, and each block hash is hashed once more with the key. The key is a
-digest of the weights' fingerprint, of the model's name, dtype and number of ranks, and of whatever
-else the request's KV depends on (`wtransfer.connectors.naming.particulars`: salt, multimodal
+**Keys.** The scheduler's side gets a view of each request. In the view, token *i* is the token id
+XOR word *i* of a key stream, and each block hash is hashed once more with the key. The key is a
+digest of the weights' fingerprint, of the model's name, dtype and number of ranks, and of all else
+that the request's KV depends on (`wtransfer.connectors.naming.particulars`: salt, multimodal
 features). Other weights or another salt are therefore a miss, in any process; equal ones are a hit,
 also after a restart. Encoded ids have 31 bits; lengths and counts are those of the request. Events
 that the connector builds from them carry encoded ids as well.
 
-**The scheduler's side.** A connector knows a request under one name, or not at all.
+**The scheduler's side.** The connector knows a request under one key, or not at all.
 
 1.  A request becomes known at the first `get_num_new_matched_tokens` while the weights of all ranks
     are known: ``on_new_request`` is passed on then, and not before.
-2.  A request that was in a step before it became known, one that cannot be named (prompt
-    embeddings, LoRA adapter, features without identifier), and one whose ``kv_transfer_params`` say
-    ``do_remote_prefill`` without ``remote_weights`` equal to this instance's fingerprint, never
-    becomes known.
-3.  A known request is *out* for good once the weights are not those that it began with, or are not
-    known. It has no match, is left out of every step, and ends with an empty list of blocks; what
-    the connector returns for the next instance is dropped.
-4.  ``kv_transfer_params`` of a request that is not out get ``remote_weights``, this instance's
-    fingerprint.
+2.  Three kinds of request never become known: one that was in a step before, one that is
+    uncacheable (prompt embeddings, LoRA adapter, features without identifier), and one whose
+    ``kv_transfer_params`` say ``do_remote_prefill`` with ``remote_weights`` other than this
+    instance's fingerprint.
+3.  A known request that is stale (`wtransfer.kv.fence`) stays so, as the connector misses steps of
+    it. It has no match, is left out of every step, and ends with an empty list of blocks; what the
+    connector returns for the next instance is dropped.
+4.  ``kv_transfer_params`` of other requests get ``remote_weights``, this instance's fingerprint.
 
-**The worker's side** holds the weights. Each step's metadata say which stamps the step was planned
-for, and which stamps each load was planned for.
+**The worker's side.** The metadata of a step carry the versions that the step, and each load, was
+planned for.
 
-5.  In a step that was planned for other weights than the worker has, nothing is saved:
-    ``save_kv_layer`` and ``wait_for_save`` are not passed on. All other calls are, as both sides of
-    a connector count on metadata that arrive; the loads of such a step count as failed by rule 6.
-6.  The blocks of a load that was planned for other weights than the worker has when the load ends
-    are reported as load errors: with the step if it ends within the step, else with its request.
+5.  In a step for other weights than the worker has, nothing is saved: ``save_kv_layer`` and
+    ``wait_for_save`` are not passed on. All other calls are, as both sides of a connector count on
+    metadata that arrive; the loads of such a step have failed by rule 6.
+6.  The blocks of a load for other weights than the worker has when the load ends are reported as
+    load errors: with the step if it ends within the step, else with its request.
 """
 
 from __future__ import annotations
@@ -49,15 +48,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from wtransfer.connectors.fence import (
-    SchedulerFence,
-    Stamp,
-    StampedHandshake,
-    WorkerFence,
-    WorkerStamps,
-    handshake_stamps,
-    plain_stamps,
-)
 from wtransfer.connectors.interface import (
     SCHEDULER_METHODS,
     WORKER_METHODS,
@@ -66,8 +56,9 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from wtransfer.connectors.naming import is_nameless, particulars
+from wtransfer.connectors.naming import is_uncacheable, particulars
 from wtransfer.connectors.settings import Instance
+from wtransfer.kv.fence import SchedulerFence, WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,9 +66,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorOutput
+    from wtransfer.weights import Stamps, WeightsStamp
 
 REMOTE_WEIGHTS = "remote_weights"
-"""Entry of ``kv_transfer_params``: the fingerprint of the weights of the instance before."""
+"""Entry of ``kv_transfer_params``: fingerprint of the weights that computed the prompt."""
 
 
 def fence(connector: KVConnectorBase_V1, config: Any) -> None:
@@ -95,45 +87,70 @@ def fence(connector: KVConnectorBase_V1, config: Any) -> None:
     vars(connector).update(fenced.methods(), names_weights=True)
 
 
-# -- what travels -----------------------------------------------------------------------------
+# -- messages ---------------------------------------------------------------------------------
+
+
+@dataclass
+class WeightReport(KVConnectorWorkerMetadata):
+    """The weight versions of workers, for the scheduler's side; a base for richer metadata."""
+
+    versions: dict[int, WeightsStamp | None] = field(default_factory=dict)
+    """By rank; None while a rank's weights change."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
+        """Add another worker's metadata; return this object."""
+        assert isinstance(other, WeightReport)
+        self.versions |= other.versions
+        return self
+
+
+@dataclass
+class WeightHandshake(KVConnectorHandshakeMetadata):
+    """The weight version of a worker before the first step; a base for richer metadata."""
+
+    version: WeightsStamp | None = None
+
+
+def reported_versions(
+    metadata: Mapping[int, KVConnectorHandshakeMetadata],
+) -> dict[int, WeightsStamp | None]:
+    """Return the versions that handshakes report, by rank."""
+    reports = {rank: each for rank, each in metadata.items() if isinstance(each, WeightHandshake)}
+    return {rank: each.version for rank, each in reports.items()}
 
 
 class PlannedLoad(NamedTuple):
-    """One load, as the worker's side has to judge it."""
+    """One load, as the worker's side judges it."""
 
     request_id: str
-    """The request."""
     block_ids: list[int]
     """Blocks that are loaded into."""
-    outlasts: bool
-    """Whether the load ends beyond its step, with its request."""
-    stamps: list[Stamp]
-    """What the request began with, by rank; empty: that is no more."""
+    is_async: bool
+    """Whether the load ends after its step, with its request."""
+    versions: Stamps
+    """What the request began with; empty: it is stale."""
 
 
 @dataclass
 class FencedMetadata(KVConnectorMetadata):
-    """A step's metadata of the connector, and what they were planned for."""
+    """A step's metadata of the connector, and the weight versions that they were planned for."""
 
     inner: Any = None
-    """Of the connector."""
-    stamps: list[Stamp] = field(default_factory=list)
+    versions: Stamps = ()
     """What each rank must compute with for the step to be saved; empty: nothing is."""
     loads: list[PlannedLoad] = field(default_factory=list)
-    """Loads that are told with this step."""
 
 
 @dataclass
-class FencedSaid(WorkerStamps):
-    """What the connector's worker side says, and what its rank computes with."""
+class FencedReport(WeightReport):
+    """The worker metadata of the connector, and the weight version of its rank."""
 
     inner: KVConnectorWorkerMetadata | None = None
-    """Of the connector; None: nothing."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
-        """Add what another worker has said; return this object."""
+        """Add another worker's metadata; return this object."""
         super().aggregate(other)
-        assert isinstance(other, FencedSaid)
+        assert isinstance(other, FencedReport)
         if self.inner is None:
             self.inner = other.inner
         elif other.inner is not None:
@@ -142,18 +159,17 @@ class FencedSaid(WorkerStamps):
 
 
 @dataclass
-class FencedHandshake(StampedHandshake):
-    """What the connector says to other instances, and what its rank computes with."""
+class FencedHandshake(WeightHandshake):
+    """The handshake metadata of the connector, and the weight version of its rank."""
 
     inner: KVConnectorHandshakeMetadata | None = None
-    """Of the connector; None: nothing."""
 
 
 # -- the view of a request --------------------------------------------------------------------
 
 
 class RequestKey:
-    """Encodes token ids and block hashes of one request.
+    """Encode token ids and block hashes of one request.
 
     Args:
         key: 16 bytes; equal keys encode equally, in every process.
@@ -181,14 +197,14 @@ class RequestKey:
         return encoded
 
     def hashes(self, hashes: Sequence[bytes], start: int = 0) -> list[bytes]:
-        """Return encoded block hashes, each as long as it was; `start` is of no account."""
+        """Return encoded block hashes, each as long as it was; `start` is unused."""
         del start
         digest = functools.partial(hashlib.blake2b, key=self._key)
         return [digest(each, digest_size=len(each)).digest() for each in hashes]
 
 
 class RequestView:
-    """A request whose token ids and block hashes are encoded; all else is the request's own.
+    """Show a request with encoded token ids and block hashes; all else is the request's own.
 
     Args:
         request: The request.
@@ -249,7 +265,7 @@ _ENCODED = (
 
 
 class _FencedSide:
-    """The methods of one side, most of which are passed on as they are."""
+    """Replace the methods of one side; most are passed on as they are."""
 
     names: frozenset[str]
 
@@ -271,8 +287,8 @@ class _FencedSide:
 
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # A connector that calls a method of its own hands on what it got, which is fenced, and
-            # gets what is its own.
+            # A connector that calls its own method passes what it got, which is fenced already, and
+            # gets its own results.
             return (own if self._is_inside else fenced)(*args, **kwargs)
 
         return call
@@ -292,10 +308,9 @@ class _Known:
 
     view: RequestView
     key: RequestKey
-    is_out: bool = False
     # Of the last answer.
     num_computed_tokens: int = 0
-    outlasts: bool = False
+    is_async: bool = False
 
 
 class FencedScheduler(_FencedSide):
@@ -311,7 +326,7 @@ class FencedScheduler(_FencedSide):
     def __init__(self, connector: KVConnectorBase_V1, config: Any) -> None:
         super().__init__(connector, config)
         self._known: dict[str, _Known] = {}
-        # Those that never become known, until they end; and then until a step has named them.
+        # Requests that never become known, until they end; then until a step has listed them.
         self._unknown: set[str] = set()
         self._ended_unknown: set[str] = set()
         self._loads: list[PlannedLoad] = []
@@ -321,47 +336,47 @@ class FencedScheduler(_FencedSide):
     def _fence(self) -> SchedulerFence:
         return SchedulerFence(self._instance.num_ranks)
 
-    # -- what the workers compute with
+    # -- weight versions
 
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take what the ranks compute with, as often as a host says it; pass the rest on, once."""
-        self._fence.hear(handshake_stamps(metadata))
-        said = {
+        """Take the versions, as often as the host reports them; pass the rest on, once."""
+        self._fence.update(reported_versions(metadata))
+        inner = {
             rank: each.inner for rank, each in metadata.items() if isinstance(each, FencedHandshake)
         }
-        said = {rank: each for rank, each in said.items() if each is not None}
-        if said and not self._has_met:
-            self._call("set_xfer_handshake_metadata", said)
+        inner = {rank: each for rank, each in inner.items() if each is not None}
+        if inner and not self._has_met:
+            self._call("set_xfer_handshake_metadata", inner)
             self._has_met = True
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what the ranks compute with, and pass the rest on."""
-        said = connector_output.kv_connector_worker_meta
-        if isinstance(said, FencedSaid):
-            self._fence.hear(said.stamps)
+        """Take the versions, and pass the rest on."""
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, FencedReport):
+            self._fence.update(report.versions)
             connector_output = copy.copy(connector_output)
-            connector_output.kv_connector_worker_meta = said.inner
+            connector_output.kv_connector_worker_meta = report.inner
         self._call("update_connector_output", connector_output)
 
     # -- requests
 
     def on_new_request(self, request: Any) -> None:
-        """Do nothing: the weights may change before the request is asked about."""
+        """Do nothing: the weights may change before the first look-up."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask about a request that the connector may know, and that is not out."""
+        """Look up a request that the connector may know and that is not stale."""
         known = self._known.get(request.request_id) or self._introduce(request)
-        if known is None or self._is_out(request.request_id):
+        if known is None or self._is_hidden(request.request_id):
             return 0, False
-        num_tokens, outlasts = self._call(
+        num_tokens, is_async = self._call(
             "get_num_new_matched_tokens", known.view, num_computed_tokens
         )
-        known.num_computed_tokens, known.outlasts = num_computed_tokens, bool(outlasts)
-        return num_tokens, outlasts
+        known.num_computed_tokens, known.is_async = num_computed_tokens, bool(is_async)
+        return num_tokens, is_async
 
     def _introduce(self, request: Any) -> _Known | None:
         """Let a request become known, unless it must not, or cannot yet."""
@@ -371,7 +386,7 @@ class FencedScheduler(_FencedSide):
         fingerprint = self._fence.begin(request_id)
         if fingerprint is None:
             return None
-        if is_nameless(request) or _is_of_other_weights(request, fingerprint):
+        if is_uncacheable(request) or _is_of_other_weights(request, fingerprint):
             self._unknown.add(request_id)
             return None
         named = msgspec.msgpack.encode([fingerprint, self._instance.root, *particulars(request)])
@@ -381,39 +396,32 @@ class FencedScheduler(_FencedSide):
         self._known[request_id] = known
         return known
 
-    def _is_out(self, request_id: str) -> bool:
-        """Return whether a request is not known, or is out; from then on it stays so."""
-        known = self._known.get(request_id)
-        if known is None:
-            return True
-        # Sticky: the connector misses something of it from now on.
-        known.is_out = known.is_out or self._fence.stamps(request_id) is None
-        return known.is_out
+    def _is_hidden(self, request_id: str) -> bool:
+        # Known requests begin once: a stale one stays stale, as the connector misses steps of it.
+        return request_id not in self._known or self._fence.versions(request_id) is None
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Pass on what a known request has got, and note its load."""
+        """Pass on the blocks of a known request, and record its load."""
         request_id = request.request_id
         known = self._known.get(request_id)
         if known is None:
             return
-        is_out = self._is_out(request_id)
+        versions = self._fence.versions(request_id) or ()
         if num_external_tokens:
             size, first = self._instance.block_size, known.num_computed_tokens
             part = slice(first // size, -(-(first + num_external_tokens) // size))
             block_ids = [each for group in blocks.get_block_ids() for each in group[part]]
-            stamps = [] if is_out else plain_stamps(self._fence.stamps(request_id))
-            self._loads.append(PlannedLoad(request_id, block_ids, known.outlasts, stamps))
-        elif is_out:
+            self._loads.append(PlannedLoad(request_id, block_ids, known.is_async, versions))
+        elif not versions:
             return
-        # Also if it is out: the host waits for the load that it was promised, which will fail.
+        # Also if it is stale: the host waits for the load that was promised, and that will fail.
         self._call("update_state_after_alloc", known.view, blocks, num_external_tokens)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let a known request end, with its blocks unless it is out."""
+        """End a known request, with its blocks unless it is stale."""
         request_id = request.request_id
-        is_out = self._is_out(request_id)
         fingerprint = self._fence.fingerprint(request_id)
         known = self._known.pop(request_id, None)
         self._unknown.discard(request_id)
@@ -421,18 +429,19 @@ class FencedScheduler(_FencedSide):
         if known is None:
             self._ended_unknown.add(request_id)
             return False, None
-        stays, params = self._call("request_finished", known.view, [] if is_out else block_ids)
-        if is_out:
+        is_stale = fingerprint is None
+        stays, params = self._call("request_finished", known.view, [] if is_stale else block_ids)
+        if is_stale:
             return stays, None
         return stays, {**params, REMOTE_WEIGHTS: fingerprint} if params else params
 
     # -- a step
 
     def build_connector_meta(self, scheduler_output: Any) -> FencedMetadata:
-        """Let the connector plan a step of the requests that are known and not out."""
+        """Let the connector plan a step of the requests that are known and not stale."""
         inner = self._call("build_connector_meta", self._seen(scheduler_output))
         loads, self._loads = self._loads, []
-        return FencedMetadata(inner, plain_stamps(self._fence.now), loads)
+        return FencedMetadata(inner, self._fence.current or (), loads)
 
     def _seen(self, output: Any) -> Any:
         cached = output.scheduled_cached_reqs
@@ -440,7 +449,7 @@ class FencedScheduler(_FencedSide):
         for request_id in (*(each.req_id for each in output.scheduled_new_reqs), *cached.req_ids):
             if request_id not in self._known:
                 self._unknown.add(request_id)
-            if self._is_out(request_id):
+            if self._is_hidden(request_id):
                 hidden.add(request_id)
         seen = copy.copy(output)
         shown = vars(seen)
@@ -453,7 +462,7 @@ class FencedScheduler(_FencedSide):
         shown["scheduled_cached_reqs"] = self._seen_cached(cached, hidden)
         if "total_num_scheduled_tokens" in shown:
             shown["total_num_scheduled_tokens"] = sum(seen.num_scheduled_tokens.values())
-        # Of those that are out the connector hears both: their blocks are others' from then on.
+        # Stale requests stay in both: their blocks belong to other requests from then on.
         for name in ("preempted_req_ids", "finished_req_ids"):
             if shown.get(name):
                 shown[name] = shown[name] - self._unknown - self._ended_unknown
@@ -510,28 +519,26 @@ class FencedWorker(_FencedSide):
 
     def __init__(self, connector: KVConnectorBase_V1, config: Any) -> None:
         super().__init__(connector, config)
-        self._stamps: list[Stamp] = []
+        self._versions: Stamps = ()
         self._is_stale = False
-        # Those of the step, and by request those that end beyond it.
+        # Of the step; and by request, of loads that end after their step.
         self._loads: list[PlannedLoad] = []
-        self._under_way: dict[str, PlannedLoad] = {}
+        self._async_loads: dict[str, PlannedLoad] = {}
         self._errors: set[int] = set()
 
     @functools.cached_property
     def _fence(self) -> WorkerFence:
         return WorkerFence(self._instance.rank)
 
-    # -- what this rank computes with
+    # -- weight versions
 
     def get_handshake_metadata(self) -> FencedHandshake:
-        """Add what this rank computes with."""
-        return FencedHandshake(
-            self._fence.say()[self._fence.rank], self._call("get_handshake_metadata")
-        )
+        """Add this rank's version."""
+        return FencedHandshake(self._fence.version(), self._call("get_handshake_metadata"))
 
-    def build_connector_worker_meta(self) -> FencedSaid:
-        """Add what this rank computes with."""
-        return FencedSaid(self._fence.say(), self._call("build_connector_worker_meta"))
+    def build_connector_worker_meta(self) -> FencedReport:
+        """Add this rank's version."""
+        return FencedReport(self._fence.report(), self._call("build_connector_worker_meta"))
 
     # -- a step
 
@@ -540,18 +547,18 @@ class FencedWorker(_FencedSide):
         self._call("handle_preemptions", kv_connector_metadata.inner)
 
     def bind_connector_metadata(self, connector_metadata: FencedMetadata) -> None:
-        """Take what the step and its loads were planned for."""
-        self._stamps, self._is_stale = connector_metadata.stamps, False
-        self._loads = [each for each in connector_metadata.loads if not each.outlasts]
+        """Take the versions that the step and its loads were planned for."""
+        self._versions, self._is_stale = connector_metadata.versions, False
+        self._loads = [each for each in connector_metadata.loads if not each.is_async]
         for load in connector_metadata.loads:
-            if load.outlasts:
-                self._under_way[load.request_id] = load
+            if load.is_async:
+                self._async_loads[load.request_id] = load
         self._may_save()
         self._call("bind_connector_metadata", connector_metadata.inner)
 
     def clear_connector_metadata(self) -> None:
-        """Forget it: the step is over."""
-        self._stamps, self._loads = [], []
+        """Drop them: the step is over."""
+        self._versions, self._loads = (), []
         self._call("clear_connector_metadata")
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
@@ -566,23 +573,23 @@ class FencedWorker(_FencedSide):
 
     def _may_save(self) -> bool:
         # Sticky: a layer that was left out must not count when the weights are known again.
-        self._is_stale = self._is_stale or not self._fence.admits(self._stamps)
+        self._is_stale = self._is_stale or not self._fence.admits(self._versions)
         return not self._is_stale
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Name what has ended; the blocks of a load that is for other weights are errors."""
+        """Return what has ended; the blocks of a load for other weights are load errors."""
         sent, received = self._call("get_finished", finished_req_ids)
-        ended = {*(sent or ()), *(received or ())} & self._under_way.keys()
-        for load in [self._under_way.pop(request_id) for request_id in ended]:
-            if not self._fence.admits(load.stamps):
+        ended = {*(sent or ()), *(received or ())} & self._async_loads.keys()
+        for load in [self._async_loads.pop(request_id) for request_id in ended]:
+            if not self._fence.admits(load.versions):
                 self._errors.update(load.block_ids)
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Add the blocks of loads that are for other weights, each once."""
+        """Add the blocks of loads for other weights, each once."""
         errors = {*self._call("get_block_ids_with_load_errors"), *self._errors}
         self._errors = set()
-        for load in [each for each in self._loads if not self._fence.admits(each.stamps)]:
+        for load in [each for each in self._loads if not self._fence.admits(each.versions)]:
             self._loads.remove(load)
             errors.update(load.block_ids)
         return errors

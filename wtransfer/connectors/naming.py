@@ -25,7 +25,7 @@ class BlockNaming:
     Args:
         block_size: Tokens per block.
         root: What keys and values depend on besides request and weights.
-        hash_function: Of bytes; a weak one costs nothing but speed, as names have a witness.
+        hash_function: Of bytes; a weak one costs nothing but speed, as keys contain a check hash.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BlockNaming:
         """
         root = msgspec.msgpack.encode([self._root, *particulars(request)])
         hashes = BlockHashes(self.block_size, root, self._hash)
-        return RequestNames(request, hashes, nameless=is_nameless(request))
+        return RequestNames(request, hashes, uncacheable=is_uncacheable(request))
 
 
 class RequestNames:
@@ -57,16 +57,15 @@ class RequestNames:
     Args:
         request: The request.
         hashes: Of its tokens.
-        nameless: Whether nothing of it has a name.
+        uncacheable: Whether none of its blocks has a key.
     """
 
-    def __init__(self, request: Any, hashes: BlockHashes, *, nameless: bool = False) -> None:
+    def __init__(self, request: Any, hashes: BlockHashes, *, uncacheable: bool = False) -> None:
         self._request = request
         self._hashes = hashes
-        self._nameless = nameless
+        self._uncacheable = uncacheable
         self._named: list[OffloadKey] = []
         self._fingerprint = ""
-        self._bare: list[OffloadKey] = []
 
     def under(self, fingerprint: str, most: int | None = None) -> list[OffloadKey]:
         """Return the names of all blocks whose tokens are known, in order.
@@ -75,28 +74,14 @@ class RequestNames:
             fingerprint: Weights that compute them.
             most: How many of them; None: all.
         """
-        if self._nameless:
+        if self._uncacheable:
             return []
         self._hashes.extend(_tokens(self._request))
         if fingerprint != self._fingerprint:
             self._fingerprint, self._named = fingerprint, []
-        for block_hash, witness in self._hashes.pairs[len(self._named) :]:
-            self._named.append(fence_key(make_offload_key(block_hash), fingerprint, witness))
+        for block_hash, check_hash in self._hashes.pairs[len(self._named) :]:
+            self._named.append(fence_key(make_offload_key(block_hash), fingerprint, check_hash))
         return self._named[:most]
-
-    def witnessed(self, add: Callable[[bytes, bytes], object]) -> list[OffloadKey]:
-        """Return keys without weights, for whoever fences them itself.
-
-        Args:
-            add: Gets each new key, and the witness that tells it from others of its hash.
-        """
-        if not self._nameless:
-            self._hashes.extend(_tokens(self._request))
-        for block_hash, witness in self._hashes.pairs[len(self._bare) :]:
-            key = make_offload_key(block_hash)
-            self._bare.append(key)
-            add(key, witness)
-        return self._bare
 
 
 def _tokens(request: Any) -> Any:
@@ -104,8 +89,8 @@ def _tokens(request: Any) -> Any:
     return request.prompt_token_ids if tokens is None else tokens
 
 
-def is_nameless(request: Any) -> bool:
-    """Return whether a request's KV depends on something that has no name."""
+def is_uncacheable(request: Any) -> bool:
+    """Return whether a request's KV depends on something that no key can contain."""
     if getattr(request, "prompt_embeds", None) is not None or _tokens(request) is None:
         return True
     # Name and path of an adapter stay, while what stands there is trained on.

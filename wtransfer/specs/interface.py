@@ -21,8 +21,9 @@ The life of a block, S in the scheduler's process, W in every worker's:
 8. S ``complete_store(keys, ctx, success)`` when all ranks have finished. From then on it is a hit.
 9. S ``on_request_finished(ctx)``: no more prepare calls for this request; completions may follow.
 
-A spec knows nothing of weights. Keys contain the fingerprint of the weights that computed a block,
-and jobs are compared with what the worker holds, by `wtransfer.specs.fenced`, around every spec.
+A spec knows nothing of weights. `OffloadingConnector`, which drives any spec, puts the fingerprint
+of the weights into the keys and compares each job with the weights that the worker holds
+(`wtransfer.kv.fence`). A serving loop that drives a spec itself does the same.
 
 Source: names and signatures are those of vLLM's ``v1.kv_offload``, of today and of the seed
 (``get_handlers``).

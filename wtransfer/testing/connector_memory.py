@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wtransfer.blocks import checksum
-from wtransfer.connectors.fence import (
-    SchedulerFence,
-    Stamp,
-    StampedHandshake,
-    WorkerFence,
-    WorkerStamps,
-)
+from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import (
     ConnectorScheduler,
     ConnectorWorker,
@@ -28,6 +22,7 @@ from wtransfer.connectors.interface import (
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.progress import Progress, Tracked, only_group
 from wtransfer.connectors.settings import Instance
+from wtransfer.kv.fence import SchedulerFence, WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +31,7 @@ if TYPE_CHECKING:
 
     from wtransfer.connectors.interface import KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
+    from wtransfer.weights import Stamps
 
 
 class Kept(NamedTuple):
@@ -61,7 +57,7 @@ class Item:
     """Name of each block."""
     block_ids: list[int]
     """Where each is in the cache."""
-    stamps: list[Stamp]
+    versions: Stamps
     """What the request began with; none where that is no more."""
 
 
@@ -113,14 +109,14 @@ class MemoryScheduler(ConnectorScheduler):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks to load into."""
         request_id = request.request_id
-        self.fence.settle(request_id)
+        self.fence.ensure_begun(request_id)
         if not num_external_tokens:
             return
         first = self.first[request_id]
         part = slice(first, first + num_external_tokens // self.instance.block_size)
         block_ids = only_group(blocks.get_block_ids())[part]
         names = self.named(request_id, self.fence.fingerprint(request_id) or "")[part]
-        self.loads.append(Item(request_id, names, block_ids, self.stamps(request_id)))
+        self.loads.append(Item(request_id, names, block_ids, self.versions(request_id)))
         self.counts["loads_total"] += 1
 
     def build_connector_meta(self, scheduler_output: Any) -> MemoryMetadata:
@@ -137,17 +133,17 @@ class MemoryScheduler(ConnectorScheduler):
         if fingerprint is None or part.start == part.stop:
             return None
         names = self.named(request_id, fingerprint)[part]
-        return Item(request_id, names, tracked.block_ids[part], self.stamps(request_id))
+        return Item(request_id, names, tracked.block_ids[part], self.versions(request_id))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers compute with."""
         said = connector_output.kv_connector_worker_meta
-        if isinstance(said, WorkerStamps):
-            self.fence.hear(said.stamps)
+        if isinstance(said, WeightReport):
+            self.fence.update(said.versions)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Hear it before the first step."""
-        self.fence.hear({rank: each.stamp for rank, each in metadata.items()})
+        self.fence.update({rank: each.version for rank, each in metadata.items()})
 
     def request_finished(
         self,
@@ -171,9 +167,9 @@ class MemoryScheduler(ConnectorScheduler):
         """Return the names of a request's blocks."""
         return [bytes(name) for name in self.names[request_id].under(fingerprint)]
 
-    def stamps(self, request_id: str) -> list[Stamp]:
+    def versions(self, request_id: str) -> Stamps:
         """Return what a request began with."""
-        return [(each[0], each[1]) for each in self.fence.stamps(request_id) or ()]
+        return self.fence.versions(request_id) or ()
 
     def is_kept(self, name: bytes) -> bool:
         """Return whether all ranks have kept a block."""
@@ -200,9 +196,9 @@ class MemoryWorker(ConnectorWorker):
         """Take the caches."""
         self.caches = kv_caches
 
-    def get_handshake_metadata(self) -> StampedHandshake:
+    def get_handshake_metadata(self) -> WeightHandshake:
         """Say what this rank computes with."""
-        return StampedHandshake(self.fence.say()[self.rank])
+        return WeightHandshake(self.fence.version())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Load what is whole; name the blocks that are not."""
@@ -277,9 +273,9 @@ class MemoryWorker(ConnectorWorker):
         errors, self.errors = self.errors, set()
         return errors
 
-    def build_connector_worker_meta(self) -> WorkerStamps:
+    def build_connector_worker_meta(self) -> WeightReport:
         """Say what this rank computes with."""
-        return WorkerStamps(self.fence.say())
+        return WeightReport(self.fence.report())
 
     def get_stats(self) -> Mapping[str, float]:
         """Return how many blocks were loaded."""
@@ -289,7 +285,7 @@ class MemoryWorker(ConnectorWorker):
 
     def admits(self, item: Item) -> bool:
         """Return whether something planned may be done now."""
-        return self.fence.admits(item.stamps)
+        return self.fence.admits(item.versions)
 
     def is_whole(self, kept: Kept) -> bool:
         """Return whether a block is as it was kept."""

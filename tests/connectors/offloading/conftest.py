@@ -77,13 +77,13 @@ class Bench:
 
     @property
     def manager(self):
-        """Of the spec, behind the fence."""
-        return self.scheduler.side._manager._inner
+        """Of the spec."""
+        return self.scheduler.side._manager
 
     @property
     def tier(self):
-        """The spec's worker on the first rank, behind the fence."""
-        return self.workers[0].side._made._inner
+        """The spec's worker on the first rank."""
+        return self.workers[0].side._made
 
     def ask(self, request, num_computed=0):
         return self.scheduler.get_num_new_matched_tokens(request, num_computed)

@@ -305,7 +305,7 @@ def test_blocks_that_have_gone_are_named_at_once(bench, ask_for):
 def test_a_load_that_fails_on_one_rank_has_failed(bench, ask_for):
     rig = bench(2)
     rig.keep(ask_for("r", 9), [0, 1, 2])
-    rig.workers[1].side._made._inner.submit_load = lambda *job: False
+    rig.workers[1].side._made.submit_load = lambda *job: False
     request = ask_for("s", 9)
     rig.ask(request)
     rig.allocate(request, [3, 4, 5], 8)
@@ -328,7 +328,7 @@ def test_outcomes_that_come_again_or_of_nobody_are_counted(bench, ask_for, a_ste
 
     def say(rank, job_id, success=True):
         said = OffloadingWorkerMetadata(
-            rig.workers[rank].side._fence.say(), {rank: [Outcome(job_id, success, 10)]}
+            rig.workers[rank].side._fence.report(), {rank: [Outcome(job_id, success, 10)]}
         )
         output = KVConnectorOutput(kv_connector_worker_meta=said)
         rig.scheduler.update_connector_output(output)
@@ -468,7 +468,7 @@ def test_a_spec_gets_what_it_wants_of_a_request(bench, ask_for, a_step, policy):
 # -- weights
 
 
-def test_a_request_that_lives_through_a_change_is_out(bench, ask_for, a_step, weights):
+def test_a_request_that_lives_through_a_change_is_stale(bench, ask_for, a_step, weights):
     """FAULTS 47."""
     rig = bench()
     request = ask_for("r", 13)
@@ -550,3 +550,222 @@ def test_the_scheduler_knows_the_weights_before_the_first_step(bench, ask_for, w
         assert rig.ask(ask_for("r", 9)) == (0, False)
     rig.step()
     assert rig.scheduler.get_stats()["fence_open"] == 1
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+@pytest.mark.parametrize("change", ["other", "back again", "under way"])
+def test_a_job_for_other_weights_fails_and_touches_no_byte(
+    bench, ask_for, a_step, weights, *, kind, change
+):
+    rig = bench()
+    if kind == "load":
+        rig.keep(ask_for("left", 9), [0, 1, 2])
+    request = ask_for("r", 9)
+    found, _ = rig.ask(request)
+    rig.allocate(request, [3, 4, 5], found)
+    rig.fill([3, 4, 5], 70.0)
+    metadata = rig.tell(None if kind == "load" else a_step(new=[(request, 0, 9)]))
+    assert len(metadata.loads) + len(metadata.stores) == 1
+    rig.tier.submit_load = rig.tier.submit_store = lambda *job: pytest.fail("submitted")
+    for name in ["B", "A"][: ["under way", "other", "back again"].index(change)]:
+        weights.settle(name)
+    if change == "under way":
+        with weights.changing(lambda: "A"):
+            (said,) = rig.work(metadata)
+    else:
+        (said,) = rig.work(metadata)
+    assert [each.success for each in said.meta.outcomes[0]] == [False]
+    assert (said.bad, said.received) == (({3, 4}, {"r"}) if kind == "load" else (set(), set()))
+    assert rig.values([3, 4, 5]) == [70.0, 71.0, 72.0]
+    stats = rig.workers[0].get_stats()
+    names = [f"fence_{each}_total" for each in ("loads_refused", "stores_refused")]
+    assert [stats[name] for name in names] == [kind == "load", kind == "store"]
+    rig.hear([said])
+    assert not rig.scheduler.has_pending_push_work()
+
+
+def test_a_store_that_ends_after_the_change_is_kept_for_the_way_back(
+    bench, ask_for, a_step, weights
+):
+    """Its blocks belong to it until it has ended, so its bytes are of the old weights."""
+    rig = bench()
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    rig.fill([0, 1, 2], 5.0)
+    get_finished, rig.tier.get_finished = rig.tier.get_finished, list
+    rig.step(a_step(new=[(request, 0, 9)]))
+    weights.settle("B")
+    rig.step()
+    rig.tier.get_finished = get_finished
+    rig.settle()
+    assert rig.ask(ask_for("s", 9)) == (0, False)
+    weights.settle("A")
+    rig.step()
+    again = ask_for("t", 9)
+    assert rig.ask(again) == (8, True)
+    rig.wipe()
+    rig.allocate(again, [3, 4, 5], 8)
+    rig.settle()
+    assert rig.values([3, 4]) == [5.0, 6.0]
+
+
+def test_a_store_that_fails_after_the_change_is_forgotten(bench, ask_for, a_step, weights):
+    rig = bench()
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2])
+    metadata = rig.tell(a_step(new=[(request, 0, 9)]))
+    weights.settle("B")
+    rig.hear(rig.work(metadata))
+    weights.settle("A")
+    rig.step()
+    stats = rig.scheduler.get_stats()
+    assert (stats["stores_failed_total"], stats["blocks_idle"]) == (2, 0)
+    assert rig.ask(ask_for("s", 9)) == (0, False)
+
+
+def fail_to_load(rig, request, blocks):
+    """Plan a load that ends without success."""
+    found, _ = rig.ask(request)
+    rig.allocate(request, blocks, found)
+    submit_load, rig.tier.submit_load = rig.tier.submit_load, lambda *job: False
+    metadata = rig.tell()
+    said = rig.work(metadata)
+    rig.tier.submit_load = submit_load
+    return found, said
+
+
+def test_blocks_that_could_not_be_loaded_are_stored_anew_and_found_again(bench, ask_for, shape):
+    rig = bench(**shape)
+    rig.keep(ask_for("left", 9), [0, 1, 2])
+    for times in range(1, 4):
+        found, said = fail_to_load(rig, ask_for("r", 9), [3, 4, 5])
+        assert (found, said[0].bad) == (8, {3, 4})
+        rig.hear(said)
+        assert rig.scheduler.get_stats()["fence_blocks_invalidated_total"] == 2 * times
+        assert rig.ask(ask_for("s", 9)) == (0, False)
+        rig.keep(ask_for("t", 9), [6, 7, 8], value=10.0 * times)
+        again = ask_for("u", 9)
+        assert rig.ask(again) == (8, True)
+        rig.wipe()
+        rig.allocate(again, [9, 10, 11], 8)
+        rig.settle()
+        assert rig.values([9, 10]) == [10.0 * times, 10.0 * times + 1]
+
+
+def test_a_second_failure_to_load_a_block_does_not_invalidate_its_replacement(
+    bench, ask_for, a_step
+):
+    rig = bench()
+    rig.keep(ask_for("left", 9), [0, 1, 2])
+    first, second = (fail_to_load(rig, ask_for(name, 9), [3, 4, 5])[1] for name in "rs")
+    rig.hear(first)
+    request = ask_for("t", 9)
+    assert rig.ask(request) == (0, False)
+    rig.allocate(request, [6, 7, 8])
+    (job,) = rig.step(a_step(new=[(request, 0, 9)]))[0].stores
+    rig.tier.wait({job.job_id})
+    rig.step()
+    rig.hear(second)
+    assert rig.scheduler.get_stats()["fence_blocks_invalidated_total"] == 2
+    assert rig.ask(ask_for("u", 9)) == (8, True)
+
+
+def test_a_load_that_failed_as_its_weights_were_replaced_invalidates_nothing(
+    bench, ask_for, weights
+):
+    rig = bench()
+    rig.keep(ask_for("left", 9), [0, 1, 2])
+    request = ask_for("r", 9)
+    rig.ask(request)
+    rig.allocate(request, [3, 4, 5], 8)
+    metadata = rig.tell()
+    weights.settle("B")
+    rig.hear(rig.work(metadata))
+    weights.settle("A")
+    rig.step()
+    assert rig.scheduler.get_stats()["load_jobs_failed_total"] == 1
+    assert rig.scheduler.get_stats()["fence_blocks_invalidated_total"] == 0
+    assert rig.ask(ask_for("s", 9)) == (8, True)
+
+
+def test_a_load_that_was_promised_under_other_weights_fails_at_once(bench, ask_for, weights):
+    rig = bench()
+    rig.keep(ask_for("left", 9), [0, 1, 2])
+    request = ask_for("r", 9)
+    assert rig.ask(request) == (8, True)
+    weights.settle("B")
+    rig.step()
+    rig.allocate(request, [3, 4, 5], 8)
+    metadata, (said,) = rig.step()
+    assert (metadata.loads, metadata.gone) == ([], {"r": [3, 4]})
+    assert (said.bad, said.received) == ({3, 4}, {"r"})
+
+
+def test_the_manager_is_told_of_each_change_once(bench, weights):
+    rig, changes = bench(), []
+    rig.manager.weights_changed = lambda: changes.append(weights)
+    for name, num_changes in (("A", 0), ("B", 1), ("B", 1), ("C", 2)):
+        weights.settle(name)
+        rig.step()
+        rig.step()
+        assert len(changes) == rig.scheduler.get_stats()["fence_changes_total"] == num_changes
+
+
+def test_a_manager_that_fails_at_a_change_goes_on(bench, ask_for, weights, caplog):
+    rig = bench()
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    rig.manager.weights_changed = None
+    weights.settle("B")
+    rig.step()
+    assert "weights_changed failed" in caplog.text
+    assert rig.ask(ask_for("s", 9)) == (0, False)
+    rig.keep(ask_for("t", 9), [0, 1, 2])
+    assert rig.ask(ask_for("u", 9)) == (8, True)
+
+
+def test_stale_requests_are_counted(bench, ask_for, a_step, weights):
+    rig = bench()
+    request = ask_for("r", 13)
+    rig.ask(request)
+    rig.allocate(request, [0, 1, 2, 3])
+    weights.settle("B")
+    rig.step()
+    for before, count in ((0, 9), (9, 1), (10, 3)):
+        kind = {"new" if before == 0 else "cached": [(request, before, count)]}
+        assert rig.tell(a_step(**kind)).stores == []
+    with weights.changing(lambda: "C"):
+        rig.step()
+        rig.ask(ask_for("s", 9))
+    stats = rig.scheduler.get_stats()
+    names = [f"fence_{each}_total" for each in ("stores_refused", "misses", "changes")]
+    assert [stats[name] for name in names] == [2, 1, 1]
+
+
+def test_a_closed_fence_finds_and_stores_nothing(bench, ask_for, a_step):
+    rig = bench()
+    rig.keep(ask_for("left", 9), [0, 1, 2])
+    rig.scheduler.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=OffloadingWorkerMetadata({0: 7}))
+    )
+    for name in "rs":
+        request = ask_for(name, 9)
+        assert rig.ask(request) == (0, False)
+        rig.allocate(request, [0, 1, 2])
+        metadata, _ = rig.step(a_step(new=[(request, 0, 9)]))
+        assert metadata.stores == []
+    assert rig.scheduler.get_stats()["fence_open"] == 0
+
+
+def test_a_request_of_a_reused_name_begins_with_the_current_weights(
+    bench, ask_for, a_step, weights
+):
+    rig = bench()
+    rig.keep(ask_for("r", 9), [0, 1, 2])
+    weights.settle("B")
+    rig.step()
+    request = ask_for("r", 9)
+    rig.allocate(request, [3, 4, 5])
+    (job,) = rig.tell(a_step(new=[(request, 0, 9)])).stores
+    assert job.blocks.block_ids == [3, 4]

@@ -99,13 +99,13 @@ def worker_side(host):
 
 
 def manager_of(host):
-    """Return the manager of the spec, behind the fence."""
-    return scheduler_side(host)._manager._inner
+    """Return the manager of the spec."""
+    return scheduler_side(host)._manager
 
 
 def tier_worker_of(host):
-    """Return the worker of the spec, behind the fence."""
-    return worker_side(host)._made._inner
+    """Return the worker of the spec."""
+    return worker_side(host)._made
 
 
 def tier_stats(host):

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
-from wtransfer.specs.fenced import FencedLoadStoreSpec
 from wtransfer.specs.interface import GPULoadStoreSpec
 from wtransfer.specs.slots import ArenaLoadStoreSpec
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
@@ -100,9 +99,9 @@ def over_the_wire(message):
 
 
 def test_step_plan_round_trips():
-    tier = FencedLoadStoreSpec(STAMPS, ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"]))
+    tier = ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"])
     blocks = GPULoadStoreSpec([5, 6, 7], [2, 1], [4, 0])
-    loads = [Job(1, "r", blocks, tier)]
+    loads = [Job(1, "r", blocks, tier, tuple(STAMPS))]
     metadata = OffloadingMetadata(loads=loads, gone={"s": [4]}, preempted=["t"])
     plan = StepPlan(STAMPS, [Span("r", [1], 4, [5])], serialize(metadata), True, {"u"})
     arrived = over_the_wire(plan)
@@ -113,9 +112,9 @@ def test_step_plan_round_trips():
     assert (got.gone, got.preempted, got.stores) == ({"s": [4]}, ["t"], [])
     assert (type(job), job.job_id, job.request_id) == (Job, 1, "r")
     assert vars(job.blocks) == vars(blocks)
-    assert job.tier.stamps == tuple(STAMPS)
-    assert all(isinstance(each, WeightsStamp) for each in job.tier.stamps)
-    assert (type(job.tier.inner), vars(job.tier.inner)) == (ArenaLoadStoreSpec, vars(tier.inner))
+    assert job.versions == tuple(STAMPS)
+    assert all(isinstance(each, WeightsStamp) for each in job.versions)
+    assert (type(job.tier), vars(job.tier)) == (ArenaLoadStoreSpec, vars(tier))
 
 
 def test_step_result_round_trips():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.connectors.fence import StampedHandshake, WorkerStamps
+from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata
 from wtransfer.specs.interface import GPULoadStoreSpec
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
@@ -107,8 +107,8 @@ class More(Grown):
         Frozen("a", [Point(1, Frozen("b"))]),
         Slotted(0.5, Slotted(1.5)),
         FrozenSlotted(frozenset({"r"})),
-        WorkerStamps({0: ("A", 1), 1: None}),
-        StampedHandshake(("A", 1)),
+        WeightReport({0: ("A", 1), 1: None}),
+        WeightHandshake(("A", 1)),
     ],
 )
 def test_data_round_trips(value):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class OffloadingConnector(KVConnectorBase_V1):
-    """Drives an offloading spec, behind the fence: see `wtransfer.specs.fenced`.
+    """Drive an offloading spec; KV of other weights is a miss (`wtransfer.kv.fence`).
 
     Which spec, and with what options, stands in ``kv_connector_extra_config``: ``spec_name``,
     ``spec_module_path``, and what the spec asks for.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from wtransfer.connectors.fence import WorkerStamps
+from wtransfer.connectors.fenced import WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata
 
 if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorWorkerMetadata
     from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec
+    from wtransfer.weights import Stamps
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Job:
     """Where in the cache."""
     tier: LoadStoreSpec
     """Where in the tier."""
+    versions: Stamps
+    """What each rank must compute with for the job to be done there."""
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Outcome:
 
 
 @dataclass
-class OffloadingWorkerMetadata(WorkerStamps):
+class OffloadingWorkerMetadata(WeightReport):
     """What workers say after a step."""
 
     outcomes: dict[int, list[Outcome]] = field(default_factory=dict)

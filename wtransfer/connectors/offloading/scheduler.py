@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.config import blocks_per_chunk
-from wtransfer.connectors.fence import handshake_stamps
+from wtransfer.connectors.fenced import reported_versions
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.offloading.metadata import (
@@ -19,8 +20,8 @@ from wtransfer.connectors.offloading.metadata import (
 from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import BlockNotKeptError
+from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.fenced import BlockWitnesses, FencedSpec
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
     LookupResult,
@@ -28,7 +29,7 @@ from wtransfer.specs.interface import (
     ReqContext,
     ScheduleEndContext,
 )
-from wtransfer.weights import RankStamps
+from wtransfer.specs.older.spec import todays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.offloading.metadata import Outcome
     from wtransfer.connectors.progress import Tracked
+    from wtransfer.weights import Stamps
+
+logger = logging.getLogger(__name__)
 
 STORE_BATCH = 32
 """Most chunks that are offered to the tier at once: it takes all of them or none."""
@@ -64,6 +68,7 @@ class _InFlight:
     request_id: str
     context: ReqContext
     keys: list[OffloadKey]
+    versions: Stamps
     is_load: bool
     waiting_for: set[int]
     success: bool = True
@@ -83,8 +88,10 @@ class OffloadingScheduler(ConnectorScheduler):
         super().__init__(config, kv_cache_config)
         instance = Instance.of(config)
         spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
-        self._manager = FencedSpec(spec).get_manager()
+        self._manager = todays(spec).get_manager()
         self._num_ranks = instance.num_ranks
+        self._fence = SchedulerFence(self._num_ranks)
+        self._invalidated = InvalidatedKeys()
         self._block_size = instance.block_size
         extra = config.kv_transfer_config.kv_connector_extra_config or {}
         self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
@@ -96,7 +103,6 @@ class OffloadingScheduler(ConnectorScheduler):
         self._next = OffloadingMetadata()
         self._step = 0
         self._heard: dict[int, int] = {}
-        self._stamps = RankStamps(self._num_ranks)
         # Of jobs: what the spec's manager counts are blocks.
         self._counts = Counter(
             load_jobs_failed_total=0,
@@ -104,6 +110,10 @@ class OffloadingScheduler(ConnectorScheduler):
             loaded_bytes_total=0,
             stored_bytes_total=0,
             unknown_outcomes_total=0,
+            fence_changes_total=0,
+            fence_misses_total=0,
+            fence_stores_refused_total=0,
+            fence_blocks_invalidated_total=0,
         )
 
     # -- what there is
@@ -123,7 +133,7 @@ class OffloadingScheduler(ConnectorScheduler):
         first = num_computed_tokens // chunk
         if num_computed_tokens % self._block_size or last <= first:
             return 0, False
-        found = self._num_hits(offered, first, last)
+        found = self._num_hits(request.request_id, offered, first, last)
         if found is None:
             return None, False
         num_tokens = (first + found) * chunk - num_computed_tokens if found else 0
@@ -132,9 +142,11 @@ class OffloadingScheduler(ConnectorScheduler):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Prepare the load, if there is one."""
         offered = self._requests.get(request.request_id) or self._announce(request)
+        self._fence.ensure_begun(request.request_id)
         self._progress.know(request)
         # Only now: a request that has no room yet is asked about again and again.
-        there = self._witnessed(offered)[: offered.num_there // self._naming.block_size]
+        num_there = offered.num_there // self._naming.block_size
+        there = self._keys(request.request_id, offered, 0, num_there)
         if there:
             self._manager.touch(there, offered.context)
         if not num_external_tokens:
@@ -145,8 +157,10 @@ class OffloadingScheduler(ConnectorScheduler):
         end = first + num_external_tokens // self._block_size
         self._load(request.request_id, offered, first, block_ids[first:end])
 
-    def _num_hits(self, offered: _Offered, first: int, last: int) -> int | None:
-        keys = self._witnessed(offered)[first:last]
+    def _num_hits(self, request_id: str, offered: _Offered, first: int, last: int) -> int | None:
+        if self._fence.versions(request_id) is None:
+            self._counts["fence_misses_total"] += 1
+        keys = self._keys(request_id, offered, first, last)
         for count, key in enumerate(keys):
             found = self._manager.lookup(key, offered.context)
             if found is LookupResult.RETRY:
@@ -162,9 +176,11 @@ class OffloadingScheduler(ConnectorScheduler):
         that it builds on is found or computed from here on, so it belongs to the present weights.
         """
         offered = self._requests.get(request.request_id)
+        is_stale = self._fence.versions(request.request_id) is None
+        self._fence.begin(request.request_id)
         if offered is None:
             return self._announce(request)
-        if self._manager.is_out(offered.context):
+        if is_stale:
             self._manager.on_request_finished(offered.context)
             return self._announce(request)
         # Those that jobs may still read are no longer its own.
@@ -175,33 +191,36 @@ class OffloadingScheduler(ConnectorScheduler):
     def _announce(self, request: Any) -> _Offered:
         params = getattr(request, "kv_transfer_params", None)
         context = ReqContext(request.request_id, params)
-        context.set_state(BlockWitnesses())
         wanted = self._manager.on_new_request(context)
         takes_all = wanted.policy is OffloadPolicy.REQUEST_LEVEL
         offered = _Offered(context, self._naming.of(request), takes_all)
         self._requests[request.request_id] = offered
         return offered
 
-    def _witnessed(self, offered: _Offered) -> list[OffloadKey]:
-        """Return the host's keys of all chunks whose tokens are known."""
-        witnesses = offered.context.get_state(BlockWitnesses)
-        assert witnesses is not None
-        return offered.names.witnessed(witnesses.add)
+    def _keys(self, request_id: str, offered: _Offered, first: int, end: int) -> list[OffloadKey]:
+        """Return the keys of these chunks, as far as their tokens are known; none if stale."""
+        fingerprint = self._fence.fingerprint(request_id)
+        if fingerprint is None:
+            return []
+        return self._invalidated.valid(offered.names.under(fingerprint, end)[first:])
 
     # -- jobs
 
     def _load(self, request_id: str, offered: _Offered, first: int, block_ids: list[int]) -> None:
         per_chunk = self._blocks_per_chunk
         end = first + len(block_ids)
-        keys = self._witnessed(offered)[first // per_chunk : -(-end // per_chunk)]
+        versions = self._fence.versions(request_id)
+        keys = self._keys(request_id, offered, first // per_chunk, -(-end // per_chunk))
         try:
+            if versions is None:
+                raise BlockNotKeptError("the weights have changed since the look-up")
             source = self._manager.prepare_load(keys, offered.context)
         except BlockNotKeptError:
             self._next.gone[request_id] = block_ids
             return
-        job_id = self._enter(request_id, offered.context, keys, is_load=True)
+        job_id = self._enter(request_id, offered.context, keys, versions, is_load=True)
         places = GPULoadStoreSpec(block_ids, block_indices=[first])
-        self._next.loads.append(Job(job_id, request_id, places, source))
+        self._next.loads.append(Job(job_id, request_id, places, source, versions))
 
     def _offer(self, tracked: Tracked) -> None:
         """Offer the chunks that a request has filled to the tier."""
@@ -219,14 +238,25 @@ class OffloadingScheduler(ConnectorScheduler):
         offered.num_offered = min(offered.num_offered, before)
         if offered.doubtful > self._num_heard:
             return
-        keys = self._witnessed(offered)
-        full = min(tracked.num_computed // chunk, len(keys))
-        for first in range(offered.num_offered, full, STORE_BATCH):
-            self._store(tracked, offered, first, keys[first : min(first + STORE_BATCH, full)])
-        offered.num_offered = max(full, offered.num_offered)
+        end = tracked.num_computed // chunk
+        versions = self._fence.versions(request.request_id)
+        if versions is None:
+            self._counts["fence_stores_refused_total"] += end > offered.num_offered
+            offered.num_offered = max(end, offered.num_offered)
+            return
+        keys = self._keys(request.request_id, offered, offered.num_offered, end)
+        for start in range(0, len(keys), STORE_BATCH):
+            batch = keys[start : start + STORE_BATCH]
+            self._store(tracked, offered, offered.num_offered + start, batch, versions)
+        offered.num_offered += len(keys)
 
     def _store(
-        self, tracked: Tracked, offered: _Offered, first: int, keys: list[OffloadKey]
+        self,
+        tracked: Tracked,
+        offered: _Offered,
+        first: int,
+        keys: list[OffloadKey],
+        versions: Stamps,
     ) -> None:
         output = self._manager.prepare_store(keys, offered.context)
         if output is None or not output.keys_to_store:
@@ -238,17 +268,24 @@ class OffloadingScheduler(ConnectorScheduler):
             tracked.block_ids[place * per_chunk + i] for place in places for i in range(per_chunk)
         ]
         request_id = tracked.request.request_id
-        job_id = self._enter(request_id, offered.context, output.keys_to_store, is_load=False)
+        stored = output.keys_to_store
+        job_id = self._enter(request_id, offered.context, stored, versions, is_load=False)
         offered.storing.add(job_id)
         source = GPULoadStoreSpec(blocks, block_indices=[places[0] * per_chunk])
-        self._next.stores.append(Job(job_id, request_id, source, output.store_spec))
+        self._next.stores.append(Job(job_id, request_id, source, output.store_spec, versions))
 
     def _enter(
-        self, request_id: str, context: ReqContext, keys: list[OffloadKey], *, is_load: bool
+        self,
+        request_id: str,
+        context: ReqContext,
+        keys: list[OffloadKey],
+        versions: Stamps,
+        *,
+        is_load: bool,
     ) -> int:
         job_id = next(self._job_ids)
         ranks = set(range(self._num_ranks))
-        self._in_flight[job_id] = _InFlight(request_id, context, keys, is_load, ranks)
+        self._in_flight[job_id] = _InFlight(request_id, context, keys, versions, is_load, ranks)
         return job_id
 
     # -- steps
@@ -269,7 +306,7 @@ class OffloadingScheduler(ConnectorScheduler):
         """Hear what the ranks compute with, and which jobs have ended."""
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, OffloadingWorkerMetadata):
-            self._hear(said.stamps)
+            self._hear(said.versions)
             self._heard |= said.steps
             for rank, outcomes in said.outcomes.items():
                 for outcome in outcomes:
@@ -279,7 +316,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Hear what the ranks compute with, before the first step."""
-        self._hear(handshake_stamps(metadata))
+        self._hear(reported_versions(metadata))
 
     def request_finished(
         self,
@@ -288,6 +325,7 @@ class OffloadingScheduler(ConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Keep the blocks while they are being stored; those that are loaded the host keeps."""
         self._progress.forget(request.request_id)
+        self._fence.forget(request.request_id)
         offered = self._requests.pop(request.request_id, None)
         if offered is None:
             return False, None
@@ -301,9 +339,15 @@ class OffloadingScheduler(ConnectorScheduler):
         """The last step of which all ranks have said what became of it."""
         return min(self._heard.get(rank, 0) for rank in range(self._num_ranks))
 
-    def _hear(self, stamps: Mapping[int, Any]) -> None:
-        self._stamps.hear(stamps)
-        self._manager.weights_are(self._stamps.now)
+    def _hear(self, versions: Mapping[int, Any]) -> None:
+        if not self._fence.update(versions):
+            return
+        self._counts["fence_changes_total"] += 1
+        # A hint, which blocks to evict first: without it old keys are not looked up either.
+        try:
+            self._manager.weights_changed()
+        except Exception:
+            logger.exception("%s.weights_changed failed", type(self._manager).__name__)
 
     def _take(self, rank: int, outcome: Outcome) -> None:
         job = self._in_flight.get(outcome.job_id)
@@ -328,8 +372,8 @@ class OffloadingScheduler(ConnectorScheduler):
             return
         self._counts["load_jobs_failed_total"] += not job.success
         self._manager.complete_load(job.keys, job.context)
-        if not job.success:
-            self._manager.load_failed(job.keys, job.context)
+        if not job.success and job.versions is self._fence.current:
+            self._counts["fence_blocks_invalidated_total"] += self._invalidated.add(job.keys)
 
     # -- the rest
 
@@ -338,7 +382,7 @@ class OffloadingScheduler(ConnectorScheduler):
         return bool(self._in_flight) or self._manager.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
-        """Return what came to be kept, or ceased to."""
+        """Return which keys came to be kept, or ceased to; a key contains its weights."""
         return self._manager.take_events()
 
     def reset_cache(self) -> bool | None:
@@ -348,7 +392,8 @@ class OffloadingScheduler(ConnectorScheduler):
 
     def get_stats(self) -> dict[str, float]:
         """Return the manager's numbers, and those of jobs."""
-        return {**self._manager.get_stats(), **self._counts}
+        is_open = float(self._fence.current is not None)
+        return {**self._manager.get_stats(), "fence_open": is_open, **self._counts}
 
     def shutdown(self) -> None:
         """Let go of the manager."""

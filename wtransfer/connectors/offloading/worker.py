@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.connectors.fence import StampedHandshake, WorkerFence
+from wtransfer.connectors.fenced import WeightHandshake
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import ConnectorRoleError
+from wtransfer.kv.fence import WorkerFence
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.fenced import FencedSpec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from wtransfer.specs.older.spec import todays
 from wtransfer.transport.pages import byte_rows
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
-    from wtransfer.specs.fenced import FencedWorker
+    from wtransfer.specs.interface import OffloadingWorker
 
 
 class OffloadingSide(ConnectorWorker):
@@ -39,16 +41,21 @@ class OffloadingSide(ConnectorWorker):
         super().__init__(config, kv_cache_config)
         self._rank = Instance.of(config).rank
         spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
-        self._spec = FencedSpec(spec, rank=self._rank)
+        self._spec = todays(spec)
         self._fence = WorkerFence(self._rank)
-        self._made: FencedWorker | None = None
+        self._made: OffloadingWorker | None = None
         self._loading: dict[int, Job] = {}
         self._storing: dict[int, Job] = {}
         self._outcomes: list[Outcome] = []
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
         self._ended: set[str] = set()
-        self._num_unknown = 0
+        self._counts = Counter(
+            unknown_results_total=0,
+            fence_loads_refused_total=0,
+            fence_loads_outdated_total=0,
+            fence_stores_refused_total=0,
+        )
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Make the spec's worker, which sees as bytes what lies together."""
@@ -62,9 +69,9 @@ class OffloadingSide(ConnectorWorker):
         pages = [CanonicalKVCacheRef(i, each.page_size_bytes) for i, each in enumerate(tensors)]
         self._made = self._spec.get_worker(CanonicalKVCaches(tensors, [pages]))
 
-    def get_handshake_metadata(self) -> StampedHandshake:
+    def get_handshake_metadata(self) -> WeightHandshake:
         """Return what this rank computes with."""
-        return StampedHandshake(self._fence.say()[self._rank])
+        return WeightHandshake(self._fence.version())
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingMetadata) -> None:  # type: ignore[override]
         """Wait for the jobs that still read blocks which are taken away."""
@@ -82,7 +89,10 @@ class OffloadingSide(ConnectorWorker):
             self._received.add(request_id)
         for job in metadata.loads:
             self._loading[job.job_id] = job
-            if not self._worker.submit_load(job.job_id, job.tier, job.blocks):
+            if not self._fence.admits(job.versions):
+                self._counts["fence_loads_refused_total"] += 1
+                self._end(job.job_id, success=False)
+            elif not self._worker.submit_load(job.job_id, job.tier, job.blocks):
                 self._end(job.job_id, success=False)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -99,7 +109,10 @@ class OffloadingSide(ConnectorWorker):
         stores, metadata.stores = metadata.stores, []
         for job in stores:
             self._storing[job.job_id] = job
-            if not self._worker.submit_store(job.job_id, job.blocks, job.tier):
+            if not self._fence.admits(job.versions):
+                self._counts["fence_stores_refused_total"] += 1
+                self._end(job.job_id, success=False)
+            elif not self._worker.submit_store(job.job_id, job.blocks, job.tier):
                 self._end(job.job_id, success=False)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:  # noqa: ARG002
@@ -123,12 +136,12 @@ class OffloadingSide(ConnectorWorker):
         self._outcomes += [Outcome(job.job_id, success=False) for job in self.metadata.stores]
         outcomes, self._outcomes = self._outcomes, []
         step = {self._rank: self.metadata.step}
-        return OffloadingWorkerMetadata(self._fence.say(), {self._rank: outcomes}, step)
+        return OffloadingWorkerMetadata(self._fence.report(), {self._rank: outcomes}, step)
 
     def get_stats(self) -> Mapping[str, float]:
         """Return the numbers of the spec's worker, and how many results nobody waited for."""
         stats = {} if self._made is None else self._made.get_stats()
-        return {**stats, "unknown_results_total": self._num_unknown}
+        return {**stats, **self._counts}
 
     def shutdown(self) -> None:
         """Let go of the spec's worker."""
@@ -136,7 +149,7 @@ class OffloadingSide(ConnectorWorker):
             self._made.shutdown()
 
     @property
-    def _worker(self) -> FencedWorker:
+    def _worker(self) -> OffloadingWorker:
         if self._made is None:
             raise ConnectorRoleError("register_kv_caches comes before the first step")
         return self._made
@@ -145,8 +158,12 @@ class OffloadingSide(ConnectorWorker):
         is_store = self._storing.pop(job_id, None) is not None
         job = self._loading.pop(job_id, None)
         if job is None and not is_store:
-            self._num_unknown += 1
+            self._counts["unknown_results_total"] += 1
             return
+        if job is not None and success and not self._fence.admits(job.versions):
+            # Loaded for weights that were replaced while it ran.
+            self._counts["fence_loads_outdated_total"] += 1
+            success = False
         self._outcomes.append(Outcome(job_id, success, nbytes))
         if job is None:
             return

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from wtransfer.connectors.fence import Stamp, StampedHandshake, WorkerStamps
+from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+if TYPE_CHECKING:
+    from wtransfer.weights import Stamps
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Load:
     """Their names."""
     block_ids: list[int]
     """Where they belong."""
-    stamps: list[Stamp]
+    versions: Stamps
     """What the request began with; empty: not what the workers have now."""
 
 
@@ -52,7 +56,7 @@ class Save:
     """Their names."""
     block_ids: list[int]
     """Where they are."""
-    stamps: list[Stamp]
+    versions: Stamps
     """What the request began with."""
 
 
@@ -77,7 +81,7 @@ class RelayMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class RelayHandshake(StampedHandshake):
+class RelayHandshake(WeightHandshake):
     """Where one worker listens."""
 
     address: str = ""
@@ -87,7 +91,7 @@ class RelayHandshake(StampedHandshake):
 
 
 @dataclass
-class RelaySaid(WorkerStamps):
+class RelaySaid(WeightReport):
     """What workers say after a step."""
 
     not_saved: set[bytes] = field(default_factory=set)

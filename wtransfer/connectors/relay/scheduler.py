@@ -7,12 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.connectors.fence import (
-    SchedulerFence,
-    WorkerStamps,
-    handshake_stamps,
-    plain_stamps,
-)
+from wtransfer.connectors.fenced import WeightReport, reported_versions
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.progress import Progress, Tracked, only_group
@@ -27,13 +22,14 @@ from wtransfer.connectors.relay.plan import (
     Save,
 )
 from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.kv.fence import SchedulerFence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from wtransfer.connectors.fence import Stamp
     from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
+    from wtransfer.weights import Stamps
 
 
 logger = logging.getLogger(__name__)
@@ -144,7 +140,7 @@ class RelayScheduler(ConnectorScheduler):
         request_id = request.request_id
         known = self._know(request)
         fingerprint = self._fence.fingerprint(request_id)
-        self._fence.settle(request_id)
+        self._fence.ensure_begun(request_id)
         if known.is_settled:
             return
         known.is_settled = True
@@ -164,7 +160,7 @@ class RelayScheduler(ConnectorScheduler):
                 known.place,
                 [bytes(name) for name in known.names.under(fingerprint or "")[part]],
                 list(only_group(blocks.get_block_ids())[part]),
-                self._stamps(request_id),
+                self._versions(request_id),
             )
         )
 
@@ -174,7 +170,7 @@ class RelayScheduler(ConnectorScheduler):
         """Return what the workers have to do in this step."""
         metadata, self._next = self._next, RelayMetadata()
         for load in metadata.loads:
-            load.stamps = self._stamps(load.request_id)
+            load.versions = self._versions(load.request_id)
         for tracked in self._progress.step(scheduler_output):
             save = self._save(tracked)
             if save is not None:
@@ -184,8 +180,8 @@ class RelayScheduler(ConnectorScheduler):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what the workers compute with, and which loads have ended."""
         said = connector_output.kv_connector_worker_meta
-        if isinstance(said, WorkerStamps):
-            self._fence.hear(said.stamps)
+        if isinstance(said, WeightReport):
+            self._fence.update(said.versions)
         for request_id in connector_output.finished_recving or ():
             self._counts["received" if request_id in self._loading else "received_unknown"] += 1
             self._loading.discard(request_id)
@@ -199,7 +195,7 @@ class RelayScheduler(ConnectorScheduler):
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
         """Hear where the workers listen, and what they compute with."""
-        self._fence.hear(handshake_stamps(metadata))
+        self._fence.update(reported_versions(metadata))
         for rank, each in metadata.items():
             if isinstance(each, RelayHandshake) and each.address:
                 self._workers[rank] = each
@@ -277,8 +273,8 @@ class RelayScheduler(ConnectorScheduler):
             )
         return False
 
-    def _stamps(self, request_id: str) -> list[Stamp]:
-        return plain_stamps(self._fence.stamps(request_id))
+    def _versions(self, request_id: str) -> Stamps:
+        return self._fence.versions(request_id) or ()
 
     def _save(self, tracked: Tracked) -> Save | None:
         request_id = tracked.request.request_id
@@ -297,7 +293,7 @@ class RelayScheduler(ConnectorScheduler):
         known.saved += zip(block_ids, named, strict=True)
         known.has_saves = True
         self._counts["blocks_to_save"] += len(named)
-        return Save(request_id, named, block_ids, self._stamps(request_id))
+        return Save(request_id, named, block_ids, self._versions(request_id))
 
     def _take_back(self, is_wrong: Callable[[tuple[int, bytes]], bool]) -> list[bytes]:
         """Believe no more that a block was saved, nor those after it; return their names.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.connectors.fence import WorkerFence
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.relay.layout import SlotLayout
 from wtransfer.connectors.relay.link import Here
@@ -18,6 +17,7 @@ from wtransfer.connectors.relay.saving import Saving, request_holder
 from wtransfer.connectors.relay.shelf import Shelf
 from wtransfer.connectors.relay.taking import Taker
 from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.kv.fence import WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,10 +106,10 @@ class RelayWorker(ConnectorWorker):
 
     def get_handshake_metadata(self) -> RelayHandshake:
         """Say where this worker listens, and what it computes with."""
-        stamp = self.fence.say()[self.instance.rank]
+        version = self.fence.version()
         if self._desk is None:
-            return RelayHandshake(stamp)
-        return RelayHandshake(stamp, self._desk.address, self.told_token(self._desk))
+            return RelayHandshake(version)
+        return RelayHandshake(version, self._desk.address, self.told_token(self._desk))
 
     def told_token(self, desk: Desk) -> str:  # noqa: ARG002
         """Return what a request shall carry for those who ask; empty: they know it."""
@@ -160,7 +160,7 @@ class RelayWorker(ConnectorWorker):
     def build_connector_worker_meta(self) -> RelaySaid:
         """Say what this worker computes with, and what a step that did not count did not save."""
         saves = () if self._step_counts else self.metadata.saves
-        return RelaySaid(self.fence.say(), {name for save in saves for name in save.names})
+        return RelaySaid(self.fence.report(), {name for save in saves for name in save.names})
 
     def clear_connector_metadata(self) -> None:
         """Forget the step, and what it began to save without letting it count."""
@@ -198,4 +198,4 @@ class RelayWorker(ConnectorWorker):
             links.over(place)
 
     def _admits(self, planned: Load | Save) -> bool:
-        return self.fence.admits(planned.stamps)
+        return self.fence.admits(planned.versions)

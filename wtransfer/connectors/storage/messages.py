@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from wtransfer.connectors.fence import Stamp, StampedHandshake, WorkerStamps
+from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.connectors.interface import KVConnectorWorkerMetadata
+    from wtransfer.weights import Stamps, WeightsStamp
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Transfer:
     """Name of each block."""
     block_ids: list[int]
     """Where each is in the cache."""
-    stamps: list[Stamp]
+    versions: Stamps
     """Weights that the request began with, by rank; empty where that is not known any more."""
     first: int = 0
     """Which block of the request the first of them is."""
@@ -47,7 +48,7 @@ class StorageMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class StorageHandshake(StampedHandshake):
+class StorageHandshake(WeightHandshake):
     """What a worker says before the first step."""
 
     geometry: bytes = b""
@@ -55,14 +56,14 @@ class StorageHandshake(StampedHandshake):
 
 
 @dataclass
-class StorageSaid(WorkerStamps):
+class StorageSaid(WeightReport):
     """What a worker, or all of them together, say after a step."""
 
     steps: dict[int, int] = field(default_factory=dict)
     """By rank: the last step that is done."""
     saved: dict[int, int] = field(default_factory=dict)
     """By rank: the last step that counted, so that its blocks were stored."""
-    began: dict[int, Stamp | None] = field(default_factory=dict)
+    began: dict[int, WeightsStamp | None] = field(default_factory=dict)
     """By rank: what it computed with when the last step began."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:

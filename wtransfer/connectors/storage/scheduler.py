@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wtransfer.connectors.fence import SchedulerFence, handshake_stamps, plain_stamps
+from wtransfer.connectors.fenced import reported_versions
 from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.progress import Progress, only_group
@@ -22,6 +22,7 @@ from wtransfer.connectors.storage.messages import (
 from wtransfer.connectors.storage.options import StorageOptions
 from wtransfer.connectors.storage.store import Store, shelf_name
 from wtransfer.errors import WTransferError
+from wtransfer.kv.fence import SchedulerFence
 from wtransfer.weights import instance_fingerprint, known_stamps
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class _Known:
     """The last step in which something of it was computed."""
     doubtful: int = -1
     """Step that has to be over before it is sure that what the request began with is right."""
-    spoilt: bool = False
+    is_invalidated: bool = False
     """Whether a load has failed; nothing more is looked for then."""
     tracked: Tracked | None = None
     """How far it has come; None before its first step."""
@@ -125,7 +126,7 @@ class StorageScheduler(ConnectorScheduler):
         known, block_size = self._of(request), self._instance.block_size
         known.first, beyond = divmod(num_computed_tokens, block_size)
         fingerprint = self._fence.begin(request.request_id)
-        if fingerprint is None or beyond or known.spoilt or not self._instance.receives:
+        if fingerprint is None or beyond or known.is_invalidated or not self._instance.receives:
             return 0, False
         names = known.names.under(fingerprint, (request.num_tokens - 1) // block_size)
         return self._num_found(fingerprint, names[known.first :]) * block_size, False
@@ -137,9 +138,9 @@ class StorageScheduler(ConnectorScheduler):
             ConnectorOptionError: The model has several KV cache groups.
         """
         request_id = request.request_id
-        self._fence.settle(request_id)
+        self._fence.ensure_begun(request_id)
         num_blocks = num_external_tokens // self._instance.block_size
-        known, stamps = self._of(request), self._fence.stamps(request_id)
+        known, stamps = self._of(request), self._fence.versions(request_id)
         known.loads = num_blocks > 0
         if not num_blocks:
             return
@@ -158,7 +159,7 @@ class StorageScheduler(ConnectorScheduler):
         self._step += 1
         told = StorageMetadata(self._step)
         for request_id, load in self._loads.items():
-            load.stamps = plain_stamps(self._fence.stamps(request_id))
+            load.versions = self._fence.versions(request_id) or ()
             told.loads.append(load)
         self._loads = {}
         begun = {new.req_id for new in scheduler_output.scheduled_new_reqs}
@@ -189,7 +190,7 @@ class StorageScheduler(ConnectorScheduler):
             # workers, and if it could not, what this step computes is wrong, on all of them.
             known.doubtful = self._step
         if known.doubtful <= self._heard:
-            told.saves += self._saves(known, tracked.num_computed, self._fence.stamps(request_id))
+            told.saves += self._saves(known, tracked.num_computed, self._fence.versions(request_id))
 
     def _num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens have, the last one perhaps in part."""
@@ -216,20 +217,20 @@ class StorageScheduler(ConnectorScheduler):
         """Hear which weights there are, and what became of loads and saves."""
         if connector_output.invalid_block_ids:
             self._finder.forget()
-            self._spoil(connector_output.invalid_block_ids)
+            self._invalidate(connector_output.invalid_block_ids)
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, StorageSaid):
-            self._fence.hear(said.stamps)
+            self._fence.update(said.versions)
             self._hear_steps(said)
 
-    def _spoil(self, invalid: set[int]) -> None:
+    def _invalidate(self, invalid: set[int]) -> None:
         parting = (each.known for each in self._parting)
         for known in itertools.chain(self._known.values(), parting):
             block_ids = [] if known.tracked is None else known.tracked.block_ids
             wrong = [n for n, block in enumerate(block_ids) if block in invalid]
             if wrong:
                 known.num_saved = min(known.num_saved, wrong[0])
-                known.spoilt = True
+                known.is_invalidated = True
 
     def _hear_steps(self, said: StorageSaid) -> None:
         ranks = range(self._instance.num_ranks)
@@ -238,7 +239,7 @@ class StorageScheduler(ConnectorScheduler):
         began = known_stamps(said.began.get(rank) for rank in ranks)
         # Nothing has changed within the step, of which all have spoken.
         together = {said.steps.get(rank, -1) for rank in ranks} == {self._heard}
-        steady = together and began is not None and began == self._fence.now
+        steady = together and began is not None and began == self._fence.current
         for step in [each for each in self._computing if each <= self._heard]:
             for computed in self._computing.pop(step):
                 known = computed.known
@@ -260,7 +261,7 @@ class StorageScheduler(ConnectorScheduler):
         """
         request_id = computed.tracked.request.request_id
         is_it = self._known.get(request_id) is computed.known
-        if is_it and self._fence.stamps(request_id) is None:
+        if is_it and self._fence.versions(request_id) is None:
             self._fence.begin(request_id)
             computed.known.num_saved = 0
 
@@ -281,7 +282,7 @@ class StorageScheduler(ConnectorScheduler):
         """
         request_id = request.request_id
         self._loads.pop(request_id, None)
-        known, stamps = self._known.pop(request_id, None), self._fence.stamps(request_id)
+        known, stamps = self._known.pop(request_id, None), self._fence.versions(request_id)
         # All that is known by its name goes now: the next request may have the same.
         self._progress.forget(request_id)
         self._fence.forget(request_id)
@@ -308,8 +309,8 @@ class StorageScheduler(ConnectorScheduler):
         going = [each for each in self._parting if each.known.last_step <= self._heard]
         self._parting = [each for each in self._parting if each.known.last_step > self._heard]
         for request_id, known, began in going:
-            stamps = began if began == self._fence.now else None
-            saves = [] if known.spoilt else self._saves(known, known.num_sure, stamps)
+            stamps = began if began == self._fence.current else None
+            saves = [] if known.is_invalidated else self._saves(known, known.num_sure, stamps)
             # With nothing to store as well: their blocks may go.
             parting += saves or [self._transfer(request_id, None, [], [], 0)]
         return parting
@@ -320,7 +321,7 @@ class StorageScheduler(ConnectorScheduler):
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Hear which weights there are before the first step, and how blocks are laid out."""
-        self._fence.hear(handshake_stamps(metadata))
+        self._fence.update(reported_versions(metadata))
         self._layouts |= {
             rank: each.geometry
             for rank, each in metadata.items()
@@ -334,10 +335,10 @@ class StorageScheduler(ConnectorScheduler):
             Whether that was done: False while the weights change, and where the disk fails.
         """
         self._finder.forget()
-        if self._fence.now is None:
+        if self._fence.current is None:
             return False
         try:
-            self._store.remove_shelf(self._shelf(instance_fingerprint(self._fence.now)))
+            self._store.remove_shelf(self._shelf(instance_fingerprint(self._fence.current)))
         except WTransferError as error:
             self._counts.fail("reset_failures", "error", error)
             return False
@@ -375,7 +376,7 @@ class StorageScheduler(ConnectorScheduler):
         first: int,
     ) -> Transfer:
         shelf = self._shelf("" if stamps is None else instance_fingerprint(stamps))
-        return Transfer(request_id, shelf, list(names), block_ids, plain_stamps(stamps), first)
+        return Transfer(request_id, shelf, list(names), block_ids, stamps or (), first)
 
     def _of(self, request: Any) -> _Known:
         known = self._known.get(request.request_id)

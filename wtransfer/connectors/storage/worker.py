@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wtransfer.blocks import BlockGeometry
-from wtransfer.connectors.fence import WorkerFence
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.settings import Instance
 from wtransfer.connectors.storage.counts import Counts
@@ -18,15 +17,16 @@ from wtransfer.connectors.storage.pages import CachePages
 from wtransfer.connectors.storage.room import Room
 from wtransfer.connectors.storage.store import Store
 from wtransfer.errors import ConnectorRoleError, StorageError
+from wtransfer.kv.fence import WorkerFence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
-    from wtransfer.connectors.fence import Stamp
     from wtransfer.connectors.storage.messages import Transfer
     from wtransfer.transport.files import Folder
+    from wtransfer.weights import WeightsStamp
 
 _BATCH_NBYTES = 32 << 20
 _APART_NS = 1000
@@ -64,7 +64,7 @@ class StorageWorker(ConnectorWorker):
         self._geometry = b""
         self._errors: set[int] = set()
         self._done, self._saved = -1, -1
-        self._began: Stamp | None = None
+        self._began: WeightsStamp | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches.
@@ -99,13 +99,13 @@ class StorageWorker(ConnectorWorker):
 
     def _load(self, load: Transfer) -> None:
         num_loaded = 0
-        if self._fence.admits(load.stamps):
+        if self._fence.admits(load.versions):
             try:
                 num_loaded = self._loaded(load)
             except Exception as error:
                 self._counts.fail("load_failures", "error", error)
         # Else the weights have changed before, or even meanwhile.
-        if not self._fence.admits(load.stamps):
+        if not self._fence.admits(load.versions):
             num_loaded = 0
             self._counts.add("loads_fenced")
         self._counts.add("blocks_loaded", num_loaded)
@@ -179,7 +179,7 @@ class StorageWorker(ConnectorWorker):
 
     def _save_all(self, saves: Sequence[Transfer]) -> None:
         for save in saves:
-            if not self._fence.admits(save.stamps):
+            if not self._fence.admits(save.versions):
                 self._counts.add("saves_fenced")
                 continue
             try:
@@ -231,17 +231,17 @@ class StorageWorker(ConnectorWorker):
         """Take what the scheduler's side told for the step that begins."""
         super().bind_connector_metadata(connector_metadata)
         self._done = connector_metadata.step
-        self._began = self._fence.say()[self._instance.rank]
+        self._began = self._fence.version()
 
     def build_connector_worker_meta(self) -> StorageSaid:
         """Return which weights there are, and how far this worker has come."""
         rank = self._instance.rank
         began = {rank: self._began}
-        return StorageSaid(self._fence.say(), {rank: self._done}, {rank: self._saved}, began)
+        return StorageSaid(self._fence.report(), {rank: self._done}, {rank: self._saved}, began)
 
     def get_handshake_metadata(self) -> StorageHandshake:
         """Return which weights there are, and how blocks are laid out."""
-        return StorageHandshake(self._fence.say()[self._instance.rank], self._geometry)
+        return StorageHandshake(self._fence.version(), self._geometry)
 
     def get_stats(self) -> dict[str, float]:
         """Return what was loaded, saved and evicted, and what failed, by reason."""

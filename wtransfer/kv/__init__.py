@@ -1,0 +1,1 @@
+"""KV cache: what connectors and specs both do to keys and bytes."""

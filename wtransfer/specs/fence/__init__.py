@@ -1,1 +1,0 @@
-"""The fence around any spec: what it notes, and both of its sides."""
