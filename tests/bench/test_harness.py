@@ -9,7 +9,7 @@ import bench_cases
 import pytest
 
 from wtransfer.bench import harness
-from wtransfer.bench.harness import Goal, Result, Row, Runner, Spread, measure_rows
+from wtransfer.bench.harness import Goal, Result, Row, Spread, measure_rows
 from wtransfer.errors import PeerLostError, StallError
 
 
@@ -85,14 +85,6 @@ def test_median_has_the_goal_and_every_measurement_the_limit():
     assert (reached("<=", 2.0), reached("<=", 1.9)) == (True, False)
     assert (reached(">=", 2.0), reached(">=", 2.1)) == (True, False)
     assert (reached("<=", 2.0, limit=5.0), reached("<=", 2.0, limit=4.9)) == (True, False)
-
-
-def test_files_are_in_the_folder_that_was_asked_for(tmp_path):
-    with Runner([], str(tmp_path)) as runner:
-        assert Path(runner.folder).parent == tmp_path
-        Path(runner.folder, "a").mkdir()
-        Path(runner.folder, "a", "file").write_text("ink")
-    assert list(tmp_path.iterdir()) == []
 
 
 def descendants(pid):
