@@ -128,6 +128,22 @@ def test_gaps_are_those_of_the_quiet_time_the_transfer_and_the_commit():
     assert usual_s == 2
 
 
+def test_every_commit_lies_between_two_tokens_of_the_worker(runner):
+    keywords = {"tensors": TensorSet("many", 64, 3)}
+    outcome = runner.run(
+        "a test",
+        partial(weights.publish_between_pauses, **keywords, num_rounds=1),
+        partial(weights.serve, **keywords),
+        1,
+    )
+    (served,) = outcome.workers
+    assert [each["version"] for each in outcome.trainer] == ["round-2"]
+    assert served["commits"].keys() == {"round-0", "round-1", "round-2"}
+    for began, ended in served["commits"].values():
+        assert served["tokens"][0] <= began < ended < served["tokens"][-1]
+    assert served["tokens"] == sorted(served["tokens"])
+
+
 @pytest.mark.parametrize("nbytes", [1, 64 * MIB, 2 << 30])
 def test_llama_has_the_bytes_asked_for_and_at_most_a_layer_more(nbytes):
     shapes = TensorSet("llama", nbytes).shapes()

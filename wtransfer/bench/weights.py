@@ -443,8 +443,9 @@ class Gaps(NamedTuple):
         others = [wait for wait in waits if wait not in around]
 
         def longest(since: float, until: float) -> float:
-            """Return the longest wait with a part in a time."""
-            return max(stop - start for start, stop in others if start < until and stop > since)
+            """Return the longest wait with a part in a time; 0 if a commit fills all of it."""
+            parts = (stop - start for start, stop in others if start < until and stop > since)
+            return max(parts, default=0.0)
 
         quiet_from = round_["quiet_from"]
         return cls(
@@ -738,6 +739,9 @@ def serve(setup: Setup, tensors: Sequence[Any]) -> dict[str, Any]:
             tokens.append(time.monotonic())
             if session.commit_pending():
                 commits[session.version] = tokens[-1], time.monotonic()
+        # There is a token after the last commit, too.
+        model.compute_token(window)
+        tokens.append(time.monotonic())
     return {"tokens": tokens, "commits": commits}
 
 
