@@ -114,7 +114,9 @@ NUMBERS = Parsed("N,M", _parse_numbers)
 
 def _common_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON document only."),
+        click.option(
+            "--json", "as_json", is_flag=True, help="Print one JSON document, nothing else."
+        ),
         click.option(
             "--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers."
         ),

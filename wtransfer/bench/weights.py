@@ -109,7 +109,7 @@ class TensorSet(NamedTuple):
         return _total_nbytes(self.shapes())
 
 
-def count(number: int) -> str:
+def format_workers(number: int) -> str:
     return f"{number} worker{'' if number == 1 else 's'}"
 
 
@@ -268,7 +268,7 @@ def run_rounds(
     digests = "" if verified else ", without verification"
     return Rounds(
         runner.run(
-            f"{settings.engine}, {tensors.kind}, {commit}, {count(number)}{digests}",
+            f"{settings.engine}, {tensors.kind}, {commit}, {format_workers(number)}{digests}",
             partial(publish, **common, engine=settings.engine, num_rounds=settings.num_rounds),
             partial(join, **common, commit=commit),
             number,
@@ -371,11 +371,11 @@ def measure_memory(settings: Settings, runner: Runner) -> Result:
     if "copy" in settings.commits:
         by_copy, beside["shared_copies_by_copy"] = _count_copies(runner, settings, "copy", most)
         beside["staging_by_copy"] = by_copy.median
-    # Messages and page tables grow with the weights, too: by less than a twentieth.
     note = (
         "two segments are shared: one holds the last update, which all workers that adopt have in "
         "use together, the other stages the next"
     )
+    # Messages and page tables grow with the weights, too: by less than a twentieth.
     return Result(staging, "copies", Goal("<=", 1.05), beside, note=note)
 
 
@@ -391,7 +391,7 @@ def _count_copies(
     most = max(2, min(settings.nbytes, MAX_WATCHED_NBYTES) // MIB)
     small, large = (
         runner.run(
-            f"memory of {format_nbytes(number * MIB)}, {commit}, {count(num_workers)}",
+            f"memory of {format_nbytes(number * MIB)}, {commit}, {format_workers(num_workers)}",
             partial(
                 publish_watched,
                 tensors=TensorSet("many", MIB, number),
@@ -827,7 +827,7 @@ class OtherWay(NamedTuple):
     ) -> list[float]:
         """Return the seconds of each round."""
         function = partial(self.function, tensors=tensors, num_rounds=num_rounds)
-        name = f"{self.what}, {tensors.kind}, {count(num_workers)}"
+        name = f"{self.what}, {tensors.kind}, {format_workers(num_workers)}"
         found: list[float] = runner.run(name, function, function, num_workers).trainer
         return found
 
