@@ -153,6 +153,7 @@ def bench() -> None:
 @click.option(
     "--small",
     type=Parsed("NxSIZE", parse_many),
+    metavar="NxSIZE",
     help="How many small tensors of what size [20000x4KiB].",
 )
 @click.option("--commit", "commits", type=Parsed("MODES", _parse_commits), help="[adopt,copy]")
