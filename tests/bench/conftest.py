@@ -1,34 +1,24 @@
+import sys
 from pathlib import Path
 
 import pytest
 
-from wtransfer.bench.scene import Scene, Stage
-from wtransfer.transport.zygote import Zygote
-
-PRELOAD = (
-    "torch",
-    "wtransfer.bench.jobs.broadcasting",
-    "wtransfer.bench.jobs.publishing",
-    "wtransfer.bench.jobs.connecting",
-    "wtransfer.connectors.shm",
-    "wtransfer.connectors.storage.scheduler",
-    "wtransfer.connectors.storage.worker",
-)
+# The processes of a case find there what the tests let them run.
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="package")
-def zygote():
-    with Zygote(PRELOAD, paths=[Path(__file__).parent]) as forks:
-        yield forks
+def runner():
+    from wtransfer.bench.harness import Runner
+
+    benches = [f"wtransfer.bench.{name}" for name in ("weights", "offload", "connectors")]
+    with Runner([*benches, "bench_cases"]) as found:
+        yield found
+    assert not Path(found.folder).exists()
 
 
 @pytest.fixture
-def play(zygote):
-    """Play jobs of `bench_jobs`, or others by their whole name."""
-
-    def run(trainer, worker, num_workers=1, arguments=(), **scene):
-        jobs = [each if ":" in each else f"bench_jobs:{each}" for each in (trainer, worker)]
-        with Stage(zygote, Scene("a test", *jobs, num_workers, tuple(arguments), **scene)) as stage:
-            return stage.play()
-
-    return run
+def children(runner):
+    """Return the processes that cases have left."""
+    path = Path(f"/proc/{runner.zygote.pid}/task/{runner.zygote.pid}/children")
+    return lambda: path.read_text().split()

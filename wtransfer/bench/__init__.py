@@ -1,1 +1,1 @@
-"""The bench: what moving weights costs here, each number beside its goal and its neighbours."""
+"""The bench: what moving weights and KV cache costs here, each number beside its goal."""

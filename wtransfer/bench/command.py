@@ -1,188 +1,216 @@
-"""``wtransfer bench``: measure here what the design promises."""
+"""``wtransfer bench``: measure on this machine what the design promises."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
 import sys
-from dataclasses import replace
+import textwrap
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from wtransfer.bench.nbytes import parse_many, parse_nbytes
-from wtransfer.bench.settings import COMMITS, Settings
 from wtransfer.errors import WTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from wtransfer.bench.connectors import ConnectorSettings
-    from wtransfer.bench.machine import Machine
-    from wtransfer.bench.offload import OffloadSettings
-    from wtransfer.bench.row import Failed, Measure, Row
+    from wtransfer.bench import connectors as connectors_bench
+    from wtransfer.bench import offload as offload_bench
+    from wtransfer.bench import weights as weights_bench
+    from wtransfer.bench.harness import Result, Row
 
-TKVSettings = TypeVar("TKVSettings", "OffloadSettings", "ConnectorSettings")
+TSettings = TypeVar(
+    "TSettings",
+    "weights_bench.Settings",
+    "offload_bench.Settings",
+    "connectors_bench.Settings",
+)
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
+_COMMITS = ("adopt", "copy")
+WIDTH = 110
 
 
-def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that reads a text; None stays None."""
-
-    def callback(_ctx: click.Context, _param: click.Parameter, text: str | None) -> Any:
-        try:
-            return None if text is None else parse(text)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
-
-    return callback
+# -- options ---------------------------------------------------------------------------------------
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def parse_nbytes(text: str) -> int:
+    """Return a size in bytes: ``4096``, ``4KiB``, ``1.5 GiB``, ``2GB``.
+
+    Raises:
+        ValueError: It is no size, or not above 0.
+    """
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(matched[2].upper()) if matched else None
+    if matched is None or unit is None or float(matched[1]) * unit < 1:
+        raise ValueError(f"{text!r} is no size; write a number and a unit: 512MiB, 2GiB, 4096")
+    return int(float(matched[1]) * unit)
+
+
+def parse_many(text: str) -> tuple[int, int]:
+    """Return how many tensors, and the bytes of each: ``20000x4KiB``.
+
+    Raises:
+        ValueError: It is not of this form, or a tensor has less than one element.
+    """
+    number, _, size = text.partition("x")
+    if not number.isdecimal() or int(number) < 1 or not size or (n := parse_nbytes(size)) < 2:  # noqa: PLR2004
+        raise ValueError(f"{text!r} is not NUMBERxSIZE; write 20000x4KiB")
+    return int(number), n
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(parse_nbytes, text.split(",")))
 
 
-def _workers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(each.isdecimal() and int(each) for each in parts):
         raise ValueError(f"{text!r} are no numbers above 0; write 1,4")
     return tuple(map(int, parts))
 
 
-def _commits(text: str) -> tuple[str, ...]:
+def _parse_commits(text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
-    unknown = [each for each in chosen if each not in COMMITS]
+    unknown = [each for each in chosen if each not in _COMMITS]
     if unknown:
-        raise ValueError(f"there is no commit {unknown[0]!r}; there are {', '.join(COMMITS)}")
+        raise ValueError(f"there is no commit {unknown[0]!r}; there are {', '.join(_COMMITS)}")
     return chosen
 
 
-_rounds = click.option(
-    "--rounds", "num_rounds", type=click.IntRange(min=1), help="Rounds that count, per row [7]."
-)
-_only = click.option("--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more.")
-_quick = click.option(
-    "--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers."
-)
-_json = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document, nothing else."
-)
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic in older releases
+    """An option whose text is parsed by a function that raises `ValueError`."""
+
+    def __init__(self, metavar: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = metavar, parse
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return what the text says."""
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = Parsed("SIZE", parse_nbytes)
+SIZES = Parsed("SIZE,SIZE", _parse_sizes)
+NUMBERS = Parsed("N,M", _parse_numbers)
+
+
+def _common_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option(
+            "--json", "as_json", is_flag=True, help="Print one JSON document, nothing else."
+        ),
+        click.option(
+            "--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers."
+        ),
+        click.option(
+            "--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more."
+        ),
+        click.option(
+            "--rounds",
+            "num_rounds",
+            type=click.IntRange(min=1),
+            help="Rounds that count, per row [7].",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+# -- commands --------------------------------------------------------------------------------------
 
 
 @click.group()
 def bench() -> None:
-    """Measure here what is promised, each number beside its goal and its neighbours."""
+    """Measure here what is promised, each number beside its goal and what it compares with."""
 
 
 @bench.command()
 @click.option("--engine", metavar="NAME", help="shm, gloo, or any that needs no option [shm].")
-@click.option(
-    "--nbytes", callback=_parsed(parse_nbytes), metavar="SIZE", help="Of an update [2GiB]."
-)
+@click.option("--nbytes", type=SIZE, help="Of an update [2GiB].")
 @click.option(
     "--workers",
-    callback=_parsed(_workers),
-    metavar="N,M",
+    type=NUMBERS,
     help="Numbers of workers; the first one for all rows but those that compare [1,4].",
 )
-@_rounds
 @click.option(
     "--small",
-    callback=_parsed(parse_many),
+    type=Parsed("NxSIZE", parse_many),
     metavar="NxSIZE",
     help="How many small tensors of what size [20000x4KiB].",
 )
-@click.option(
-    "--commit", "commits", callback=_parsed(_commits), metavar="MODES", help="[adopt,copy]"
-)
-@_only
-@_quick
-@_json
-def weights(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+@click.option("--commit", "commits", type=Parsed("MODES", _parse_commits), help="[adopt,copy]")
+@_common_options
+def weights(small: tuple[int, int] | None, **asked: Any) -> None:
     """Measure rounds of weights: speed, pauses, memory, and how soon a death is noticed.
 
     Every number is a median of rounds that bring other values each time and whose receipts are
     checked, with its least and greatest, beside a plain copy of the same bytes and beside other
-    ways to send them, all in this run. Only ratios can be compared between machines; a machine
-    that others use at the same time measures them as well.
+    ways to send them, all in this run. Only ratios can be compared between machines; other work on
+    the machine is measured as well.
 
-    The exit status is 1 if a row could not be measured; a goal that is not reached is told.
+    The exit status is 1 if a row could not be measured; a goal that is not reached is only shown.
     """
-    from wtransfer.bench.machine import Machine
-    from wtransfer.bench.run import measure, rows_named
+    from wtransfer.bench import weights as module
 
-    settings = _settings(quick, asked)
-    machine = Machine.here()
-    try:
-        chosen = rows_named(only, settings)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--only") from error
-    try:
-        found = measure(chosen, settings, lambda text: click.echo(f"  {text} ...", err=True))
-    except WTransferError as error:
-        raise click.ClickException(str(error)) from error
-    _tell(found, settings, machine, as_json)
-
-
-def _settings(quick: bool, asked: dict[str, Any]) -> Settings:
-    given = {name: value for name, value in asked.items() if value is not None}
-    if "small" in given:
-        given["num_small"], given["small_nbytes"] = given.pop("small")
-    return replace(Settings.quick() if quick else Settings(), **given)
+    if small:
+        asked["num_small"], asked["small_nbytes"] = small
+    _measure(module.Settings, module.rows, **asked)
 
 
 @bench.command()
-@click.option(
-    "--nbytes",
-    callback=_parsed(parse_nbytes),
-    metavar="SIZE",
-    help="That one round copies [256MiB].",
-)
+@click.option("--nbytes", type=SIZE, help="That one round copies [256MiB].")
 @click.option(
     "--blocks",
     "block_nbytes",
-    callback=_parsed(_sizes),
-    metavar="SIZE,SIZE",
+    type=SIZES,
     help="Sizes of a block, over its 32 layers [2MiB,128KiB,16KiB].",
 )
 @click.option(
     "--kept",
     "num_blocks",
-    callback=_parsed(_workers),
-    metavar="N,M",
+    type=NUMBERS,
     help="How many blocks managers have; the last number for most rows [1000,10000,100000].",
 )
-@_rounds
-@_only
-@_quick
-@_json
-def offload(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+@_common_options
+def offload(**asked: Any) -> None:
     """Measure KV cache in host memory: copies into the arena and back, and its manager.
 
     Every number is a median of rounds, with its least and greatest. Copies stand beside a plain
     copy of the same bytes, and are compared with what was stored. Managers stand beside vLLM's,
-    where vLLM is installed. Only ratios can be compared between machines; a machine that others use
-    at the same time measures them as well.
+    where vLLM is installed. Only ratios can be compared between machines; other work on the machine
+    is measured as well.
 
-    The exit status is 1 if a row could not be measured; a goal that is not reached is told.
+    The exit status is 1 if a row could not be measured; a goal that is not reached is only shown.
     """
-    from wtransfer.bench.offload import OffloadSettings, offload_measures
+    from wtransfer.bench import offload as module
 
-    given = {name: value for name, value in asked.items() if value is not None}
-    settings = replace(OffloadSettings.quick() if quick else OffloadSettings(), **given)
-    _measure(settings, offload_measures, only, as_json)
+    _measure(module.Settings, module.rows, **asked)
 
 
 @bench.command()
-@click.option(
-    "--nbytes",
-    callback=_parsed(parse_nbytes),
-    metavar="SIZE",
-    help="That one round saves and loads [256MiB].",
-)
+@click.option("--nbytes", type=SIZE, help="That one round saves and loads [256MiB].")
 @click.option(
     "--blocks",
     "block_nbytes",
-    callback=_parsed(_sizes),
-    metavar="SIZE,SIZE",
+    type=SIZES,
     help="Sizes of a block, over its 32 layers [2MiB,128KiB].",
 )
 @click.option(
@@ -190,64 +218,160 @@ def offload(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> 
     type=click.Path(exists=True, file_okay=False, writable=True),
     help="Where files are kept meanwhile, in a folder of their own [/dev/shm].",
 )
-@_rounds
-@_only
-@_quick
-@_json
-def connectors(only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+@_common_options
+def connectors(**asked: Any) -> None:
     """Measure KV cache on its way from prefill to decode, and what it costs the scheduler.
 
     Two processes, as two serving instances: one saves, the other one loads. Every number is a
     median of rounds, with its least and greatest; each round has other bytes, stands beside plain
     copies of as many, and every byte that has come is compared with what was sent. Only ratios can
-    be compared between machines; a machine that others use at the same time measures them as well.
+    be compared between machines; other work on the machine is measured as well.
 
-    The exit status is 1 if a row could not be measured; a goal that is not reached is told.
+    The exit status is 1 if a row could not be measured; a goal that is not reached is only shown.
     """
-    from wtransfer.bench.connectors import ConnectorSettings, connector_measures
+    from wtransfer.bench import connectors as module
 
-    given = {name: value for name, value in asked.items() if value is not None}
-    settings = replace(ConnectorSettings.quick() if quick else ConnectorSettings(), **given)
-    _measure(settings, connector_measures, only, as_json)
+    _measure(module.Settings, module.rows, **asked)
 
 
 def _measure(
-    settings: TKVSettings,
-    measures: Callable[[TKVSettings], Iterable[Measure]],
+    settings_type: type[TSettings],
+    rows: Callable[[TSettings], Iterable[Row]],
+    *,
     only: tuple[str, ...],
+    quick: bool,
     as_json: bool,
+    **asked: Any,
 ) -> None:
-    from wtransfer.bench.machine import Machine
-    from wtransfer.bench.run import chosen_of, measure_rows
+    from wtransfer.bench.harness import Runner, choose_rows, measure_rows
     from wtransfer.transport.memory import require_memory
 
-    machine = Machine.here()
+    machine = describe_machine()
+    given = {name: value for name, value in asked.items() if value is not None}
     try:
-        settings.check()
-        chosen = chosen_of(measures(settings), only)
+        settings = replace(settings_type.quick() if quick else settings_type(), **given)
+        chosen = choose_rows(rows(settings), only)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+    def report(text: str) -> None:
+        click.echo(text, err=True)
+
     try:
         require_memory(settings.needed_nbytes, "this run")
-        found = measure_rows(chosen, Settings(), lambda text: click.echo(f"  {text} ...", err=True))
+        folder = asked.get("folder")
+        with Runner(
+            [settings_type.__module__], folder, lambda name: report(f"    {name} ...")
+        ) as runner:
+            results = measure_rows(chosen, runner, report)
     except WTransferError as error:
         raise click.ClickException(str(error)) from error
-    _tell(found, settings, machine, as_json)
-
-
-def _tell(
-    found: Sequence[Row | Failed],
-    settings: Settings | OffloadSettings | ConnectorSettings,
-    machine: Machine,
-    as_json: bool,
-) -> None:
-    from wtransfer.bench.document import document
-    from wtransfer.bench.row import Row
-
     if as_json:
-        click.echo(json.dumps(document(found, settings, machine), indent=2))
+        found = {row.name: document(row, result) for row, result in results.items()}
+        run = {"machine": machine, "settings": asdict(settings), "rows": found}
+        click.echo(json.dumps(run, indent=2))
     else:
-        from wtransfer.bench.table import show
+        show(results, machine)
+    sys.exit(1 if any(isinstance(each, str) for each in results.values()) else 0)
 
-        show(found, machine)
-    sys.exit(0 if all(isinstance(each, Row) for each in found) else 1)
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    """Return the machine that the numbers belong to."""
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text("utf-8"))
+    return {
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "wtransfer": metadata.version("wtransfer"),
+        # Of the last minute, before the run; high: the processors had other work, too.
+        "load": os.getloadavg()[0],
+    }
+
+
+def document(row: Row, result: Result | str) -> dict[str, Any]:
+    """Return a row as plain data for ``--json``; its keys are stable."""
+    if isinstance(result, str):
+        return {"what": row.what, "error": result}
+    return {
+        "what": row.what,
+        "unit": result.unit,
+        **result.spread._asdict(),
+        "goal": None if result.goal is None else result.goal._asdict(),
+        "limit": result.limit,
+        "reached": result.reached,
+        "beside": result.beside,
+        "stages": result.stages,
+        "note": result.note,
+        "error": None,
+    }
+
+
+def show(results: Mapping[Row, Result | str], machine: Mapping[str, Any]) -> None:
+    """Print a run as a table, and under it what each number is and stands beside."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    click.echo(
+        "{cpu}, {num_cores} cores, {gib:.0f} GiB, {kernel}; Python {python}, torch {torch}, "
+        "wtransfer {wtransfer}; load {load:.2f}".format(
+            gib=machine["memory_nbytes"] / (1 << 30), **machine
+        )
+    )
+    table = Table(box=SIMPLE_HEAD)
+    for column in ("row", "median", "min .. max", "goal", ""):
+        table.add_column(column, justify="left" if column in ("row", "") else "right", no_wrap=True)
+    for row, result in results.items():
+        if isinstance(result, str):
+            table.add_row(row.name, "-", "-", "-", "[red]failed")
+            continue
+        median, low, high = map(format_number, result.spread)
+        unit = f" {result.unit}" if result.unit else ""
+        goal = f"{result.goal.relation} {result.goal.value:g}{unit}" if result.goal else "-"
+        if result.limit is not None:
+            goal += f", all <= {format_number(result.limit)}{unit}"
+        verdict = {True: "[green]reached", False: "[yellow]not reached", None: ""}[result.reached]
+        table.add_row(row.name, f"{median}{unit}", f"{low} .. {high}", goal, verdict)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # rich takes a file to be as narrow as the narrowest screen.
+        console.width = WIDTH
+    console.print(table)
+    for row, result in results.items():
+        click.echo(f"{row.name}: {row.what}")
+        for line in [result] if isinstance(result, str) else _details(result):
+            indent = "    "
+            text = textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent)
+            click.secho(text, dim=True)
+
+
+def _details(result: Result) -> Iterator[str]:
+    if result.note:
+        yield result.note
+    for title, numbers in (("beside", result.beside), ("stages", result.stages)):
+        if numbers:
+            yield f"{title}: " + ", ".join(format_named(*each) for each in numbers.items())
+
+
+def format_named(name: str, value: float) -> str:
+    """Return a number with its name, which ends in its unit."""
+    from wtransfer.bench.harness import format_nbytes
+
+    if name.endswith("_nbytes"):
+        return f"{name.removesuffix('_nbytes')} {format_nbytes(int(value))}"
+    for suffix, factor, unit in (("_gb_per_s", 1, "GB/s"), ("_us", 1, "us"), ("_s", 1e3, "ms")):
+        if name.endswith(suffix):
+            words = name.removesuffix(suffix).replace("_", " ")
+            return f"{words} {format_number(value * factor)} {unit}"
+    return f"{name.replace('_', ' ')} {format_number(value)}"
+
+
+def format_number(value: float) -> str:
+    """Return a number with as many digits as are worth reading."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004

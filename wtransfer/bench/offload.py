@@ -1,74 +1,438 @@
-"""Which rows ``bench offload`` has, in order."""
+"""``bench offload``: KV cache in host memory, its copies beside memcpy, its manager beside vLLM's.
+
+Rows first, then the functions that the processes of their cases run.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import itertools
+import mmap
+import os
+import time
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from wtransfer.bench.rows.arena_copies import ArenaCopy
-from wtransfer.bench.rows.manager_calls import NUM_KEYS, OPERATIONS, ManagerCall, ManagerGrowth
-from wtransfer.bench.settings import MIB
+import numpy as np
+import torch
+
+from wtransfer import OffloadingConfig, OffloadingSpecFactory
+from wtransfer.bench.harness import BESIDE_NBYTES, MIB, Goal, Result, Row, Spread, format_nbytes
+from wtransfer.blocks import fence_key, make_offload_key
+from wtransfer.errors import DigestMismatchError
+from wtransfer.specs.interface import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    ReqContext,
+)
+from wtransfer.specs.manager import CPUOffloadingManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from wtransfer.bench.row import Measure
+    from wtransfer.bench.harness import Runner, Setup
+    from wtransfer.blocks import OffloadKey
 
 NUM_LAYERS = 32
 """Pages of a block; each layer is a tensor of its own."""
+NUM_KEYS = 16
+"""Blocks of one request to a manager."""
 
-# The cache, two arenas, and the plain copies; what processes take comes on top.
-_NUM_COPIES = 5
-_BESIDE_NBYTES = 1 << 30
+OPERATIONS = {
+    "lookup": "lookup",
+    "store": "prepare_store + complete_store, room is free",
+    "evict": "prepare_store + complete_store, others give way",
+    "load": "prepare_load + complete_load",
+}
 
 
 @dataclass(frozen=True)
-class OffloadSettings:
-    """Sizes and numbers. The defaults are those of the design's goals."""
+class Settings:
+    """Sizes and numbers; the defaults are those that the goals are for."""
 
     block_nbytes: tuple[int, ...] = (2 * MIB, 128 << 10, 16 << 10)
     """Bytes of a block, of all its 32 layers."""
     nbytes: int = 256 * MIB
     """Bytes that one round copies."""
     num_blocks: tuple[int, ...] = (1_000, 10_000, 100_000)
-    """How many blocks managers have; the last number is the one of most rows."""
+    """How many blocks managers have; most rows use the last number."""
     num_rounds: int = 7
     """Rounds that count."""
 
-    @classmethod
-    def quick(cls) -> OffloadSettings:
-        """Return small sizes, with which every row is filled and no number means much."""
-        return cls(nbytes=16 * MIB, num_blocks=(200, 2_000), num_rounds=3)
-
-    def check(self) -> None:
-        """See to it that there is something to measure.
-
-        Raises:
-            ValueError: There is not; the text says what to ask for.
-        """
+    def __post_init__(self) -> None:
         for nbytes in self.block_nbytes:
-            if nbytes % NUM_LAYERS or not nbytes <= self.nbytes:
+            if nbytes % NUM_LAYERS or nbytes > self.nbytes:
                 raise ValueError(
                     f"blocks of {nbytes} bytes: expected a multiple of {NUM_LAYERS}, one for each "
                     f"layer, and at most the {self.nbytes} of a round"
                 )
-        if any(number < NUM_KEYS for number in self.num_blocks):
+        if min(self.num_blocks) < NUM_KEYS:
             raise ValueError(f"managers of {self.num_blocks} blocks: expected {NUM_KEYS} and more")
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """Return small sizes, with which every row is filled and no number means much."""
+        return cls(nbytes=16 * MIB, num_blocks=(200, 2_000), num_rounds=3)
 
     @property
     def needed_nbytes(self) -> int:
-        """Memory that a run takes."""
-        return _BESIDE_NBYTES + _NUM_COPIES * self.nbytes
+        """Memory that a run takes: the cache, two arenas, and the plain copies."""
+        return BESIDE_NBYTES + 5 * self.nbytes
 
 
-def offload_measures(settings: OffloadSettings) -> Iterator[Measure]:
-    """Yield what measures each row."""
-    for verified in (True, False):
+def goals_are_for(block_nbytes: int, nbytes: int) -> bool:
+    """Return whether the goals for copies are for rounds of these sizes.
+
+    They are for the blocks of a common model. With fewer bytes, what is done once per round takes
+    longer than the copies.
+    """
+    return block_nbytes == 2 * MIB and nbytes >= 128 * MIB
+
+
+def slots_nbytes(num_blocks: int, block_nbytes: int) -> int:
+    """Return enough memory for blocks in slots that have headers and begin at whole pages."""
+    page = mmap.PAGESIZE
+    return num_blocks * (-(-block_nbytes // page) * page + page) + MIB
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """Yield all rows, in order."""
+    few, many = settings.num_blocks[0], settings.num_blocks[-1]
+    for suffix, proof in (("", "checksummed"), ("-unverified", "without checksums")):
         for block_nbytes in settings.block_nbytes:
-            for direction in ("put", "get"):
-                yield ArenaCopy(direction, block_nbytes, verified, settings)
+            for direction, way in (("put", "cache to arena"), ("get", "arena to cache")):
+                size = format_nbytes(block_nbytes)
+                yield Row(
+                    f"{direction}-{size.replace(' ', '')}{suffix}",
+                    f"memcpy / ({way}, two threads), blocks of {size}, {proof}; memcpy: the same "
+                    "blocks, each in one piece, on one thread",
+                    partial(measure_copies, settings, block_nbytes, direction, suffix),
+                )
     for policy in ("lru", "arc"):
-        for operation in OPERATIONS:
-            yield ManagerCall(operation, policy, settings)
-    for operation in OPERATIONS:
-        yield ManagerGrowth(operation, settings)
+        for operation, what in OPERATIONS.items():
+            yield Row(
+                f"{operation}-{policy}",
+                f"ours / vLLM's manager: {what}, per block, {policy}, {NUM_KEYS} blocks a call, "
+                f"{many:,} kept",
+                partial(measure_operation, settings, operation, policy),
+            )
+    for operation, what in OPERATIONS.items():
+        yield Row(
+            f"{operation}-growth",
+            f"cost per block with {many:,} blocks / with {few:,}: {what}, lru",
+            partial(measure_growth, settings, operation),
+        )
+
+
+def measure_copies(
+    settings: Settings, block_nbytes: int, direction: str, suffix: str, runner: Runner
+) -> Result:
+    num_blocks = settings.nbytes // block_nbytes
+    found = runner.run(
+        f"blocks of {format_nbytes(block_nbytes)} into an arena and back",
+        partial(
+            copy_rounds,
+            block_nbytes=block_nbytes,
+            num_blocks=num_blocks,
+            num_rounds=settings.num_rounds,
+        ),
+    ).trainer
+    goal = Goal(">=", 0.85) if goals_are_for(block_nbytes, settings.nbytes) else None
+    return compare_copies(
+        found[f"memcpy-{direction}"],
+        found[direction + suffix],
+        num_blocks,
+        None if suffix else goal,
+    )
+
+
+def compare_copies(
+    memcpy: list[float], ours: list[float], num_blocks: int, goal: Goal | None
+) -> Result:
+    """Return the seconds of plain copies divided by ours, round by round."""
+    return Result(
+        Spread.of(one / other for one, other in zip(memcpy, ours, strict=True)),
+        goal=goal,
+        beside={
+            "memcpy_each_us": median(memcpy) / num_blocks * 1e6,
+            "ours_each_us": median(ours) / num_blocks * 1e6,
+        },
+    )
+
+
+def run_managers(runner: Runner, settings: Settings, num_blocks: int, policy: str) -> Any:
+    """Return the microseconds of each manager and operation, round by round."""
+    name = f"managers of {num_blocks:,} blocks, {policy}"
+    time_all = partial(
+        time_managers, num_blocks=num_blocks, num_rounds=settings.num_rounds, policy=policy
+    )
+    return runner.run(name, time_all).trainer
+
+
+def measure_operation(settings: Settings, operation: str, policy: str, runner: Runner) -> Result:
+    found = run_managers(runner, settings, settings.num_blocks[-1], policy)
+    ours = found["ours"][operation]
+    if found["missing"]:
+        note = f"nothing stands beside it: vLLM's manager is not here ({found['missing']})"
+        return Result(Spread.of(ours), "us", beside={"ours_us": median(ours)}, note=note)
+    theirs = found["vllm"][operation]
+    return Result(
+        Spread.of(one / other for one, other in zip(ours, theirs, strict=True)),
+        goal=Goal("<=", 1.0),
+        beside={"ours_us": median(ours), "vllm_us": median(theirs)},
+    )
+
+
+def measure_growth(settings: Settings, operation: str, runner: Runner) -> Result:
+    found = {n: run_managers(runner, settings, n, "lru") for n in settings.num_blocks}
+    beside = {
+        f"{side}_{number}_us": median(each[side][operation])
+        for number, each in found.items()
+        for side in ("ours", "vllm")
+        if each[side]
+    }
+    base = beside[f"ours_{settings.num_blocks[0]}_us"]
+    ours = found[settings.num_blocks[-1]]["ours"][operation]
+    return Result(Spread.of(us / base for us in ours), beside=beside)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+class PlainCopies:
+    """Copies block by block, each in one piece, on one thread, in another order each time.
+
+    One memory is like a cache's; the other one consists of huge pages, as arenas and segments do.
+    """
+
+    def __init__(self, num_blocks: int, block_nbytes: int) -> None:
+        shape = num_blocks, block_nbytes
+        memory = mmap.mmap(-1, num_blocks * block_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        # Written to, so that no page is touched for the first time while it is measured.
+        self._slots = np.frombuffer(memory, np.uint8).reshape(shape)
+        self._blocks = torch.ones(shape, dtype=torch.uint8).numpy()
+        self._slots[:] = 2
+        self._random = np.random.default_rng(0)
+
+    def seconds(self, *, back: bool = False) -> float:
+        """Return the seconds of one copy of all blocks, into the huge pages or back."""
+        source, target = (self._slots, self._blocks) if back else (self._blocks, self._slots)
+        to, of = (self._random.permutation(len(source)).tolist() for _ in range(2))
+        began = time.perf_counter()
+        for one, other in zip(to, of, strict=True):
+            np.copyto(target[one], source[other])
+        return time.perf_counter() - began
+
+
+def copy_rounds(
+    _setup: Setup, block_nbytes: int, num_blocks: int, num_rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of every round, of each way to copy.
+
+    Blocks and slots are in random order: what a cache and an arena look like after a while.
+
+    Raises:
+        DigestMismatchError: A copy failed, or brought other bytes.
+    """
+    # Threads that store lower their priority; plain copies that do not would be ahead.
+    os.nice(10)
+    # Torch's threads spin for milliseconds after they have filled a tensor: on processors on which
+    # copies are timed by then.
+    torch.set_num_threads(1)
+    layers = [
+        torch.zeros(num_blocks, block_nbytes // NUM_LAYERS, dtype=torch.uint8)
+        for _ in range(NUM_LAYERS)
+    ]
+    arenas = {
+        suffix: Arena(layers, block_nbytes, verified=not suffix) for suffix in ("", "-unverified")
+    }
+    copies = PlainCopies(num_blocks, block_nbytes)
+    random = np.random.default_rng(0)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for number in range(1 + num_rounds):
+        for at, layer in enumerate(layers):
+            layer.fill_(number + at)
+        block_ids, order = (random.permutation(num_blocks).tolist() for _ in range(2))
+        seconds["memcpy-put"].append(copies.seconds())
+        seconds["memcpy-get"].append(copies.seconds(back=True))
+        for suffix, arena in arenas.items():
+            seconds[f"put{suffix}"].append(arena.put(number, block_ids))
+            for layer in layers:
+                layer.zero_()
+            seconds[f"get{suffix}"].append(arena.get(order))
+            for at, layer in enumerate(layers):
+                # Every byte, and fast: threads are slow to start after a long time without any.
+                if [int(each) for each in layer.aminmax()] != [number + at] * 2:
+                    raise DigestMismatchError(f"round {number} of the bench brought other bytes")
+    return {name: each[1:] for name, each in seconds.items()}
+
+
+class Arena:
+    """One rank of `CPUOffloadingSpec`, and a host that does one job at a time."""
+
+    def __init__(self, layers: list[torch.Tensor], block_nbytes: int, *, verified: bool) -> None:
+        page_nbytes = layers[0].shape[1]
+        options = {
+            "cpu_bytes_to_use": slots_nbytes(len(layers[0]), block_nbytes),
+            "verify_checksums": verified,
+        }
+        spec = OffloadingSpecFactory.create_spec(
+            OffloadingConfig(options, worker_kv_bytes_per_block=block_nbytes)
+        )
+        self._manager = spec.get_manager()
+        self._worker = spec.get_worker(
+            CanonicalKVCaches(
+                [CanonicalKVCacheTensor(layer, page_nbytes) for layer in layers],
+                [[CanonicalKVCacheRef(at, page_nbytes) for at in range(len(layers))]],
+            )
+        )
+        self._block_of: dict[OffloadKey, int] = {}
+
+    def put(self, number: int, block_ids: list[int]) -> float:
+        """Store blocks under new keys; those of earlier rounds give way. Return the seconds."""
+        context = ReqContext(f"put-{number}")
+        keys = [
+            fence_key(make_offload_key(number.to_bytes(8, "big") + at.to_bytes(8, "big")), "bench")
+            for at in range(len(block_ids))
+        ]
+        self._block_of = dict(zip(keys, block_ids, strict=True))
+        self._manager.on_new_request(context)
+        room = self._manager.prepare_store(keys, context)
+        assert room is not None, "nothing is pinned"
+        cache = GPULoadStoreSpec(block_ids)
+        seconds = self._run(lambda: self._worker.submit_store(0, cache, room.store_spec))
+        self._manager.complete_store(keys, context)
+        return seconds
+
+    def get(self, order: list[int]) -> float:
+        """Load all blocks back to where they were, in another order; return the seconds."""
+        context = ReqContext("get")
+        stored = list(self._block_of)
+        keys = [stored[at] for at in order]
+        cache = GPULoadStoreSpec([self._block_of[key] for key in keys])
+        self._manager.on_new_request(context)
+        arena = self._manager.prepare_load(keys, context)
+        seconds = self._run(lambda: self._worker.submit_load(0, arena, cache))
+        self._manager.complete_load(keys, context)
+        return seconds
+
+    def _run(self, submit: Callable[[], bool]) -> float:
+        began = time.perf_counter()
+        submit()
+        self._worker.wait({0})
+        seconds = time.perf_counter() - began
+        if not all(result.success for result in self._worker.get_finished()):
+            raise DigestMismatchError(f"the bench's arena failed: {dict(self._worker.get_stats())}")
+        return seconds
+
+
+# -- managers --------------------------------------------------------------------------------------
+
+
+def time_managers(
+    _setup: Setup, num_blocks: int, num_rounds: int, policy: str
+) -> dict[str, dict[str, list[float]] | str]:
+    """Return the microseconds per block of every round, of each manager and operation.
+
+    Args:
+        num_blocks: Blocks of a full cache.
+        num_rounds: Rounds that count.
+        policy: Eviction policy.
+    """
+    managers: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "ours": (CPUOffloadingManager, ReqContext)
+    }
+    missing = ""
+    try:
+        vllm = (
+            importlib.import_module("vllm.v1.kv_offload.cpu.manager").CPUOffloadingManager,
+            importlib.import_module("vllm.v1.kv_offload.base").ReqContext,
+        )
+        time_manager(*vllm, 2 * NUM_KEYS, "lru")
+        managers["vllm"] = vllm
+    except Exception as error:
+        # Not installed, or not one that this was written for.
+        missing = f"{type(error).__name__}: {error}"
+    found: dict[str, dict[str, list[float]]] = {
+        name: defaultdict(list) for name in ("ours", "vllm")
+    }
+    for number in range(1 + num_rounds):
+        for name, manager in managers.items():
+            for operation, us in time_manager(*manager, num_blocks, policy).items():
+                if number:
+                    found[name][operation].append(us)
+    return {**found, "missing": missing}
+
+
+def time_manager(
+    make_manager: Callable[..., Any],
+    make_context: Callable[..., Any],
+    num_blocks: int,
+    policy: str,
+) -> dict[str, float]:
+    """Return microseconds per block of each operation of a manager with a full cache.
+
+    Args:
+        make_manager: Number of slots and policy to a manager.
+        make_context: Name of a request to its context.
+        num_blocks: Blocks of a full cache.
+        policy: Eviction policy.
+    """
+    manager = make_manager(num_blocks, policy)
+    kept = _requests(0, num_blocks)
+    # As many calls as the clock needs, and as come to some percent of a large cache.
+    num_calls = min(len(kept), max(32, len(kept) // 20))
+    some = kept[:: max(1, len(kept) // num_calls)][:num_calls]
+    names = map(str, itertools.count())
+
+    def store(keys: list[OffloadKey], context: Any) -> None:
+        manager.complete_store(manager.prepare_store(keys, context).keys_to_store, context)
+
+    def look_up(keys: list[OffloadKey], context: Any) -> None:
+        for key in keys:
+            manager.lookup(key, context)
+
+    def load(keys: list[OffloadKey], context: Any) -> None:
+        manager.prepare_load(keys, context)
+        manager.complete_load(keys, context)
+
+    def run(
+        operation: Callable[[list[OffloadKey], Any], None], requests: list[list[OffloadKey]]
+    ) -> float:
+        contexts = [make_context(next(names)) for _ in requests]
+        for context in contexts:
+            manager.on_new_request(context)
+        # Of the processor, not of the clock on the wall: nothing here waits, but others may work.
+        began = time.thread_time()
+        for keys, context in zip(requests, contexts, strict=True):
+            operation(keys, context)
+        return (time.thread_time() - began) / sum(map(len, requests)) * 1e6
+
+    gc.collect()
+    gc.disable()
+    try:
+        for number, keys in enumerate(kept[:-num_calls]):
+            store(keys, make_context(f"fill-{number}"))
+        return {
+            "store": run(store, kept[-num_calls:]),
+            "lookup": run(look_up, some),
+            "load": run(load, some),
+            "evict": run(store, _requests(num_blocks, num_calls * NUM_KEYS)),
+        }
+    finally:
+        gc.enable()
+
+
+def _requests(start: int, num_blocks: int) -> list[list[OffloadKey]]:
+    keys = [make_offload_key(n.to_bytes(32, "big")) for n in range(start, start + num_blocks)]
+    return [keys[at : at + NUM_KEYS] for at in range(0, num_blocks, NUM_KEYS)]

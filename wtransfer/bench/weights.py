@@ -1,44 +1,960 @@
-"""Which rows ``bench weights`` has, in order."""
+"""``bench weights``: rounds of a publisher and its workers, beside a plain copy and other ways.
+
+Rows first, then the functions that the processes of their cases run.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+import math
+import os
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from wtransfer.bench.rows.dead_peer import DeadPeer
-from wtransfer.bench.rows.many_small import ManySmall
-from wtransfer.bench.rows.more_workers import MoreWorkers
-from wtransfer.bench.rows.other_ways import BUCKETED, BY_TENSOR, CHECKPOINT, Times
-from wtransfer.bench.rows.serving_gaps import CommitPause, TransferGap
-from wtransfer.bench.rows.staging_memory import StagingMemory
-from wtransfer.bench.rows.whole_round import CpuTime, WholeRound
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import distributed as dist
+from torch import nn
+
+from wtransfer import Publisher, WorkerSession, manifest
+from wtransfer.bench.harness import (
+    BESIDE_NBYTES,
+    MIB,
+    Goal,
+    Outcome,
+    Result,
+    Row,
+    Spread,
+    format_nbytes,
+)
+from wtransfer.deadline import Deadline
+from wtransfer.errors import (
+    ChecksumError,
+    IncompleteUpdateError,
+    RoundAbortedError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.weight_sync.trainer.source import StateDictSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-    from wtransfer.bench.row import Measure
-    from wtransfer.bench.settings import Settings
+    from wtransfer.bench.harness import Runner, Setup
+    from wtransfer.weight_sync.report import Report
+
+Tensors = dict[str, torch.Tensor]
+Interval = tuple[float, float]
+
+# Each of the first two rounds touches one of the two segments for the first time.
+_WARM_UP_ROUNDS = 2
+_JOIN_S = 60.0
+# Larger updates take as many copies, and the kernel long to count them.
+MAX_WATCHED_NBYTES = 256 * MIB
+# Long enough to be hit in its middle, short enough to be over soon, whatever was asked for.
+KILLED_NBYTES = 256 * MIB
+# The trainer's weights and two segments.
+_NUM_COPIES_OF_TRAINER = 3
 
 
-def measures(settings: Settings) -> Iterator[Measure]:
-    """Yield what measures each row that makes sense with these settings."""
-    engine = settings.engine
-    for verified in (True, False):
+class TensorSet(NamedTuple):
+    """A set of bfloat16 tensors; equal sets have equal shapes in every process."""
+
+    kind: str
+    """``llama``: shapes of a Llama, as many layers as it takes. ``many``: small ones. ``one``:
+    a single one with as many bytes."""
+    nbytes: int
+    """Bytes asked for; of each tensor where there are many."""
+    number: int = 1
+    """How many, where there are many."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape."""
+        if self.kind == "many":
+            return {f"tensor.{at}": (self.nbytes // 2,) for at in range(self.number)}
+        if self.kind == "one":
+            return {"tensor": (self.number * self.nbytes // 2,)}
+        # Below a GiB a smaller model, or two layers would fill it.
+        width, inner = (4096, 14_336) if self.nbytes >= 1 << 30 else (1024, 3584)
+        shapes: dict[str, tuple[int, ...]] = {"embed": (16_032, width)}
+        layer = {
+            "q": (width, width),
+            "k": (width // 4, width),
+            "v": (width // 4, width),
+            "o": (width, width),
+            "gate": (inner, width),
+            "up": (inner, width),
+            "down": (width, inner),
+            "norm": (width,),
+        }
+        for number in itertools.count():
+            if _total_nbytes(shapes) >= self.nbytes:
+                break
+            shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+        return shapes
+
+    def total_nbytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return _total_nbytes(self.shapes())
+
+
+def format_workers(number: int) -> str:
+    return f"{number} worker{'' if number == 1 else 's'}"
+
+
+def _total_nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return 2 * sum(map(math.prod, shapes.values()))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes and numbers; the defaults are those that the goals are for."""
+
+    engine: str = "shm"
+    """Engine that is measured. Engines other than shm have fewer rows."""
+    nbytes: int = 2048 * MIB
+    """Bytes of one update, at least: whole layers are added until it is reached."""
+    workers: tuple[int, ...] = (1, 4)
+    """Numbers of workers. Rounds are measured with the first; `packed` compares the greatest."""
+    num_rounds: int = 7
+    """Rounds that count."""
+    num_small: int = 20_000
+    """How many small tensors."""
+    small_nbytes: int = 4096
+    """Bytes of each."""
+    commits: tuple[str, ...] = ("adopt", "copy")
+    """How workers commit."""
+    num_kills: int = 11
+    """How many workers are killed."""
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """Return small sizes, with which every row is filled and no number means much."""
+        return cls(nbytes=64 * MIB, workers=(1, 2), num_rounds=3, num_small=1000, num_kills=3)
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Memory that the largest case takes.
+
+        Workers that adopt have no memory of their own, since theirs is never written to. Those
+        that copy, or are broadcast to, have one copy; and until a commit is settled the last one.
+        """
+        own = 2 if "copy" in self.commits else 1
+        large = max(self.nbytes, self.num_small * self.small_nbytes)
+        watched = min(self.nbytes, MAX_WATCHED_NBYTES)
+        return BESIDE_NBYTES + max(
+            (_NUM_COPIES_OF_TRAINER + own * self.workers[0]) * large,
+            (_NUM_COPIES_OF_TRAINER + own * max(self.workers)) * watched,
+        )
+
+    @property
+    def llama(self) -> TensorSet:
+        """What most rows move."""
+        return TensorSet("llama", self.nbytes)
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """Yield the rows that make sense with these settings, in order."""
+    engine, most = settings.engine, max(settings.workers)
+    for suffix, proof in (("", "verified"), ("-unverified", "digests replaced by constants")):
         for commit in settings.commits:
-            yield WholeRound(commit, verified, engine)
+            how = f"commit by {'adopting' if commit == 'adopt' else 'copying'}, {proof}"
+            yield Row(
+                commit + suffix,
+                f"{engine}: (2 x memcpy) / (publish to committed), {how}",
+                partial(measure_round, settings, commit, not suffix),
+            )
     for commit in settings.commits:
-        yield CpuTime(commit, engine)
-    for way in (BY_TENSOR, BUCKETED, CHECKPOINT):
-        yield Times(way, engine)
-    yield ManySmall(engine)
-    if engine == "shm":
-        yield from _of_shared_memory(settings)
+        yield Row(
+            f"{commit}-cpu",
+            f"{engine}: CPU seconds of trainer and workers, {commit} / those of memcpy",
+            partial(measure_cpu, settings, commit),
+        )
+    for name, way in OTHER_WAYS.items():
+        yield Row(
+            name,
+            f"({way.what}) / ({engine}: publish to committed, verified)",
+            partial(measure_other_way, settings, way),
+        )
+    yield Row(
+        "small",
+        f"{engine}: microseconds for each of many small tensors, above one tensor of the same "
+        "bytes",
+        partial(measure_small, settings),
+    )
+    # The goals of these are those of shared memory only.
+    if engine != "shm":
+        return
+    if most > settings.workers[0]:
+        yield Row(
+            "packed",
+            f"shm: time until the trainer may train on, {most} workers / the usual",
+            partial(measure_packed, settings),
+        )
+    yield Row(
+        "memory",
+        "shm: staging memory on the host, in copies of one update, however many workers adopt",
+        partial(measure_memory, settings),
+    )
+    yield Row(
+        "gap",
+        "longest gap between two served tokens: during the transfer / in a quiet time as long",
+        partial(measure_gap, settings),
+    )
+    yield Row(
+        "pause",
+        "serving stands still for a commit by adopting",
+        partial(measure_pause, settings),
+    )
+    yield Row(
+        "death",
+        "SIGKILL of a worker in the middle of a round, to the publisher's error that names it",
+        partial(measure_death, settings),
+    )
 
 
-def _of_shared_memory(settings: Settings) -> Iterator[Measure]:
-    """Yield the rows whose goals are those of shared memory only."""
-    if max(settings.workers) > settings.base_workers:
-        yield MoreWorkers(max(settings.workers))
-    yield StagingMemory()
-    yield TransferGap()
-    yield CommitPause()
-    yield DeadPeer()
+class Rounds:
+    """Rounds that count, and a plain copy of as many bytes.
+
+    Args:
+        outcome: What the functions `publish` and `join` have returned.
+    """
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.trainer: list[dict[str, Any]] = outcome.trainer["rounds"]
+        self.copy_s: float = outcome.trainer["copy_s"]
+        self.nbytes: int = self.trainer[0]["nbytes"]
+        self.seconds = [each["seconds"]["total"] for each in self.trainer]
+        self.packed_s = [each["packed_s"] for each in self.trainer]
+        # Of each worker the CPU clock at the end of each commit; rounds that do not count first.
+        clocks = [clock[-len(self.trainer) - 1 :] for clock in outcome.workers]
+        each = [[stop - start for start, stop in pairwise(clock)] for clock in clocks]
+        self.workers_cpu_s = list(map(sum, zip(*each, strict=True)))
+
+    def stages(self) -> dict[str, float]:
+        """Return the median seconds of every phase of the trainer and stage of the workers."""
+        first, all_workers = self.trainer[0], [w for each in self.trainer for w in each["workers"]]
+        phases = {f"{n}_s": median(r["seconds"][n] for r in self.trainer) for n in first["seconds"]}
+        workers = {f"worker_{n}_s": median(w[n] for w in all_workers) for n in first["workers"][0]}
+        return phases | workers
+
+
+def run_rounds(
+    runner: Runner,
+    settings: Settings,
+    tensors: TensorSet | None = None,
+    *,
+    commit: str = "adopt",
+    num_workers: int | None = None,
+    verified: bool = True,
+) -> Rounds:
+    """Run rounds of the engine; by default of a Llama to the usual number of workers."""
+    tensors, number = tensors or settings.llama, num_workers or settings.workers[0]
+    common: dict[str, Any] = {"tensors": tensors, "verified": verified}
+    digests = "" if verified else ", without verification"
+    return Rounds(
+        runner.run(
+            f"{settings.engine}, {tensors.kind}, {commit}, {format_workers(number)}{digests}",
+            partial(publish, **common, engine=settings.engine, num_rounds=settings.num_rounds),
+            partial(join, **common, commit=commit),
+            number,
+        )
+    )
+
+
+def measure_round(settings: Settings, commit: str, verified: bool, runner: Runner) -> Result:
+    rounds = run_rounds(runner, settings, commit=commit, verified=verified)
+    goal = Goal(">=", {"adopt": 0.9, "copy": 0.7}[commit])
+    return Result(
+        Spread.of(2 * rounds.copy_s / seconds for seconds in rounds.seconds),
+        goal=goal if verified and settings.engine == "shm" else None,
+        beside={
+            "update_nbytes": rounds.nbytes,
+            "round_s": median(rounds.seconds),
+            "round_gb_per_s": rounds.nbytes / median(rounds.seconds) / 1e9,
+            "memcpy_s": rounds.copy_s,
+            "memcpy_gb_per_s": rounds.nbytes / rounds.copy_s / 1e9,
+        },
+        stages=rounds.stages(),
+    )
+
+
+def measure_cpu(settings: Settings, commit: str, runner: Runner) -> Result:
+    rounds = run_rounds(runner, settings, commit=commit)
+    trainer = [each["cpu_s"] for each in rounds.trainer]
+    both = [sum(each) for each in zip(trainer, rounds.workers_cpu_s, strict=True)]
+    gib = rounds.nbytes / (1 << 30)
+    return Result(
+        # A copy on one thread waits for nothing: its seconds are CPU seconds.
+        Spread.of(seconds / rounds.copy_s for seconds in both),
+        beside={
+            "cpu_s_per_gib": median(both) / gib,
+            "trainer_cpu_s_per_gib": median(trainer) / gib,
+            "workers_cpu_s_per_gib": median(rounds.workers_cpu_s) / gib,
+            "memcpy_cpu_s_per_gib": rounds.copy_s / gib,
+        },
+    )
+
+
+def measure_other_way(settings: Settings, way: OtherWay, runner: Runner) -> Result:
+    theirs = way.run(runner, settings.llama, settings.workers[0], settings.num_rounds)
+    ours_s = median(run_rounds(runner, settings, commit=settings.commits[0]).seconds)
+    return Result(
+        Spread.of(seconds / ours_s for seconds in theirs),
+        "times",
+        way.goals.get(settings.engine),
+        {
+            "other_s": median(theirs),
+            "other_gb_per_s": settings.llama.total_nbytes() / median(theirs) / 1e9,
+            "ours_s": ours_s,
+        },
+    )
+
+
+def measure_small(settings: Settings, runner: Runner) -> Result:
+    number = settings.num_small
+    tensors = TensorSet("many", settings.small_nbytes, number)
+    many = run_rounds(runner, settings, tensors)
+    one_s = median(run_rounds(runner, settings, tensors._replace(kind="one")).seconds)
+    beside: dict[str, float] = {
+        "number": number,
+        "each_nbytes": settings.small_nbytes,
+        "one_s": one_s,
+        "many_s": median(many.seconds),
+    }
+    for name in ("gloo", "gloo-buckets"):
+        # One by one they take seconds, and hardly vary: two rounds will do.
+        seconds = OTHER_WAYS[name].run(runner, tensors, settings.workers[0], 2)
+        beside[f"{name}_each_us"] = median(seconds) / number * 1e6
+    each_us = Spread.of((seconds - one_s) / number * 1e6 for seconds in many.seconds)
+    return Result(each_us, "us", Goal("<=", 8.0), beside, many.stages())
+
+
+def measure_packed(settings: Settings, runner: Runner) -> Result:
+    few, most = run_rounds(runner, settings), max(settings.workers)
+    many = run_rounds(runner, settings, num_workers=most)
+    return Result(
+        Spread.of(seconds / median(few.packed_s) for seconds in many.packed_s),
+        goal=Goal("<=", 1.1),
+        beside={
+            "usual_workers": settings.workers[0],
+            "usual_packed_s": median(few.packed_s),
+            "usual_round_s": median(few.seconds),
+            "workers": most,
+            "packed_s": median(many.packed_s),
+            "round_s": median(many.seconds),
+        },
+        stages=many.stages(),
+    )
+
+
+def measure_memory(settings: Settings, runner: Runner) -> Result:
+    few, most = settings.workers[0], max(settings.workers)
+    staging, shared = _count_copies(runner, settings, "adopt", most)
+    beside = {"workers": float(most), "shared_copies": shared}
+    if few != most:
+        beside[f"staging_with_{few}"] = _count_copies(runner, settings, "adopt", few)[0].median
+    if "copy" in settings.commits:
+        by_copy, beside["shared_copies_by_copy"] = _count_copies(runner, settings, "copy", most)
+        beside["staging_by_copy"] = by_copy.median
+    note = (
+        "two segments are shared: one holds the last update, which all workers that adopt have in "
+        "use together, the other stages the next"
+    )
+    # Messages and page tables grow with the weights, too: by less than a twentieth.
+    return Result(staging, "copies", Goal("<=", 1.05), beside, note=note)
+
+
+def _count_copies(
+    runner: Runner, settings: Settings, commit: str, num_workers: int
+) -> tuple[Spread, float]:
+    """Return staging and shared memory on the host, in copies of one update.
+
+    Staging memory is that beside the weights of the trainer and those that workers have in use.
+    Both are differences between two sizes of update: processes have memory beside the weights, and
+    how much of that the kernel shares among them changes all the time.
+    """
+    most = max(2, min(settings.nbytes, MAX_WATCHED_NBYTES) // MIB)
+    small, large = (
+        runner.run(
+            f"memory of {format_nbytes(number * MIB)}, {commit}, {format_workers(num_workers)}",
+            partial(
+                publish_watched,
+                tensors=TensorSet("many", MIB, number),
+                num_rounds=settings.num_rounds,
+            ),
+            partial(join, tensors=TensorSet("many", MIB, number), commit=commit),
+            num_workers,
+        ).trainer
+        for number in (most // 2, most)
+    )
+    nbytes = (most - most // 2) * MIB
+    in_use = 1 + (1 if commit == "adopt" else num_workers)
+    least = median(pss for pss, _ in small)
+    shared_nbytes = max(shared for _, shared in large) - max(shared for _, shared in small)
+    return Spread.of((pss - least) / nbytes - in_use for pss, _ in large), shared_nbytes / nbytes
+
+
+def _is_in(moment: float, wait: Interval) -> bool:
+    return wait[0] <= moment < wait[1]
+
+
+class Gaps(NamedTuple):
+    """The longest waits for a token around one round, in seconds."""
+
+    quiet_s: float
+    """In a time as long as the transfer, just before the round, in which nothing happened."""
+    transfer_s: float
+    """From publish to the commit."""
+    around_commit_s: float
+    """From the last token before the commit to the first one after it."""
+    commit_s: float
+    """Of the commit itself."""
+
+    @classmethod
+    def of(
+        cls, round_: Mapping[str, Any], waits: Sequence[Interval], commits: Mapping[str, Interval]
+    ) -> Gaps:
+        """Return the gaps around a round.
+
+        Args:
+            round_: Its ``version``, when it ``began``, and since when it was quiet before that.
+            waits: When the last token before each wait was finished, and the first one after it.
+            commits: When the commit of each version began and ended.
+        """
+        began, ended = commits[round_["version"]]
+        around = [
+            wait for wait in waits if any(_is_in(start, wait) for start, _ in commits.values())
+        ]
+        others = [wait for wait in waits if wait not in around]
+
+        def longest(since: float, until: float) -> float:
+            """Return the longest wait with a part in a time; 0 if a commit fills all of it."""
+            parts = (stop - start for start, stop in others if start < until and stop > since)
+            return max(parts, default=0.0)
+
+        quiet_from = round_["quiet_from"]
+        return cls(
+            quiet_s=longest(quiet_from, quiet_from + began - round_["began"]),
+            transfer_s=longest(round_["began"], began),
+            around_commit_s=max(wait[1] - wait[0] for wait in around if _is_in(began, wait)),
+            commit_s=ended - began,
+        )
+
+
+def run_serving(runner: Runner, settings: Settings) -> tuple[list[Gaps], float]:
+    """Return the gaps around each round, and the usual one."""
+    outcome = runner.run(
+        "serving, adopt, 1 worker",
+        partial(publish_between_pauses, tensors=settings.llama, num_rounds=settings.num_rounds),
+        partial(serve, tensors=settings.llama),
+        1,
+    )
+    served = outcome.workers[0]
+    waits = list(pairwise(served["tokens"]))
+    gaps = [Gaps.of(each, waits, served["commits"]) for each in outcome.trainer]
+    return gaps, median(stop - start for start, stop in waits)
+
+
+def measure_gap(settings: Settings, runner: Runner) -> Result:
+    gaps, usual_s = run_serving(runner, settings)
+    quiet_s = median(each.quiet_s for each in gaps)
+    return Result(
+        Spread.of(each.transfer_s / quiet_s for each in gaps),
+        goal=Goal("<=", 2.0),
+        beside={
+            "usual_gap_s": usual_s,
+            "longest_quiet_s": quiet_s,
+            "longest_in_transfer_s": median(each.transfer_s for each in gaps),
+            "around_commit_s": median(each.around_commit_s for each in gaps),
+        },
+    )
+
+
+def measure_pause(settings: Settings, runner: Runner) -> Result:
+    gaps, usual_s = run_serving(runner, settings)
+    beside = {
+        "update_nbytes": settings.llama.total_nbytes(),
+        "usual_gap_s": usual_s,
+        "around_commit_s": median(each.around_commit_s for each in gaps),
+    }
+    return Result(Spread.of(each.commit_s * 1e3 for each in gaps), "ms", Goal("<=", 5.0), beside)
+
+
+def measure_death(settings: Settings, runner: Runner) -> Result:
+    tensors = TensorSet("llama", KILLED_NBYTES)
+    found = runner.run(
+        "killed workers",
+        partial(publish_and_kill, tensors=tensors, num_kills=settings.num_kills),
+        partial(join, tensors=tensors),
+        1,
+        replace_killed=True,
+    ).trainer
+    if not found["noticed_s"]:
+        raise StallError("every round was over before its worker could be killed")
+    return Result(
+        Spread.of(seconds * 1e3 for seconds in found["noticed_s"]),
+        "ms",
+        Goal("<=", 50.0),
+        {"kills": len(found["noticed_s"]), "undisturbed_round_s": found["round_s"]},
+        limit=1000.0,
+    )
+
+
+# -- weights of a case -----------------------------------------------------------------------------
+
+
+def make(tensors: Sequence[Any]) -> Tensors:
+    """Return the tensors of a set, all 0; memory that was not written to is not taken yet."""
+    shapes = TensorSet(*tensors).shapes()
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+def _value(number: int) -> int:
+    # Whole numbers up to 256 are exact in bfloat16.
+    return 1 + number % 200
+
+
+def renew(weights: Mapping[str, torch.Tensor], number: int) -> None:
+    """Give every element another value than it had in the round before."""
+    for tensor in weights.values():
+        tensor.fill_(_value(number))
+
+
+def are_of(weights: Mapping[str, torch.Tensor], number: int) -> bool:
+    """Whether first and last element of every tensor have the value of a round."""
+    value = _value(number)
+    flat = [tensor.view(-1) for tensor in weights.values()]
+    return all(float(each[0]) == value == float(each[-1]) for each in flat)
+
+
+def memcpy(nbytes: int) -> float:
+    """Return the seconds of the fastest of three plain copies, on one thread."""
+    # Both are written to here, so that no page is touched for the first time while it is measured.
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+# -- trainers and workers --------------------------------------------------------------------------
+
+
+def publish(
+    setup: Setup, tensors: Sequence[Any], engine: str, num_rounds: int, verified: bool
+) -> dict[str, Any]:
+    """Publish round after round between two plain copies; return those that count."""
+    if not verified:
+        switch_digests_off()
+    weights, nbytes = make(tensors), TensorSet(*tensors).total_nbytes()
+    rounds: list[dict[str, Any]] = []
+    fingerprints = set()
+    with Publisher(weights, engine=engine, listen=setup.address, token=setup.token) as publisher:
+        publisher.wait_for_workers(setup.num_workers, _JOIN_S)
+        copy_s = memcpy(nbytes)
+        for number in range(_WARM_UP_ROUNDS + num_rounds):
+            renew(weights, number)
+            began_s = time.process_time()
+            report = publish_one(publisher, number)
+            cpu_s = time.process_time() - began_s
+            fingerprints.add(report.fingerprint)
+            rounds.append(
+                {
+                    "nbytes": report.nbytes,
+                    "seconds": report.seconds,
+                    "packed_s": report.packed_s,
+                    "workers": [each.seconds for each in report.workers],
+                    "cpu_s": cpu_s,
+                }
+            )
+    # Each round had other weights: real digests all differ, constants are all the same.
+    if verified and len(fingerprints) != len(rounds):
+        raise ChecksumError("two rounds of the bench have one fingerprint; each must bring others")
+    if not verified and len(fingerprints) != 1:
+        raise ChecksumError(
+            "weights were digested though the bench had replaced the hash functions of xxhash; "
+            "what replaces them now has to be replaced in wtransfer.bench.weights"
+        )
+    # The memory of the segments is free again.
+    return {"rounds": rounds[_WARM_UP_ROUNDS:], "copy_s": min(copy_s, memcpy(nbytes))}
+
+
+def publish_one(publisher: Publisher, number: int) -> Report:
+    """Publish the weights as they are; return a report with a good receipt of every worker.
+
+    Raises:
+        RoundAbortedError: A worker does not have them.
+    """
+    report = publisher.publish(f"round-{number}")
+    if not report.ok:
+        raise RoundAbortedError(f"a round of the bench is not {report.outcome!r}: {report}")
+    return report
+
+
+def join(
+    setup: Setup, tensors: Sequence[Any], commit: Any = "adopt", verified: bool = True
+) -> list[float]:
+    """Commit every update until the publisher is gone; return the CPU clock after each commit."""
+    if not verified:
+        switch_digests_off()
+    with _session(make(tensors), setup, commit) as session:
+        return [
+            time.process_time() for _ in _while_published(session) if session.commit_pending(0.1)
+        ]
+
+
+def _session(model: Any, setup: Setup, commit: Any = "adopt") -> WorkerSession:
+    # Named by its process, which the trainer may measure or kill.
+    name = str(os.getpid())
+    return WorkerSession(model, join=setup.address, token=setup.token, commit=commit, name=name)
+
+
+def _while_published(session: WorkerSession) -> Iterator[None]:
+    """Yield until the publisher has been there and is gone."""
+    deadline = Deadline(_JOIN_S)
+    while not session.connected:
+        deadline.check("the bench's publisher")
+        yield
+    while session.connected:
+        yield
+
+
+def switch_digests_off() -> None:
+    """Let every digest in this process be the same, and cost nothing.
+
+    No option of the product turns verification off. Only a process of the bench that is used for
+    nothing else can: the passes over the tensors, their pieces, the count of what is not finite
+    and the messages all stay.
+    """
+    constant = "0" * 32
+    hasher = SimpleNamespace(update=lambda _data: None, hexdigest=lambda: constant)
+    replaced: Any = xxhash
+    identities: Any = manifest
+    # The fingerprint hashes digests, not weights. It stays real, so that `publish` sees by it
+    # whether the digests were constants.
+    identities.xxhash = SimpleNamespace(**vars(xxhash))
+    replaced.xxh3_128 = lambda *_args, **_keywords: hasher
+    replaced.xxh3_128_hexdigest = lambda _data: constant
+
+
+class WatchedSource(StateDictSource):
+    """Weights whose round stands still when all were handed over and none is committed.
+
+    A round takes most memory then. It stands still since the kernel counts process after process:
+    if pages come and go between two of them, the sum means nothing.
+    """
+
+    def __init__(self, weights: Tensors) -> None:
+        super().__init__(weights)
+        self.pids: list[int] = []
+        self.seen: list[tuple[int, int]] = []
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().iter_full()
+        # Workers are behind by what was announced last: until three looks in a row are alike.
+        deadline, looks = Deadline(20.0), [self._look()]
+        while len(looks) < 3 or max(looks[-3:])[0] - min(looks[-3:])[0] > 0.005 * looks[-1][0]:  # noqa: PLR2004
+            deadline.check("memory that stays as it is")
+            time.sleep(0.1)
+            looks.append(self._look())
+        self.seen.append(looks[-1])
+
+    def _look(self) -> tuple[int, int]:
+        """Return all memory and shared memory as the kernel counts it, what is shared once."""
+        sums = dict.fromkeys(("Pss", "Pss_Shmem"), 0)
+        for pid in self.pids:
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
+                name, _, rest = line.partition(":")
+                if name in sums:
+                    sums[name] += int(rest.split()[0]) * 1024
+        return sums["Pss"], sums["Pss_Shmem"]
+
+
+def publish_watched(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[tuple[int, int]]:
+    """Return how much memory all processes together had in each round that counts."""
+    weights = make(tensors)
+    source = WatchedSource(weights)
+    with Publisher(source, listen=setup.address, token=setup.token) as publisher:
+        publisher.wait_for_workers(setup.num_workers, _JOIN_S)
+        source.pids = [os.getpid(), *(int(each.worker) for each in publisher.workers())]
+        for number in range(_WARM_UP_ROUNDS + num_rounds):
+            renew(weights, number)
+            publish_one(publisher, number)
+    return source.seen[_WARM_UP_ROUNDS:]
+
+
+class ServedModel(nn.Module):
+    """A small transformer that computes tokens, and much that has to be moved beside it."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 1, 256, dropout=0.0, batch_first=True)
+        self.transformer = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.moved = nn.ParameterDict(
+            {name.replace(".", "_"): tensor for name, tensor in make(tensors).items()}
+        )
+        self.requires_grad_(requires_grad=False)
+        self.eval()
+
+    def renew(self, number: int) -> None:
+        """Give everything other values than in the round before."""
+        random = torch.Generator().manual_seed(number)
+        for parameter in self.transformer.parameters():
+            nn.init.normal_(parameter, std=0.02, generator=random)
+        renew(dict(self.moved), number)
+
+    @torch.inference_mode()
+    def compute_token(self, window: torch.Tensor) -> torch.Tensor:
+        """Return the window moved on by one token, computed from all of it."""
+        return torch.cat((window[:, 1:], self.transformer(window)[:, -1:]), dim=1)
+
+
+def serve(setup: Setup, tensors: Sequence[Any]) -> dict[str, Any]:
+    """Compute token after token; return when each was finished, and each commit's begin and end."""
+    model = ServedModel(tensors)
+    window = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(1))
+    tokens: list[float] = []
+    commits: dict[str | None, Interval] = {}
+    with _session(model, setup) as session:
+        for _ in _while_published(session):
+            window = model.compute_token(window)
+            tokens.append(time.monotonic())
+            if session.commit_pending():
+                commits[session.version] = tokens[-1], time.monotonic()
+        # There is a token after the last commit, too.
+        model.compute_token(window)
+        tokens.append(time.monotonic())
+    return {"tokens": tokens, "commits": commits}
+
+
+def publish_between_pauses(
+    setup: Setup, tensors: Sequence[Any], num_rounds: int
+) -> list[dict[str, Any]]:
+    """Publish with a quiet time before each round that is as long as the round before."""
+    model = ServedModel(tensors)
+    found: list[dict[str, Any]] = []
+    pause_s = 0.3
+    with Publisher(model, listen=setup.address, token=setup.token) as publisher:
+        publisher.wait_for_workers(setup.num_workers, _JOIN_S)
+        for number in range(_WARM_UP_ROUNDS + num_rounds):
+            model.renew(number)
+            quiet_from = time.monotonic()
+            time.sleep(pause_s)
+            began = time.monotonic()
+            report = publish_one(publisher, number)
+            pause_s = max(0.3, report.seconds["total"])
+            found.append({"version": report.version, "quiet_from": quiet_from, "began": began})
+    return found[_WARM_UP_ROUNDS:]
+
+
+def publish_and_kill(setup: Setup, tensors: Sequence[Any], num_kills: int) -> dict[str, Any]:
+    """Return the seconds from each SIGKILL of a worker to the error that names it."""
+    weights = make(tensors)
+    noticed_s: list[float] = []
+    killed: set[str] = set()
+    with Publisher(weights, listen=setup.address, token=setup.token) as publisher:
+        publisher.wait_for_workers(1, _JOIN_S)
+        usual_s = math.inf
+        for number in range(3):
+            renew(weights, number)
+            usual_s = min(usual_s, publish_one(publisher, number).seconds["total"])
+        # Rounds that were over before the worker was killed do not count.
+        for number in range(3, 3 + 4 * num_kills):
+            if len(noticed_s) == num_kills:
+                break
+            worker = _only_worker(publisher, killed)
+            killed.add(worker)
+            renew(weights, number)
+            round_ = publisher.publish(f"round-{number}", wait=False)
+            # Kills are spread over the round, up to where its commit may begin.
+            time.sleep(0.8 * usual_s * (len(noticed_s) + 0.5) / num_kills)
+            killed_at = time.monotonic()
+            os.kill(int(worker), signal.SIGKILL)
+            try:
+                round_.result()
+            except WTransferError as error:
+                if error.worker == worker:
+                    noticed_s.append(time.monotonic() - killed_at)
+    return {"noticed_s": noticed_s, "round_s": usual_s}
+
+
+def _only_worker(publisher: Publisher, killed: Container[str]) -> str:
+    """Wait until there is one worker, alive and up to date: nothing else is under way."""
+    deadline = Deadline(_JOIN_S)
+    # A killed worker may be listed still, and its process id be another's by now.
+    while True:
+        found = publisher.workers()
+        names = [each.worker for each in found if each.fingerprint == publisher.fingerprint]
+        if len(found) == len(names) == 1 and names[0] not in killed:
+            return names[0]
+        deadline.check("a new worker of the bench")
+        time.sleep(0.005)
+
+
+# -- other ways to send: no proof of receipt, no way back ------------------------------------------
+
+
+class OtherWay(NamedTuple):
+    """A way to send that our rounds are compared with."""
+
+    function: Callable[..., list[float]]
+    """What every process runs."""
+    what: str
+    """In words."""
+    goals: dict[str, Goal]
+    """How many times faster a round should be, by engine."""
+
+    def run(
+        self, runner: Runner, tensors: TensorSet, num_workers: int, num_rounds: int
+    ) -> list[float]:
+        """Return the seconds of each round."""
+        function = partial(self.function, tensors=tensors, num_rounds=num_rounds)
+        name = f"{self.what}, {tensors.kind}, {format_workers(num_workers)}"
+        found: list[float] = runner.run(name, function, function, num_workers).trainer
+        return found
+
+
+def broadcast_tensors(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:
+    """Broadcast every tensor by itself, one after another, as most trainers do it."""
+
+    def send(weights: Tensors) -> None:
+        for tensor in weights.values():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), 0)
+
+    return time_rounds(send, setup, tensors, num_rounds)
+
+
+def broadcast_buckets(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:
+    """Broadcast buckets that were allocated before; one is filled while another travels."""
+    buckets = [torch.zeros(64 * MIB, dtype=torch.uint8) for _ in range(2)]
+
+    def send(weights: Tensors) -> None:
+        under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
+
+        def finish_first() -> None:
+            work, memory, pieces = under_way.popleft()
+            work.wait()
+            if setup.rank:
+                start = 0
+                for piece in pieces:
+                    piece.copy_(memory[start : start + len(piece)])
+                    start += len(piece)
+
+        for number, pieces in enumerate(cut(weights.values(), 64 * MIB)):
+            if len(under_way) == len(buckets):
+                finish_first()
+            memory = buckets[number % 2][: sum(map(len, pieces))]
+            if not setup.rank:
+                torch.cat(pieces, out=memory)
+            under_way.append((dist.broadcast(memory, 0, async_op=True), memory, pieces))
+        while under_way:
+            finish_first()
+
+    return time_rounds(send, setup, tensors, num_rounds)
+
+
+def cut(tensors: Iterable[torch.Tensor], nbytes: int) -> Iterator[list[torch.Tensor]]:
+    """Yield for each bucket the pieces of memory that it holds, in order."""
+    bucket: list[torch.Tensor] = []
+    free = nbytes
+    for tensor in tensors:
+        rest = tensor.view(-1).view(torch.uint8)
+        while rest.numel():
+            bucket.append(rest[:free])
+            rest, free = rest[free:], free - bucket[-1].numel()
+            if free == 0:
+                yield bucket
+                bucket, free = [], nbytes
+    if bucket:
+        yield bucket
+
+
+def save_and_load(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:
+    """Save all tensors to a file in memory, and load them into those of the workers."""
+    path = Path(setup.folder, "model.safetensors")
+
+    def send(weights: Tensors) -> None:
+        if setup.rank == 0:
+            save_file(weights, path)
+        dist.barrier()
+        if setup.rank:
+            with safe_open(path, framework="pt") as file:
+                for name, tensor in weights.items():
+                    tensor.copy_(file.get_tensor(name))
+
+    return time_rounds(send, setup, tensors, num_rounds)
+
+
+def time_rounds(
+    send: Callable[[Tensors], None], setup: Setup, tensors: Sequence[Any], num_rounds: int
+) -> list[float]:
+    """Send all tensors again and again; return the seconds of the rounds that count.
+
+    Args:
+        send: One round, in every process; has brought all bytes when it returns.
+        setup: Of this process.
+        tensors: What is sent.
+        num_rounds: Rounds that count.
+
+    Raises:
+        IncompleteUpdateError: A worker does not have what was sent.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{setup.folder}/store",
+        rank=setup.rank,
+        world_size=1 + setup.num_workers,
+        timeout=timedelta(seconds=60),
+    )
+    weights = make(tensors)
+    # Written once, so that no round pays for fresh memory of the model.
+    renew(weights, -1)
+    seconds = []
+    for number in range(1 + num_rounds):
+        if setup.rank == 0:
+            renew(weights, number)
+        dist.barrier()
+        began = time.monotonic()
+        send(weights)
+        dist.barrier()
+        seconds.append(time.monotonic() - began)
+        num_bad = torch.tensor([0 if are_of(weights, number) else 1])
+        dist.all_reduce(num_bad)
+        if int(num_bad):
+            raise IncompleteUpdateError(f"round {number} of the bench did not bring every tensor")
+    dist.destroy_process_group()
+    return seconds[1:]
+
+
+OTHER_WAYS = {
+    "gloo": OtherWay(
+        broadcast_tensors, "gloo broadcast, tensor by tensor", {"shm": Goal(">=", 5.0)}
+    ),
+    "gloo-buckets": OtherWay(
+        broadcast_buckets,
+        "gloo broadcast, 64 MiB buckets allocated before",
+        {"gloo": Goal(">=", 0.9)},
+    ),
+    "checkpoint": OtherWay(
+        save_and_load, "safetensors file in /dev/shm, saved and loaded", {"shm": Goal(">=", 20.0)}
+    ),
+}

@@ -1,0 +1,186 @@
+import contextlib
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from wtransfer.bench import command, harness, weights
+from wtransfer.bench.harness import Goal, Result, Row, Spread
+from wtransfer.errors import PeerLostError
+
+OPERATIONS = ("lookup", "store", "evict", "load")
+RUNS = {
+    "weights": (
+        ("--quick", "--nbytes", "1MiB", "--rounds", "1", "--small", "50x4KiB"),
+        {
+            *("adopt", "copy", "adopt-unverified", "copy-unverified", "adopt-cpu", "copy-cpu"),
+            *("gloo", "gloo-buckets", "checkpoint", "packed", "small", "memory"),
+            *("gap", "pause", "death"),
+        },
+    ),
+    "offload": (
+        ("--nbytes", "1MiB", "--blocks", "64KiB", "--kept", "64,128", "--rounds", "1"),
+        {
+            *("put-64KiB", "get-64KiB", "put-64KiB-unverified", "get-64KiB-unverified"),
+            *(f"{each}-{suffix}" for each in OPERATIONS for suffix in ("lru", "arc", "growth")),
+        },
+    ),
+    "connectors": (
+        ("--quick", "--nbytes", "4MiB", "--blocks", "2MiB,64KiB", "--rounds", "1"),
+        {
+            f"{way}-{kind}-{size}"
+            for way in ("load", "save")
+            for kind in ("shm", "process-group", "storage")
+            for size in ("2MiB", "64KiB")
+        }
+        | {f"plan-{each}" for each in ("shm", "process-group", "storage", "offloading", "multi")},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", RUNS)
+def test_every_row_is_measured(verb):
+    arguments, rows = RUNS[verb]
+    done = subprocess.run(
+        [sys.executable, "-m", "wtransfer", "bench", verb, *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert {name: row["error"] for name, row in found["rows"].items()} == dict.fromkeys(rows)
+    for row in found["rows"].values():
+        assert row["low"] <= row["median"] <= row["high"]
+        assert (row["reached"] is None) == (row["goal"] is None)
+    assert found["settings"]["num_rounds"] == 1
+    assert set(found["machine"]) >= {"cpu", "num_cores", "kernel", "torch", "load"}
+    assert f"{len(rows)}/{len(rows)} {list(found['rows'])[-1]}" in done.stderr.splitlines()
+    if verb == "weights":
+        assert found["rows"]["death"]["beside"]["kills"] == 3
+        assert found["rows"]["packed"]["beside"]["workers"] == 2
+        assert all(value > 0 for value in found["rows"]["adopt-cpu"]["beside"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("weights --only speed", "there is no row 'speed'; there are adopt, copy, adopt-unverifi"),
+        ("weights --nbytes big", "'big' is no size; write a number and a unit"),
+        ("weights --nbytes 0.5", "'0.5' is no size"),
+        ("weights --nbytes -1", "'-1' is no size"),
+        ("weights --nbytes 100000GiB", "this run needs"),
+        ("weights --small 20000", "'20000' is not NUMBERxSIZE; write 20000x4KiB"),
+        ("weights --small 0x4KiB", "'0x4KiB' is not NUMBERxSIZE"),
+        ("weights --small 1x1", "'1x1' is not NUMBERxSIZE"),
+        ("weights --workers 1,0", "'1,0' are no numbers above 0"),
+        ("weights --commit move", "there is no commit 'move'; there are adopt, copy"),
+        ("weights --rounds 0", "0 is not in the range"),
+        ("offload --only speed", "there is no row 'speed'; there are put-2MiB, get-2MiB,"),
+        ("offload --blocks 100", "blocks of 100 bytes: expected a multiple of 32"),
+        ("offload --blocks 512MiB", "at most the 268435456 of a round"),
+        ("offload --kept 3", "expected 16 and more"),
+        ("offload --nbytes 100000GiB", "this run needs"),
+        ("connectors --only speed", "there is no row 'speed'; there are load-shm-2MiB, save-shm-"),
+        ("connectors --blocks 5000", "of 5000 bytes: expected a multiple of 256, 8 for each of 32"),
+        ("connectors --blocks 2048", "at least 4096"),
+        ("connectors --blocks 512MiB", "at most the 268435456 of a round"),
+        ("connectors --nbytes 100000GiB", "this run needs"),
+        ("connectors --folder /nowhere/at/all", "'/nowhere/at/all' does not exist"),
+    ],
+)
+def test_usage_error_says_what_to_ask_for(arguments, said):
+    result = CliRunner().invoke(command.bench, arguments.split())
+    assert result.exit_code != 0
+    assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("4KiB", 4096), ("1.5 gib", 3 << 29), ("2GB", 2 * 10**9), ("3 MiB", 3 << 20)],
+)
+def test_sizes_are_parsed(text, nbytes):
+    assert command.parse_nbytes(text) == nbytes
+    assert command.parse_many(f"20x{text}") == (20, nbytes)
+
+
+def measure_well(_runner):
+    return Result(Spread(0.72, 0.7, 0.8), "ms", Goal("<=", 5.0), {"round_s": 0.5}, limit=9.0)
+
+
+def fail(_runner):
+    raise PeerLostError("a process has died")
+
+
+ROWS = {"well": Row("well", "a commit", measure_well), "failed": Row("failed", "a kill", fail)}
+
+
+@pytest.mark.parametrize(("chosen", "status"), [("well", 0), ("failed", 1), ("well failed", 1)])
+def test_exit_status_is_1_if_a_row_could_not_be_measured(monkeypatch, chosen, status):
+    monkeypatch.setattr(weights, "rows", lambda _settings: [ROWS[n] for n in chosen.split()])
+    # These rows run no case.
+    monkeypatch.setattr(harness, "Runner", lambda *_: contextlib.nullcontext())
+    result = CliRunner().invoke(command.bench, ["weights", "--json"])
+    assert result.exit_code == status
+    rows = json.loads(result.stdout)["rows"]
+    assert rows == {name: command.document(ROWS[name], RESULTS[name]) for name in chosen.split()}
+
+
+RESULTS = {"well": measure_well(None), "failed": "a process has died"}
+
+
+def test_document_has_every_number():
+    assert command.document(ROWS["failed"], "died") == {"what": "a kill", "error": "died"}
+    assert command.document(ROWS["well"], RESULTS["well"]) == {
+        "what": "a commit",
+        "unit": "ms",
+        "median": 0.72,
+        "low": 0.7,
+        "high": 0.8,
+        "goal": {"relation": "<=", "value": 5.0},
+        "limit": 9.0,
+        "reached": True,
+        "beside": {"round_s": 0.5},
+        "stages": {},
+        "note": "",
+        "error": None,
+    }
+
+
+def test_table_shows_numbers_goals_and_what_stands_beside(capsys):
+    spread = Spread(0.72, 0.7, 0.8)
+    results = {
+        Row("adopt", "a round", fail): Result(
+            spread, goal=Goal(">=", 0.9), stages={"total_s": 1234.5}
+        ),
+        Row("pause", "a commit", fail): Result(
+            spread, "ms", Goal("<=", 5.0), {"round_s": 0.0123, "update_nbytes": 4096}, limit=9.0
+        ),
+        Row("gloo-buckets", "another way", fail): Result(
+            spread, "times", None, {"other_gb_per_s": 3.456, "each_us": 217.4, "workers": 4}
+        ),
+        Row("death", "a kill", fail): "nobody died",
+    }
+    command.show(results, command.describe_machine())
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "cores" in lines[0]
+    assert "adopt 0.72 0.7 .. 0.8 >= 0.9 not reached" in lines
+    assert "pause 0.72 ms 0.7 .. 0.8 <= 5 ms, all <= 9 ms reached" in lines
+    assert "gloo-buckets 0.72 times 0.7 .. 0.8 -" in lines
+    assert "death - - - failed" in lines
+    assert lines[lines.index("adopt: a round") :] == [
+        *("adopt: a round", "stages: total 1,234,500 ms"),
+        *("pause: a commit", "beside: round 12.3 ms, update 4 KiB"),
+        *("gloo-buckets: another way", "beside: other 3.46 GB/s, each 217 us, workers 4"),
+        *("death: a kill", "nobody died"),
+    ]
+
+
+def test_help_needs_no_torch():
+    code = "import sys, wtransfer.bench.command; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,122 @@
+from functools import partial
+from pathlib import Path
+
+import bench_cases
+import pytest
+
+from wtransfer.bench import connectors
+from wtransfer.bench.connectors import KINDS, KVCache, Settings
+from wtransfer.bench.harness import Runner
+from wtransfer.errors import DigestMismatchError, PeerLostError
+
+SHM, PROCESS_GROUP, STORAGE = (kind.connector for kind in KINDS[:3])
+
+
+def run(runner, connector, decode=connectors.decode, prefill=connectors.prefill, **of_prefill):
+    keywords = {
+        "connector": connector,
+        "block_nbytes": 8192,
+        "num_blocks": 5,
+        "num_rounds": 2,
+    }
+    return runner.run(
+        "a test", partial(decode, **keywords), partial(prefill, **keywords, **of_prefill), 1
+    )
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [SHM, *(pytest.param(each, marks=pytest.mark.slow) for each in (PROCESS_GROUP, STORAGE))],
+)
+def test_rounds_of_a_connector_are_timed_beside_plain_copies(runner, connector):
+    found = run(runner, connector).trainer
+    assert found.keys() == {"load", "load_memcpy", "save", "save_memcpy"}
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
+
+
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "MultiConnector"])
+def test_scheduler_side_is_asked_again_and_again(runner, connector):
+    plans = partial(
+        connectors.time_plans, connector=connector, num_blocks=5, num_rounds=2, pause_s=0.0
+    )
+    found = runner.run("a test", plans).trainer
+    assert len(found) == 2
+    assert min(found) > 0
+
+
+def test_only_loads_through_shared_memory_have_a_goal():
+    seconds = {key: [1.0] for key in ("load", "load_memcpy", "save", "save_memcpy")}
+
+    class Prepared:
+        def run(self, *_):
+            return type("Outcome", (), {"trainer": seconds})
+
+    def goals(settings):
+        return {
+            row.name: row.measure(Prepared()).goal
+            for row in connectors.rows(settings)
+            if not row.name.startswith("plan")
+        }
+
+    found = goals(Settings())
+    assert found.pop("load-shm-2MiB") == (">=", 0.8)
+    assert {"save-shm-2MiB", "load-process-group-128KiB", "save-storage-2MiB"} <= found.keys()
+    assert set(found.values()) == {None}
+    assert set(goals(Settings.quick()).values()) == {None}
+
+
+def test_files_of_a_killed_process_are_in_the_runs_folder_and_go_with_it(tmp_path):
+    folder, seen = tmp_path / "kept", tmp_path / "seen"
+    folder.mkdir()
+    with Runner(["bench_cases"], str(folder)) as runner, pytest.raises(PeerLostError):
+        run(runner, STORAGE, prefill=bench_cases.prefill_and_die, seen=str(seen))
+    files = seen.read_text().splitlines()
+    assert len(files) >= 5
+    assert all(Path(file).is_relative_to(folder) for file in files)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill"),
+    [
+        (connectors.decode, bench_cases.prefill_and_die),
+        (bench_cases.decode_and_die, connectors.prefill),
+    ],
+)
+def test_side_that_dies_ends_the_case_and_no_process_is_left(runner, children, decode, prefill):
+    with pytest.raises(PeerLostError, match=r"_and_die\) ended with -9"):
+        run(runner, SHM, decode, prefill)
+    assert children() == []
+
+
+def test_other_bytes_are_no_measurement(runner):
+    said = "round 0 of the bench brought other bytes than were computed: block 4 of 5, layer 31"
+    with pytest.raises(PeerLostError, match=said):
+        run(runner, STORAGE, prefill=bench_cases.prefill_one_other_byte)
+
+
+def test_load_that_brings_too_little_is_no_measurement(runner):
+    with pytest.raises(PeerLostError, match="SharedMemoryConnector found 64 of 80 tokens"):
+        run(runner, SHM, prefill=bench_cases.prefill_one_block_less)
+
+
+def test_cache_knows_its_bytes_by_round_place_and_layer():
+    cache = KVCache(4, 32 * 16)
+    cache.compute(3, [2, 0, 1])
+    cache.check(3, [2, 0, 1])
+    for number, block_ids, at in ((2, [2, 0, 1], 0), (3, [2, 1, 0], 1), (3, [2, 0, 3], 2)):
+        with pytest.raises(DigestMismatchError, match=f"block {at} of 3, layer 0"):
+            cache.check(number, block_ids)
+    first, second = cache.layers["layer.5"], cache.layers["layer.6"]
+    first[1], second[1] = second[1].clone(), first[1].clone()
+    with pytest.raises(DigestMismatchError, match="block 2 of 3, layer 5"):
+        cache.check(3, [2, 0, 1])
+
+
+def test_words_that_have_changed_places_are_other_bytes():
+    cache = KVCache(1, 32 * 16)
+    cache.compute(0, [0])
+    page = cache.layers["layer.0"][0]
+    page[:8], page[8:] = page[8:].clone(), page[:8].clone()
+    with pytest.raises(DigestMismatchError, match="block 0 of 1, layer 0"):
+        cache.check(0, [0])

@@ -1,0 +1,70 @@
+import pytest
+
+from wtransfer.bench import offload
+from wtransfer.bench.harness import MIB, Setup
+from wtransfer.bench.offload import Settings
+from wtransfer.errors import DigestMismatchError
+
+SETUP = Setup(0, 0, "", "", "")
+SMALL = {"block_nbytes": 32 << 10, "num_blocks": 4, "num_rounds": 1}
+
+
+@pytest.fixture(autouse=True)
+def _priority(monkeypatch):
+    """Leave the priority of the test's process as it is."""
+    monkeypatch.setattr(offload.os, "nice", lambda _niceness: None)
+
+
+def test_goals_are_those_of_large_blocks_and_checksummed_copies():
+    rows = {row.name: row for row in offload.rows(Settings())}
+    found = {"memcpy-put": [1.0], "memcpy-get": [1.0]} | {
+        key: [2.0] for key in ("put", "get", "put-unverified", "get-unverified")
+    }
+
+    class Prepared:
+        def run(self, *_):
+            return type("Outcome", (), {"trainer": found})
+
+    goals = {
+        name: row.measure(Prepared()).goal
+        for name, row in rows.items()
+        if name.startswith(("put", "get"))
+    }
+    assert goals.pop("put-2MiB") == goals.pop("get-2MiB") == (">=", 0.85)
+    assert {"put-128KiB", "put-16KiB-unverified"} <= goals.keys()
+    assert set(goals.values()) == {None}
+    assert not offload.goals_are_for(2 * MIB, 64 * MIB)
+
+
+def test_vllms_manager_stands_beside_ours_or_the_row_says_why_not():
+    found = offload.time_managers(SETUP, num_blocks=64, num_rounds=1, policy="lru")
+    assert found["ours"].keys() == set(offload.OPERATIONS)
+    assert all(len(each) == 1 and each[0] > 0 for each in found["ours"].values())
+    assert bool(found["vllm"]) != bool(found["missing"])
+
+
+def test_round_times_every_way_to_copy(one_thread):
+    found = offload.copy_rounds(SETUP, **SMALL)
+    ways = {"put", "get", "put-unverified", "get-unverified"}
+    assert found.keys() == ways | {"memcpy-put", "memcpy-get"}
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found.values())
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        # Nothing was ever stored: loads fail, and say so.
+        ("submit_store", "loads_failed_absent_total"),
+        ("submit_load", "round 0 of the bench brought other bytes"),
+    ],
+)
+def test_copies_that_do_nothing_are_no_measurement(one_thread, monkeypatch, broken, said):
+    make = offload.Arena.__init__
+
+    def make_broken(arena, *arguments, **keywords):
+        make(arena, *arguments, **keywords)
+        setattr(arena._worker, broken, lambda *_: True)
+
+    monkeypatch.setattr(offload.Arena, "__init__", make_broken)
+    with pytest.raises(DigestMismatchError, match=said):
+        offload.copy_rounds(SETUP, **SMALL)

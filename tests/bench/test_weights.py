@@ -1,0 +1,177 @@
+from functools import partial
+
+import bench_cases
+import pytest
+import torch
+
+from wtransfer.bench import weights
+from wtransfer.bench.harness import MIB, Outcome, Spread
+from wtransfer.bench.weights import Gaps, Rounds, Settings, TensorSet
+from wtransfer.errors import PeerLostError
+
+SMALL = {"tensors": TensorSet("many", 4096, 20), "num_rounds": 2}
+
+
+def publish(runner, trainer="publish", worker="join", *, verified=True, joins_verified=None):
+    def find(name):
+        return getattr(bench_cases, name, None) or getattr(weights, name)
+
+    joins_verified = verified if joins_verified is None else joins_verified
+    return runner.run(
+        "a test",
+        partial(find(trainer), **SMALL, engine="shm", verified=verified),
+        partial(find(worker), tensors=SMALL["tensors"], verified=joins_verified),
+        1,
+    )
+
+
+def test_every_value_differs_from_the_round_before():
+    tensors = weights.make(TensorSet("many", 64, 3))
+    weights.renew(tensors, 1)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    weights.renew(tensors, 2)
+    assert all((tensors[name] != before[name]).all() for name in tensors)
+    assert weights.are_of(tensors, 2)
+    assert not weights.are_of(before, 2)
+    tensors["tensor.1"][-1] = 1
+    assert not weights.are_of(tensors, 2)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param("gloo", marks=pytest.mark.slow), "gloo-buckets", "checkpoint"],
+)
+def test_other_way_brings_every_tensor_to_every_worker(runner, way):
+    seconds = weights.OTHER_WAYS[way].run(runner, SMALL["tensors"], 2, 2)
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+
+
+def test_broadcast_that_loses_a_tensor_is_no_measurement(runner):
+    broken = partial(bench_cases.broadcast_all_but_the_last, **SMALL)
+    with pytest.raises(PeerLostError, match="did not bring every tensor"):
+        runner.run("a test", broken, broken, 1)
+
+
+def test_buckets_hold_all_bytes_in_order():
+    tensors = [torch.arange(n, dtype=torch.int16) for n in (1, 12, 0, 5, 2)]
+    cut = list(weights.cut(tensors, 10))
+    assert [sum(map(len, each)) for each in cut] == [10, 10, 10, 10]
+    joined = torch.cat([torch.cat(each) for each in cut])
+    assert torch.equal(joined.view(torch.int16), torch.cat(tensors))
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_rounds_are_measured_with_and_without_verification(runner, verified):
+    rounds = Rounds(publish(runner, verified=verified))
+    assert (rounds.nbytes, len(rounds.seconds)) == (20 * 4096, 2)
+    assert min(*rounds.seconds, *rounds.packed_s, *rounds.workers_cpu_s, rounds.copy_s) > 0
+
+
+def test_nothing_is_digested_with_digests_off(runner):
+    found = runner.run("a test", partial(bench_cases.digest_with_digests_off)).trainer
+    assert found == ["0" * 32] * 3
+
+
+def test_digest_that_was_not_switched_off_is_noticed(runner):
+    with pytest.raises(PeerLostError, match="weights were digested"):
+        publish(runner, "publish_without_switching_off", verified=False, joins_verified=True)
+
+
+def test_rounds_that_bring_the_same_weights_are_no_measurement(runner):
+    with pytest.raises(PeerLostError, match="two rounds of the bench have one fingerprint"):
+        publish(runner, "publish_the_same")
+
+
+def outcome_of(*seconds):
+    rounds = [
+        {
+            "nbytes": 8,
+            "packed_s": each / 2,
+            "seconds": {"total": each},
+            "workers": [{"commit": 0.1}],
+            "cpu_s": 3.0,
+        }
+        for each in seconds
+    ]
+    # Two rounds before did not count; a worker's clock began long before them.
+    clocks = [[0.0, *(10.0 + 2 * at * at for at in range(len(rounds) + 2))] for _ in range(2)]
+    return Outcome({"rounds": rounds, "copy_s": 0.1}, clocks)
+
+
+def test_cpu_seconds_are_those_of_the_rounds_that_count():
+    rounds = Rounds(outcome_of(0.4, 0.8))
+    assert rounds.workers_cpu_s == [2 * 6.0, 2 * 10.0]
+    assert rounds.packed_s == [0.2, 0.4]
+    assert rounds.stages() == {"total_s": pytest.approx(0.6), "worker_commit_s": 0.1}
+
+
+class Prepared:
+    """A runner whose cases have been run."""
+
+    def __init__(self, outcome):
+        self.run = lambda *_, **__: outcome
+
+
+def test_share_is_the_time_of_two_copies_by_that_of_a_round():
+    result = weights.measure_round(Settings(), "adopt", True, Prepared(outcome_of(0.4, 0.8, 0.2)))
+    assert result.spread == Spread(0.5, 0.25, 1.0)
+    assert result.goal == (">=", 0.9)
+
+
+def test_gaps_are_those_of_the_quiet_time_the_transfer_and_the_commit():
+    tokens = [0, 1, 3, 10, 14, 15, 22, 23]
+    round_ = {"version": "v", "quiet_from": 0.5, "began": 10.5}
+    served = {"tokens": tokens, "commits": {"v": [16.0, 21.0]}}
+    (gaps,), usual_s = weights.run_serving(Prepared(Outcome([round_], [served])), Settings())
+    assert gaps == Gaps(quiet_s=7, transfer_s=4, around_commit_s=7, commit_s=5.0)
+    assert usual_s == 2
+
+
+def test_every_commit_lies_between_two_tokens_of_the_worker(runner):
+    keywords = {"tensors": TensorSet("many", 64, 3)}
+    outcome = runner.run(
+        "a test",
+        partial(weights.publish_between_pauses, **keywords, num_rounds=1),
+        partial(weights.serve, **keywords),
+        1,
+    )
+    (served,) = outcome.workers
+    assert [each["version"] for each in outcome.trainer] == ["round-2"]
+    assert served["commits"].keys() == {"round-0", "round-1", "round-2"}
+    for began, ended in served["commits"].values():
+        assert served["tokens"][0] <= began < ended < served["tokens"][-1]
+    assert served["tokens"] == sorted(served["tokens"])
+
+
+@pytest.mark.parametrize("nbytes", [1, 64 * MIB, 2 << 30])
+def test_llama_has_the_bytes_asked_for_and_at_most_a_layer_more(nbytes):
+    shapes = TensorSet("llama", nbytes).shapes()
+    last = {name for name in shapes if name.split(".")[:2] == list(shapes)[-1].split(".")[:2]}
+    smaller = {name: shape for name, shape in shapes.items() if name not in last}
+    total = weights._total_nbytes(shapes)
+    assert total == TensorSet("llama", nbytes).total_nbytes() >= nbytes
+    assert weights._total_nbytes(smaller) < nbytes
+
+
+def test_many_and_one_have_equally_many_bytes():
+    many, one = TensorSet("many", 4096, 50), TensorSet("one", 4096, 50)
+    assert many.total_nbytes() == one.total_nbytes() == 50 * 4096
+    assert (len(many.shapes()), len(one.shapes())) == (50, 1)
+
+
+def test_more_workers_need_more_memory_where_each_has_its_own():
+    few, many = Settings(workers=(1,)), Settings(workers=(4,))
+    watched = weights.MAX_WATCHED_NBYTES
+    assert Settings(commits=("adopt",)).needed_nbytes < Settings().needed_nbytes
+    assert Settings(workers=(1, 64)).needed_nbytes > few.needed_nbytes + watched
+    assert many.needed_nbytes - few.needed_nbytes == 6 * few.nbytes
+
+
+@pytest.mark.parametrize("engine", ["shm", "gloo"])
+def test_rows_of_an_engine_are_those_whose_goals_are_its_own(engine):
+    names = [row.name for row in weights.rows(Settings(engine=engine))]
+    of_shm = ["packed", "memory", "gap", "pause", "death"]
+    assert (names[-5:] == of_shm) == (engine == "shm")
+    assert "small" in names
+    assert "packed" not in [row.name for row in weights.rows(Settings(workers=(4,)))]

@@ -1,0 +1,342 @@
+"""What every bench shares: rows with their goals, and processes that run what a row measures.
+
+A row is measured by running cases. A case is one trainer process and its workers; the trainer's end
+is the end of the case, and what the functions return is its outcome. Nothing of a run outlives the
+bench, however it ends: its children are killed, its folder is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import operator
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from wtransfer.deadline import Deadline
+from wtransfer.errors import PeerLostError, StallError, WTransferError
+from wtransfer.transport.zygote import Zygote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from functools import partial
+
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+MIB = 1 << 20
+"""Bytes."""
+BESIDE_NBYTES = 1 << 30
+"""Memory of processes, messages and file cache beside the data that is measured."""
+LEAVE_S = 10.0
+"""How long workers may take to end after their trainer, in seconds."""
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - mkdtemp makes a name there that cannot be guessed
+"""Where files of a run are, unless it asks for another folder."""
+
+_POLL_S = 0.05
+_TAIL_NBYTES = 2000
+
+# A process of its own: its standard input ends when the bench does, even by SIGKILL. The bench's
+# children are killed at that moment as well and may just be writing, so rm is tried again.
+_REMOVE = 'cat; for _ in 1 2 3 4 5 6 7 8; do rm -rf -- "$1" && exit; sleep 0.5; done'
+
+
+def format_nbytes(nbytes: int) -> str:
+    """Return a size with the largest unit that fits."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+class Spread(NamedTuple):
+    """Several measurements of one thing."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Return the spread of at least one measurement."""
+        known = list(values)
+        return cls(statistics.median(known), min(known), max(known))
+
+
+class Goal(NamedTuple):
+    """What the median of a row should be."""
+
+    relation: Literal[">=", "<="]
+    value: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured for a row."""
+
+    spread: Spread
+    unit: str = ""
+    """Of the spread; empty for a ratio."""
+    goal: Goal | None = None
+    """None: the number only stands beside others."""
+    beside: dict[str, float] = field(default_factory=dict)
+    """Numbers of the same run to compare with; names end in their unit where they have one."""
+    stages: dict[str, float] = field(default_factory=dict)
+    """Median seconds of the parts of a round."""
+    limit: float | None = None
+    """What no single measurement may exceed."""
+    note: str = ""
+    """What must be known to read the number."""
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the goal is reached; None where there is none."""
+        if self.goal is None:
+            return None
+        compare = {">=": operator.ge, "<=": operator.le}[self.goal.relation]
+        within = self.limit is None or self.spread.high <= self.limit
+        return within and bool(compare(self.spread.median, self.goal.value))
+
+
+class Row(NamedTuple):
+    """One number of a bench."""
+
+    name: str
+    """Stable name, for ``--only`` and ``--json``."""
+    what: str
+    """In words."""
+    measure: Callable[[Runner], Result]
+    """Raises a `WTransferError` if it cannot be measured."""
+
+
+def choose_rows(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
+    """Return the rows of these names, or all rows if there is no name.
+
+    Raises:
+        ValueError: There is no such row.
+    """
+    known = {row.name: row for row in rows}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"there is no row {unknown[0]!r}; there are {', '.join(known)}")
+    return [row for name, row in known.items() if not names or name in names]
+
+
+def measure_rows(
+    rows: Sequence[Row], runner: Runner, report: Callable[[str], None]
+) -> dict[Row, Result | str]:
+    """Measure row after row; one that fails yields its error, and the next one is measured.
+
+    Args:
+        rows: What to measure.
+        runner: Runs the cases of all rows.
+        report: Called with the number and name of each row before it is measured.
+    """
+    results: dict[Row, Result | str] = {}
+    for number, row in enumerate(rows, 1):
+        report(f"{number}/{len(rows)} {row.name}")
+        try:
+            results[row] = row.measure(runner)
+        except WTransferError as error:
+            results[row] = str(error)
+    return results
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class Setup(NamedTuple):
+    """What the functions of a case get as their first argument."""
+
+    rank: int
+    """Of this process; 0 is the trainer."""
+    num_workers: int
+    address: str
+    """Where a publisher may listen."""
+    token: str
+    folder: str
+    """For files of this case; removed after it."""
+
+
+class Outcome(NamedTuple):
+    """What the functions of a case have returned."""
+
+    trainer: Any
+    workers: list[Any]
+    """Of the workers that have returned, by rank."""
+
+
+class Runner:
+    """Runs cases in processes forked from one that has imported torch. Use it as a context manager.
+
+    Args:
+        modules: Modules of the functions to run; the process to fork from imports them.
+        folder: Where files go during a run, in a folder of their own; None: into memory.
+        report: Called with the name of each case before it is run.
+
+    Raises:
+        OSError: There is no such folder, or it cannot be written to.
+        PeerLostError: A module could not be imported.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[str],
+        folder: str | None = None,
+        report: Callable[[str], None] = lambda _name: None,
+    ) -> None:
+        self._report = report
+        self._known: dict[str, Outcome | WTransferError] = {}
+        self.folder = tempfile.mkdtemp(prefix="wtransfer-bench-", dir=folder or MEMORY_FOLDER)
+        """Where files are during the run."""
+        self._remover = subprocess.Popen(  # noqa: S603 - our own arguments
+            ["/bin/sh", "-c", _REMOVE, "sh", self.folder],
+            stdin=subprocess.PIPE,
+            # Ctrl-C ends the bench, and with it the remover's standard input.
+            start_new_session=True,
+        )
+        try:
+            self.zygote = Zygote(["torch", __name__, *modules])
+        except BaseException:
+            self._remover.communicate()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Before the folder: children that live may be writing there.
+        self.zygote.close()
+        self._remover.communicate()
+
+    def run(
+        self,
+        name: str,
+        trainer: partial[Any],
+        worker: partial[Any] | None = None,
+        num_workers: int = 0,
+        *,
+        replace_killed: bool = False,
+        timeout_s: float = 600.0,
+    ) -> Outcome:
+        """Run a case until its trainer returns; once, however many rows need it.
+
+        Args:
+            name: Of the case, for people.
+            trainer: Function of a module, called with a `Setup` and the keywords of the partial.
+                Both keywords and what it returns are plain data.
+            worker: The same, for each worker.
+            num_workers: How many workers there are.
+            replace_killed: Start a new worker in place of one that was killed.
+            timeout_s: Longest time that it may take, in seconds.
+
+        Raises:
+            PeerLostError: A process failed; the error has the end of what it wrote.
+            StallError: It takes too long.
+        """
+        key = repr((trainer, worker, num_workers))
+        if key not in self._known:
+            self._report(name)
+            try:
+                self._known[key] = self._run(
+                    name, [trainer, *[worker] * num_workers], replace_killed, Deadline(timeout_s)
+                )
+            except WTransferError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, WTransferError):
+            raise found
+        return found
+
+    def _run(
+        self, name: str, functions: list[Any], replace_killed: bool, deadline: Deadline
+    ) -> Outcome:
+        setup = Setup(
+            rank=0,
+            num_workers=len(functions) - 1,
+            address=f"unix:@wtransfer-bench-{secrets.token_hex(8)}",
+            token=secrets.token_hex(16),
+            folder=tempfile.mkdtemp(dir=self.folder),
+        )
+        started: list[_Process] = []
+
+        def start(rank: int) -> _Process:
+            stem = Path(setup.folder, f"process-{len(started)}")
+            started.append(_Process(self.zygote, functions[rank], setup._replace(rank=rank), stem))
+            return started[-1]
+
+        try:
+            trainer, *workers = map(start, range(len(functions)))
+            while (code := trainer.child.poll()) is None:
+                for at, worker in enumerate(workers):
+                    worker_code = worker.child.poll()
+                    if worker_code and replace_killed and worker_code < 0:
+                        workers[at] = start(1 + at)
+                    elif worker_code:
+                        raise worker.lost(worker_code, name)
+                deadline.check(f"the case {name!r} of the bench")
+                time.sleep(_POLL_S)
+            if code:
+                raise trainer.lost(code, name)
+            for worker in workers:
+                with contextlib.suppress(StallError):
+                    worker.child.wait(LEAVE_S)
+            ended = [worker for worker in workers if worker.child.poll() == 0]
+            return Outcome(trainer.result(), [worker.result() for worker in ended])
+        finally:
+            for each in started:
+                each.child.kill()
+            for each in started:
+                each.child.wait(LEAVE_S)
+            shutil.rmtree(setup.folder, ignore_errors=True)
+
+
+class _Process:
+    """One process of a case; writes its result and its output to files of the case's folder."""
+
+    def __init__(self, zygote: Zygote, function: partial[Any], setup: Setup, stem: Path) -> None:
+        self.function = f"{function.func.__module__}:{function.func.__qualname__}"
+        self._result, self._log = stem.with_suffix(".json"), stem.with_suffix(".log")
+        self.child = zygote.spawn(
+            f"{__name__}:run_in_child",
+            self.function,
+            list(setup),
+            function.keywords,
+            str(self._result),
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    def result(self) -> Any:
+        """Return what the function returned; the process has ended with 0."""
+        return json.loads(self._result.read_bytes())
+
+    def lost(self, code: int, name: str) -> PeerLostError:
+        log = self._log.read_bytes() if self._log.exists() else b""
+        return PeerLostError(
+            f"a process of the bench ({self.function}) ended with {code} in the case {name!r}: "
+            f"{log[-_TAIL_NBYTES:].decode('utf-8', 'replace').strip()}"
+        )
+
+
+def run_in_child(function: str, setup: list[Any], keywords: dict[str, Any], result: str) -> None:
+    """Call a function in a child of the bench, and leave what it returns in a file."""
+    module, _, name = function.partition(":")
+    returned = getattr(importlib.import_module(module), name)(Setup(*setup), **keywords)
+    Path(result).write_text(json.dumps(returned), "utf-8")
+    # All is measured, and closed by the function. The interpreter's end could still abort the
+    # process: it cuts off daemon threads, which C++ frames (gloo's) do not survive.
+    os._exit(0)

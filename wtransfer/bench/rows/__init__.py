@@ -1,1 +1,0 @@
-"""The rows of the bench: one class for each number of the design that concerns weights."""
