@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from wtransfer.bench.jobs import tell
-from wtransfer.demo.memcpy import Memcpy
+from wtransfer.demo.model import memcpy_seconds
 
 
 def measure(nbytes: int, **_: Any) -> None:
     """Tell the seconds of the fastest plain copy of so many bytes, on one thread."""
-    tell(seconds=Memcpy(nbytes).seconds())
+    tell(seconds=memcpy_seconds(nbytes))

@@ -10,7 +10,7 @@ from wtransfer.bench.jobs.joining import session_of, while_published
 from wtransfer.bench.jobs.publishing import JOIN_S, WARM_UP_ROUNDS, checked
 from wtransfer.bench.jobs.weights import Served
 from wtransfer.bench.sets import TensorSet
-from wtransfer.demo.generate import Generator
+from wtransfer.demo.model import Generator
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 if TYPE_CHECKING:

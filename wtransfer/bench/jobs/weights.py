@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from wtransfer.demo.model import ByteTransformer
-from wtransfer.demo.sizes import ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +40,7 @@ class Served(nn.Module):
 
 
 def _transformer(seed: int) -> ByteTransformer:
-    return ByteTransformer(ModelShape.parse("tiny"), seed).eval()
+    return ByteTransformer.of_size(4.0, seed).eval()
 
 
 def make(tensors: TensorSet) -> dict[str, torch.Tensor]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.bench.lab import JOBS
 from wtransfer.bench.row import Goal, Row, Spread
 from wtransfer.bench.scene import Scene
 from wtransfer.bench.sets import TensorSet
-from wtransfer.demo.life import Life
-from wtransfer.demo.messages import Applied, Ready, Tokens
+from wtransfer.demo.channel import Applied, Ready
+from wtransfer.demo.weights import WorkerTrace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,25 +104,43 @@ def _play(lab: Lab) -> list[Gaps]:
     return [gaps_of(life, each) for each in told.trainer["rounds"]]
 
 
-def life_of(told: dict[str, Any]) -> Life:
+def life_of(told: dict[str, Any]) -> WorkerTrace:
     """Return what a worker did, by what it told."""
-    life = Life(Ready("worker", 0, None, "", "fresh"))
-    life.add_tokens(Tokens("worker", None, tuple(told["tokens"])))
+    trace = WorkerTrace(Ready("worker", 0, None, "", "fresh"))
+    trace.times = list(told["tokens"])
     commits: Sequence[tuple[str, float, float]] = told["commits"]
-    life.applied = [Applied("worker", version, "", *times) for version, *times in commits]
-    return life
+    trace.commits = [Applied("worker", version, "", *times) for version, *times in commits]
+    return trace
 
 
-def gaps_of(life: Life, told: dict[str, Any]) -> Gaps:
+def gaps_of(trace: WorkerTrace, told: dict[str, Any]) -> Gaps:
     """Return the longest waits around one round, by what the trainer told of it."""
-    applied = life.applied_version(told["version"])
-    assert applied is not None, "the trainer has its receipt"
+    applied = next(each for each in trace.commits if each.version == told["version"])
+
+    def longest(since: float, until: float) -> float:
+        """Return the longest gap that overlaps an interval and holds no commit."""
+        return max(
+            (
+                after - before
+                for before, after in trace.gaps(since, until)
+                if not any(before <= each.started_at < after for each in trace.commits)
+            ),
+            default=0.0,
+        )
+
     transfer_s = applied.started_at - told["began"]
     quiet_from = told["quiet_from"]
     return Gaps(
-        quiet_s=life.longest_gap(quiet_from, quiet_from + transfer_s) or 0.0,
-        transfer_s=life.longest_gap(told["began"], applied.started_at) or 0.0,
-        around_commit_s=life.gap_around(applied) or 0.0,
+        quiet_s=longest(quiet_from, quiet_from + transfer_s),
+        transfer_s=longest(told["began"], applied.started_at),
+        around_commit_s=max(
+            (
+                after - before
+                for before, after in trace.gaps(applied.started_at, applied.ended_at)
+                if before <= applied.started_at and applied.ended_at <= after
+            ),
+            default=0.0,
+        ),
         commit_s=applied.ended_at - applied.started_at,
-        usual_s=life.median_gap() or 0.0,
+        usual_s=median([after - before for before, after in pairwise(trace.times)] or [0.0]),
     )
