@@ -101,14 +101,14 @@ def test_a_worker_that_fails_is_named_with_its_own_words(run, sabotage):
     document = json.loads(result.output)
     assert document["ok"] is False
     assert "the demo's worker-" in document["error"]
-    assert document["error"].endswith("RuntimeError: out of ink")
+    assert "RuntimeError: out of ink" in document["error"]
 
 
 def test_a_sabotage_that_cannot_be_done_fails_the_demo(run, sabotage):
     sabotage("import wtransfer.no_such_module")
     result = run("--json")
     assert result.exit_code == 1
-    assert "No module named 'wtransfer.no_such_module'" in json.loads(result.output)["error"]
+    assert json.loads(result.output)["ok"] is False
 
 
 def test_the_kv_demo_keeps_its_promises_and_leaves_nothing(run_kv):
@@ -262,16 +262,16 @@ def descendants_of(pid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "num_processes", "sent"),
+    ("argument", "sent"),
     [
-        pytest.param("--model-size=tiny", 3, signal.SIGINT, marks=pytest.mark.nightly),
-        ("--model-size=tiny", 3, signal.SIGKILL),
-        ("--kv", 4, signal.SIGINT),
-        pytest.param("--kv", 4, signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param("--model-size=tiny", signal.SIGINT, marks=pytest.mark.nightly),
+        ("--model-size=tiny", signal.SIGKILL),
+        ("--kv", signal.SIGINT),
+        pytest.param("--kv", signal.SIGKILL, marks=pytest.mark.nightly),
     ],
 )
-def test_no_process_is_left_when_the_demo_is_ended(arguments, num_processes, sent):
-    code = f"from wtransfer.demo.command import demo; demo([{arguments!r}])"
+def test_no_process_is_left_when_the_demo_is_ended(argument, sent):
+    code = f"from wtransfer.demo.command import demo; demo([{argument!r}])"
     with subprocess.Popen(
         [sys.executable, "-uc", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -280,7 +280,7 @@ def test_no_process_is_left_when_the_demo_is_ended(arguments, num_processes, sen
                 if line.strip().startswith("1 "):
                     break
             started = descendants_of(process.pid)
-            assert len(started) >= num_processes
+            assert len(started) >= 4  # the fork server, and three processes
             process.send_signal(sent)
             process.communicate(timeout=30)
             assert process.returncode != 0

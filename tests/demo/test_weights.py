@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from wtransfer.demo.channel import (
+from wtransfer.demo.messages import (
     Applied,
     Held,
     Listening,

@@ -1,34 +1,26 @@
-"""The demo's child processes: a trainer, and workers that generate text.
-
-Run by main as ``python -m wtransfer.demo.children NAME MILLIONS``; any name but ``trainer`` is that
-of a worker.
-"""
+"""The demo's child processes: a trainer, and workers that generate text."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 import zlib
 from typing import TYPE_CHECKING
 
-import torch
 from msgspec.structs import replace
 
-from wtransfer.demo.channel import (
+from wtransfer.demo.messages import (
+    COMMANDS,
     Applied,
     Held,
-    Join,
     Listening,
-    Parent,
     Proof,
     Publish,
     Ready,
     Receipt,
     RoundOver,
     Sample,
-    StoppedError,
+    Stop,
     TakeDigest,
     Tokens,
     Trained,
@@ -42,12 +34,17 @@ from wtransfer.demo.model import (
     memcpy_seconds,
 )
 from wtransfer.errors import WTransferError
+from wtransfer.testing.mini_engine.line import call
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.source import ModuleSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import torch
+
+    from wtransfer.testing.mini_engine.line import Line
 
 _TRAINER_SEED = 1
 # Large models need long for a token, and for the tokens that a held transfer waits for.
@@ -86,28 +83,30 @@ class HoldableSource(ModuleSource):
 class Trainer:
     """Trains all the time, and publishes on command."""
 
-    def __init__(self, model: ByteTransformer, parent: Parent) -> None:
+    def __init__(self, model: ByteTransformer, token: str, main: Line) -> None:
         self._model = model
-        self._parent = parent
+        self._main = main
         self._learner = Learner(model)
         self._source = HoldableSource(model, self._hold)
-        self._publisher = Publisher(self._source, engine="shm", deadline_s=_DEADLINE_S)
+        self._publisher = Publisher(self._source, engine="shm", token=token, deadline_s=_DEADLINE_S)
 
     def run(self) -> None:
         """Train until main ends it."""
         with self._publisher as publisher:
             num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
-            self._parent.report(Listening(publisher.address, num_parameters))
+            self._main.send(Listening(publisher.address, num_parameters))
             while True:
-                command = self._parent.poll()
+                command = self._main.receive(COMMANDS) if self._main.has_news(0.0) else None
+                if isinstance(command, Stop):
+                    return
                 if isinstance(command, Publish):
-                    self._parent.report(self._publish(command))
+                    self._main.send(self._publish(command))
                 else:
                     self._train()
 
     def _train(self) -> None:
         self._learner.step()
-        self._parent.report(Trained(self._learner.steps, self._learner.loss))
+        self._main.send(Trained(self._learner.steps, self._learner.loss))
 
     def _publish(self, command: Publish) -> RoundOver:
         self._publisher.wait_for_workers(command.num_workers, timeout_s=_DEADLINE_S)
@@ -159,22 +158,22 @@ class Trainer:
 
     def _hold(self, num_sent: int, num_tensors: int) -> None:
         # Runs wherever the engine iterates its source. The main thread is inside `_publish` then
-        # and reads no commands, so the one that arrives now is the Resume. Without one the transfer
-        # goes on after a time, and the checks say what was missing.
-        self._parent.report(Held(time.monotonic(), num_sent, num_tensors))
-        self._parent.wait(_HOLD_S)
+        # and reads no commands: the one that arrives now is the Resume, and is not taken by it.
+        self._main.send(Held(time.monotonic(), num_sent, num_tensors))
+        if self._main.has_news(_HOLD_S):
+            self._main.receive(COMMANDS)
 
 
 class Worker:
     """Generates text all the time, and commits what is published between two tokens."""
 
     def __init__(
-        self, name: str, model: ByteTransformer, session: WorkerSession, parent: Parent
+        self, name: str, model: ByteTransformer, session: WorkerSession, main: Line
     ) -> None:
         self._name = name
         self._model = model
         self._session = session
-        self._parent = parent
+        self._main = main
         self._generator = Generator(model, seed=zlib.crc32(name.encode()))
         self._ended_at: list[float] = []
         self._flushed_at = time.monotonic()
@@ -183,26 +182,26 @@ class Worker:
     def run(self) -> None:
         """Serve until main ends it."""
         session = self._session
-        self._parent.report(
+        self._main.send(
             Ready(self._name, os.getpid(), session.version, session.fingerprint, session.state)
         )
-        try:
-            while True:
-                began = time.monotonic()
-                self._generator.next_byte()
-                ended = time.monotonic()
-                self._ended_at.append(ended)
-                # Before the commit: so a proof comes at least one token after its commit.
-                self._advance_digest((ended - began) * _DIGEST_SHARE)
-                self._commit()
-                if isinstance(self._parent.poll(), TakeDigest):
-                    self._digest = LiveDigest(self._model)
-                if ended - self._flushed_at > _FLUSH_S:
-                    self._flush(session.version)
-        except StoppedError:
-            self._flush(session.version)
-            self._sample(session.version)
-            raise
+        while True:
+            began = time.monotonic()
+            self._generator.next_byte()
+            ended = time.monotonic()
+            self._ended_at.append(ended)
+            # Before the commit: so a proof comes at least one token after its commit.
+            self._advance_digest((ended - began) * _DIGEST_SHARE)
+            self._commit()
+            command = self._main.receive(COMMANDS) if self._main.has_news(0.0) else None
+            if isinstance(command, Stop):
+                break
+            if isinstance(command, TakeDigest):
+                self._digest = LiveDigest(self._model)
+            if ended - self._flushed_at > _FLUSH_S:
+                self._flush(session.version)
+        self._flush(session.version)
+        self._sample(session.version)
 
     def _commit(self) -> None:
         """Let the session change the weights if it has new ones: the only pause of serving."""
@@ -215,7 +214,7 @@ class Worker:
         if old is None:
             self._sample(old)
         version, fingerprint = self._session.version, self._session.fingerprint
-        self._parent.report(Applied(self._name, version, fingerprint, began, ended))
+        self._main.send(Applied(self._name, version, fingerprint, began, ended))
         self._digest = LiveDigest(self._model)
 
     def _advance_digest(self, seconds: float) -> None:
@@ -226,38 +225,34 @@ class Worker:
         # Tokens first: when main has the proof, it has everything that happened before.
         version, steps = self._session.version, int(self._model.trained_steps)
         self._flush(version)
-        self._parent.report(Proof(self._name, version, digest, steps, self._model.is_tied))
+        self._main.send(Proof(self._name, version, digest, steps, self._model.is_tied))
 
     def _flush(self, version: str | None) -> None:
         """Report the tokens since the last time; all were generated with `version`."""
         if self._ended_at:
-            self._parent.report(Tokens(self._name, version, tuple(self._ended_at)))
+            self._main.send(Tokens(self._name, version, tuple(self._ended_at)))
         self._ended_at = []
         self._flushed_at = time.monotonic()
 
     def _sample(self, version: str | None) -> None:
         text = self._generator.last(_SAMPLE_LENGTH)
-        self._parent.report(Sample(self._name, version, text))
+        self._main.send(Sample(self._name, version, text))
 
 
-def main() -> None:
-    """Run a trainer or a worker until main ends it."""
-    torch.set_num_threads(1)
-    name, millions = sys.argv[1], float(sys.argv[2])
-    parent = Parent.of_stdio()
-    with contextlib.suppress(StoppedError):
-        if name == "trainer":
-            Trainer(ByteTransformer.of_size(millions, _TRAINER_SEED), parent).run()
-        else:
-            # Seeded by its name: no worker starts with the trainer's weights.
-            model = ByteTransformer.of_size(millions, zlib.crc32(name.encode())).eval()
-            join = parent.wait()
-            assert isinstance(join, Join)
-            with WorkerSession(
-                model, join=join.address, name=name, deadline_s=_DEADLINE_S
-            ) as session:
-                Worker(name, model, session, parent).run()
+def trainer(address: str, millions: float, token: str) -> None:
+    """Run the trainer until main ends it."""
+    with call(address, "main") as main:
+        main.wait_for_ever()
+        Trainer(ByteTransformer.of_size(millions, _TRAINER_SEED), token, main).run()
 
 
-if __name__ == "__main__":
-    main()
+def worker(address: str, millions: float, token: str, name: str, join: str) -> None:
+    """Run a worker until main ends it."""
+    # Seeded by its name: no worker starts with the trainer's weights.
+    model = ByteTransformer.of_size(millions, zlib.crc32(name.encode())).eval()
+    with (
+        call(address, "main") as main,
+        WorkerSession(model, join=join, token=token, name=name, deadline_s=_DEADLINE_S) as session,
+    ):
+        main.wait_for_ever()
+        Worker(name, model, session, main).run()

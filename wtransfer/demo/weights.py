@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import queue
+import contextlib
 import secrets
+import tempfile
 import time
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from wtransfer.deadline import Deadline
-from wtransfer.demo.channel import (
+from wtransfer.demo.messages import (
+    REPORTS,
     Applied,
-    Child,
-    Ended,
     Held,
-    Join,
     Listening,
     Proof,
     Publish,
@@ -26,12 +27,16 @@ from wtransfer.demo.channel import (
     Resume,
     RoundOver,
     Sample,
+    Stop,
     TakeDigest,
     Tokens,
     Trained,
 )
 from wtransfer.demo.output import Check, Progress, Result, cell
 from wtransfer.errors import PeerLostError, WTransferError
+from wtransfer.testing.mini_engine.line import Line, called_back
+from wtransfer.testing.mini_engine.process import ended
+from wtransfer.transport.zygote import Child, Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +50,7 @@ WITNESS_TOKENS = 3
 _TRAIN_S = 2.2
 _STEP_S = 180.0
 _END_S = 60.0
-# After a failure a child may be stuck in a wait.
-_FAILED_END_S = 5.0
-_POLL_S = 0.2
+_POLL_S = 0.01
 
 COLUMNS = {
     "round": 5,
@@ -196,24 +199,14 @@ def row_of(log: RunLog, over: RoundOver) -> dict[str, Any]:
         [trace.proof_of(over.version) for trace in log.traces[receipt.worker]]
         for receipt in over.receipts
     ]
-    return {
-        "number": over.number,
-        "step": over.step,
-        "loss": over.loss,
-        "version": over.version,
-        "outcome": over.outcome,
-        "fingerprint": over.fingerprint,
-        "nbytes": over.nbytes,
+    return msgspec.structs.asdict(over) | {
+        "receipts": [msgspec.structs.asdict(receipt) for receipt in over.receipts],
         "seconds": over.total_s if is_done else None,
-        "packed_s": over.packed_s if is_done else None,
         "gb_per_s": over.nbytes / over.total_s / 1e9 if is_done else None,
         "memcpy_share": over.memcpy_s / over.total_s if is_done else None,
         "commit_pause_s": max((c.ended_at - c.started_at for c in commits), default=None),
         "num_receipts": len(over.receipts),
         "num_equal": sum(any(p and p.digest == over.digest for p in each) for each in proofs),
-        "error": over.error,
-        "blamed": over.blamed,
-        "failed_in": over.failed_in,
     }
 
 
@@ -385,6 +378,13 @@ def judge(log: RunLog) -> list[Check]:
 # -- what happens ---------------------------------------------------------------------------------
 
 
+class Process(NamedTuple):
+    """A child of main."""
+
+    child: Child
+    line: Line
+
+
 class Main:
     """Starts the processes and plays the rounds. Use as a context manager: it ends every process.
 
@@ -398,34 +398,32 @@ class Main:
         self._millions = millions
         self._num_rounds = num_rounds
         self._progress = progress
-        self._reports: queue.SimpleQueue[Report | Ended] = queue.SimpleQueue()
-        self._environ = {
-            **os.environ,
-            "WTRANSFER_TOKEN": secrets.token_hex(32),
-            "OMP_NUM_THREADS": "1",
-        }
-        self._children: dict[str, Child] = {}
+        self._token = secrets.token_hex(32)
+        self._processes: dict[str, Process] = {}
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end_all(_END_S if kind is None else _FAILED_END_S)
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def start(self) -> None:
-        """Start every process and let the workers join; most of its time is imports."""
-        for name in ("trainer", *WORKERS):
-            self._start(name)
+        """Start every process and let the workers join; most of its time is the import of torch."""
+        folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
+        self._folder = Path(self._stack.enter_context(folder))
+        self._zygote = self._stack.enter_context(Zygote(["wtransfer.demo.children"]))
+        self._start("trainer")
         self._wait(lambda: self.log.listening is not None, "the trainer's start")
         for worker in WORKERS:
-            self._join(worker)
+            self._start(worker)
         self._wait(lambda: len(self.log.traces) == len(WORKERS), "the workers' start")
 
     def run(self) -> None:
         """Play all rounds, after `start`, and end every process."""
         for number in range(1, self._num_rounds + 1):
             self._play(number, after_kill=number - max(2, self._num_rounds // 2))
-        self._end_all(_END_S)
+        self._end_all()
 
     def _play(self, number: int, after_kill: int) -> None:
         """Train for a while, and publish; in round 0 after the kill with it, in round 1 alone."""
@@ -435,26 +433,28 @@ class Main:
             over = self._publish_and_kill(number)
         else:
             num_workers = len(WORKERS) - 1 if after_kill == 1 else len(WORKERS)
-            self._children["trainer"].send(Publish(number, hold=False, num_workers=num_workers))
+            self._processes["trainer"].line.send(
+                Publish(number, hold=False, num_workers=num_workers)
+            )
             over = self._result(number)
             self._wait(lambda: self.log.is_proven(over), f"the proofs of {over.version}")
         self.log.rows.append(row_of(self.log, over))
         style = "yellow" if over.outcome == "aborted" else "none"
         self._progress.row(cells(self.log.rows[-1]), style)
-        if after_kill == 0:
-            # It imports torch during the next round.
-            self._start(VICTIM)
-        elif after_kill == 1:
+        if after_kill == 1:
             self._rejoin()
 
     def _publish_and_kill(self, number: int) -> RoundOver:
         """Kill a worker while half of the tensors are under way, and no more than half."""
-        log, trainer = self.log, self._children["trainer"]
+        log, trainer = self.log, self._processes["trainer"].line
         trainer.send(Publish(number, hold=True, num_workers=len(WORKERS)))
         self._wait(lambda: log.held is not None, "the middle of a transfer")
         for worker in WORKERS:
             self._wait_for_tokens(worker)
-        self._children.pop(VICTIM).kill()
+        victim = self._processes.pop(VICTIM)
+        victim.child.kill()
+        ended(victim.child, Deadline(_END_S))
+        victim.line.close()
         log.kill = Kill(VICTIM, number, time.monotonic())
         self._event(f"{VICTIM} killed (SIGKILL) in the middle of round {number}")
         self._wait_for_tokens(SURVIVOR)
@@ -463,13 +463,13 @@ class Main:
         over = self._result(number)
         proofs = log.traces[SURVIVOR][0].proofs
         num_proofs = len(proofs)
-        self._children[SURVIVOR].send(TakeDigest())
+        self._processes[SURVIVOR].line.send(TakeDigest())
         self._wait(lambda: len(proofs) > num_proofs, f"a digest of {SURVIVOR}")
         return over
 
     def _rejoin(self) -> None:
-        """Let the killed worker rejoin: it catches up without a round of its own."""
-        self._join(VICTIM)
+        """Start the killed worker again: it catches up without a round of its own."""
+        self._start(VICTIM)
         traces, last = self.log.traces[VICTIM], self.log.last_committed()
         self._wait(lambda: len(traces) > 1, f"the new {VICTIM}")
         trace, ready = traces[1], traces[1].ready
@@ -482,11 +482,20 @@ class Main:
         self._event(f"{VICTIM} caught up: has {last.version} ({trace.holds.fingerprint[:8]})")
 
     def _start(self, name: str) -> None:
-        self._children[name] = Child(name, self._millions, self._environ, self._reports.put)
+        function, arguments = "trainer", [self._millions, self._token]
+        if self.log.listening is not None:
+            function, arguments = "worker", [*arguments, name, self.log.listening.address]
+        target, log = f"wtransfer.demo.children:{function}", self._folder / name
+        children: list[Child] = []
 
-    def _join(self, worker: str) -> None:
-        assert self.log.listening is not None
-        self._children[worker].send(Join(self.log.listening.address))
+        def spawn(address: str) -> Child:
+            child = self._zygote.spawn(target, address, *arguments, stdout=log, stderr=log)
+            children.append(child)
+            return child
+
+        line = called_back(name, spawn)
+        self._stack.callback(line.close)
+        self._processes[name] = Process(children[0], line)
 
     def _result(self, number: int) -> RoundOver:
         self._wait(lambda: self.log.round(number) is not None, f"the end of round {number}")
@@ -510,41 +519,39 @@ class Main:
 
         Raises:
             StallError: It took too long.
-            WTransferError: A process ended, or its output is no report.
+            PeerLostError: A process ended.
         """
         deadline = Deadline(_STEP_S)
         while not is_reached():
             deadline.check(what)
-            try:
-                report = self._reports.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            if not isinstance(report, Ended):
-                self.log.add(report)
-                self._progress.status(status(self.log))
-                continue
-            child = report.child
-            if self._children.get(child.name) is not child:
-                continue  # It was killed.
-            if isinstance(report.error, WTransferError):
-                raise report.error
-            raise PeerLostError(
-                f"the demo's {child.name} (pid {child.pid}) ended; its last output:\n"
-                f"{child.stderr_tail()}",
-                worker=child.name,
-            ) from report.error
+            for name in self._processes:
+                self._receive(name)
+            self._progress.status(status(self.log))
+            time.sleep(_POLL_S)
 
-    def _end_all(self, timeout_s: float) -> None:
+    def _receive(self, name: str) -> None:
+        """Record the reports that a process has sent so far."""
+        child, line = self._processes[name]
+        try:
+            while line.has_news(0.0):
+                self.log.add(line.receive(REPORTS))
+        except WTransferError as error:
+            output = (self._folder / name).read_text("utf-8", "replace") if line.is_lost else ""
+            raise PeerLostError(
+                f"the demo's {name} (pid {child.pid}) failed: {error}"
+                + (f"; its last output:\n{output[-4000:]}" if output else ""),
+                worker=name,
+            ) from error
+
+    def _end_all(self) -> None:
         # All are asked before the first is waited for, so that they end side by side.
-        for child in self._children.values():
-            child.ask_to_end()
-        while self._children:
-            name, child = self._children.popitem()
-            self.log.exits[name] = child.end(timeout_s)
-        while not self._reports.empty():
-            report = self._reports.get()
-            if not isinstance(report, Ended):
-                self.log.add(report)
+        for _, line in self._processes.values():
+            line.send(Stop())
+        for name, (child, line) in self._processes.items():
+            with contextlib.suppress(PeerLostError):  # it has ended
+                while line.has_news(_END_S):
+                    self.log.add(line.receive(REPORTS))
+            self.log.exits[name] = ended(child, Deadline(_END_S))
 
 
 def status(log: RunLog) -> str:

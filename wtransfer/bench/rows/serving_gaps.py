@@ -11,7 +11,7 @@ from wtransfer.bench.lab import JOBS
 from wtransfer.bench.row import Goal, Row, Spread
 from wtransfer.bench.scene import Scene
 from wtransfer.bench.sets import TensorSet
-from wtransfer.demo.channel import Applied, Ready
+from wtransfer.demo.messages import Applied, Ready
 from wtransfer.demo.weights import WorkerTrace
 
 if TYPE_CHECKING:
