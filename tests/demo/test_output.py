@@ -6,7 +6,7 @@ import pytest
 from wtransfer.demo import output
 from wtransfer.demo.output import Check, Progress, Result
 
-COLUMNS = {"round": 5, "loss": 6}
+HEADER = "round   loss"
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def terminal(monkeypatch):
 
 
 def play():
-    with Progress(COLUMNS, "the legend", quiet=False) as progress:
+    with Progress(HEADER, "the legend", quiet=False) as progress:
         progress.status("step 50")
         progress.row(("1", "5.50"))
         progress.event("worker-1 is back [sic]")
@@ -35,7 +35,7 @@ def test_rows_and_events_are_aligned_lines(capsys):
 
 
 def test_a_long_line_is_not_wrapped(capsys):
-    with Progress(COLUMNS, "legend " * 40, quiet=False):
+    with Progress(HEADER, "legend " * 40, quiet=False):
         pass
     assert len(capsys.readouterr().out.splitlines()) == 2
 
@@ -48,7 +48,7 @@ def test_a_terminal_shows_what_is_going_on(terminal, monkeypatch):
 
 
 def test_a_quiet_run_prints_nothing_even_on_a_terminal(terminal, capsys):
-    with Progress(COLUMNS, "the legend", quiet=True) as progress:
+    with Progress(HEADER, "the legend", quiet=True) as progress:
         progress.row(("1", "5.50"))
         progress.event("worker-1 is back")
         progress.status("step 50")
@@ -57,7 +57,7 @@ def test_a_quiet_run_prints_nothing_even_on_a_terminal(terminal, capsys):
 
 
 def test_a_failed_run_has_no_legend(capsys):
-    with pytest.raises(ValueError, match="x"), Progress(COLUMNS, "the legend", quiet=False):
+    with pytest.raises(ValueError, match="x"), Progress(HEADER, "the legend", quiet=False):
         raise ValueError("x")
     assert "the legend" not in capsys.readouterr().out
 

@@ -9,22 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from wtransfer.demo.messages import (
-    COMMANDS,
-    Applied,
-    Held,
-    Listening,
-    Proof,
-    Publish,
-    Ready,
-    Receipt,
-    RoundOver,
-    Sample,
-    Stop,
-    TakeDigest,
-    Tokens,
-    Trained,
-)
+from wtransfer.demo import messages
 from wtransfer.demo.model import (
     ByteTransformer,
     Generator,
@@ -94,25 +79,27 @@ class Trainer:
         """Train until main ends it."""
         with self._publisher as publisher:
             num_parameters = sum(parameter.numel() for parameter in self._model.parameters())
-            self._main.send(Listening(publisher.address, num_parameters))
+            self._main.send(messages.Listening(publisher.address, num_parameters))
             while True:
-                command = self._main.receive(COMMANDS) if self._main.has_news(0.0) else None
-                if isinstance(command, Stop):
+                command = (
+                    self._main.receive(messages.COMMANDS) if self._main.has_news(0.0) else None
+                )
+                if isinstance(command, messages.Stop):
                     return
-                if isinstance(command, Publish):
+                if isinstance(command, messages.Publish):
                     self._main.send(self._publish(command))
                 else:
                     self._train()
 
     def _train(self) -> None:
         self._learner.step()
-        self._main.send(Trained(self._learner.steps, self._learner.loss))
+        self._main.send(messages.Trained(self._learner.steps, self._learner.loss))
 
-    def _publish(self, command: Publish) -> RoundOver:
+    def _publish(self, command: messages.Publish) -> messages.RoundOver:
         self._publisher.wait_for_workers(command.num_workers, timeout_s=_DEADLINE_S)
         self._source.is_armed = command.hold
         version = f"step-{self._learner.steps}"
-        over = RoundOver(
+        over = messages.RoundOver(
             number=command.number,
             version=version,
             outcome="aborted",
@@ -145,7 +132,7 @@ class Trainer:
             packed_s=report.packed_s,
             total_s=report.seconds["total"],
             receipts=tuple(
-                Receipt(
+                messages.Receipt(
                     each.worker,
                     each.outcome,
                     each.fingerprint,
@@ -159,9 +146,9 @@ class Trainer:
     def _hold(self, num_sent: int, num_tensors: int) -> None:
         # Runs wherever the engine iterates its source. The main thread is inside `_publish` then
         # and reads no commands: the one that arrives now is the Resume, and is not taken by it.
-        self._main.send(Held(time.monotonic(), num_sent, num_tensors))
+        self._main.send(messages.Held(time.monotonic(), num_sent, num_tensors))
         if self._main.has_news(_HOLD_S):
-            self._main.receive(COMMANDS)
+            self._main.receive(messages.COMMANDS)
 
 
 class Worker:
@@ -183,7 +170,9 @@ class Worker:
         """Serve until main ends it."""
         session = self._session
         self._main.send(
-            Ready(self._name, os.getpid(), session.version, session.fingerprint, session.state)
+            messages.Ready(
+                self._name, os.getpid(), session.version, session.fingerprint, session.state
+            )
         )
         while True:
             began = time.monotonic()
@@ -193,10 +182,10 @@ class Worker:
             # Before the commit: so a proof comes at least one token after its commit.
             self._advance_digest((ended - began) * _DIGEST_SHARE)
             self._commit()
-            command = self._main.receive(COMMANDS) if self._main.has_news(0.0) else None
-            if isinstance(command, Stop):
+            command = self._main.receive(messages.COMMANDS) if self._main.has_news(0.0) else None
+            if isinstance(command, messages.Stop):
                 break
-            if isinstance(command, TakeDigest):
+            if isinstance(command, messages.TakeDigest):
                 self._digest = LiveDigest(self._model)
             if ended - self._flushed_at > _FLUSH_S:
                 self._flush(session.version)
@@ -214,7 +203,7 @@ class Worker:
         if old is None:
             self._sample(old)
         version, fingerprint = self._session.version, self._session.fingerprint
-        self._main.send(Applied(self._name, version, fingerprint, began, ended))
+        self._main.send(messages.Applied(self._name, version, fingerprint, began, ended))
         self._digest = LiveDigest(self._model)
 
     def _advance_digest(self, seconds: float) -> None:
@@ -225,18 +214,18 @@ class Worker:
         # Tokens first: when main has the proof, it has everything that happened before.
         version, steps = self._session.version, int(self._model.trained_steps)
         self._flush(version)
-        self._main.send(Proof(self._name, version, digest, steps, self._model.is_tied))
+        self._main.send(messages.Proof(self._name, version, digest, steps, self._model.is_tied))
 
     def _flush(self, version: str | None) -> None:
         """Report the tokens since the last time; all were generated with `version`."""
         if self._ended_at:
-            self._main.send(Tokens(self._name, version, tuple(self._ended_at)))
+            self._main.send(messages.Tokens(self._name, version, tuple(self._ended_at)))
         self._ended_at = []
         self._flushed_at = time.monotonic()
 
     def _sample(self, version: str | None) -> None:
         text = self._generator.last(_SAMPLE_LENGTH)
-        self._main.send(Sample(self._name, version, text))
+        self._main.send(messages.Sample(self._name, version, text))
 
 
 def trainer(address: str, millions: float, token: str) -> None:

@@ -46,20 +46,7 @@ _QUESTIONS = (
     "What does __slots__ save?",
 )
 
-COLUMNS = {
-    "no.": 3,
-    "prefill": 7,
-    "tokens": 6,
-    "loaded": 6,
-    "computed": 8,
-    "MB": 4,
-    "fill": 5,
-    "ttft": 5,
-    "alone": 5,
-    "load": 5,
-    "memcpy": 6,
-    "same": 4,
-}
+HEADER = "no. prefill tokens loaded computed   MB  fill  ttft alone  load memcpy same"
 LEGEND = (
     "tokens: of the prompt. loaded: those whose keys and values came from prefill. computed: those "
     "that decode has computed itself. fill: ms of prefill, with what it has of earlier prompts. "
@@ -109,7 +96,7 @@ class Row:
         return self.num_prompt - self.num_loaded - self.num_cached
 
     @property
-    def is_same(self) -> bool:
+    def same(self) -> bool:
         """Whether the answer is right."""
         return bool(self.tokens) and self.tokens == self.expected
 
@@ -130,7 +117,7 @@ class Row:
             f"{self.nbytes / 1e6:.1f}" if self.nbytes else "-",
             *(cell(each and each * 1e3, 0) for each in seconds),
             cell(self.memcpy_share, 3),
-            "yes" if self.is_same else "NO",
+            "yes" if self.same else "NO",
         )
 
 
@@ -283,7 +270,7 @@ def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list
         exits: Instance -> exit statuses.
         num_shared: Tokens that all prompts have in common, in whole blocks.
     """
-    wrong = [row.number for row in rows if not row.is_same]
+    wrong = [row.number for row in rows if not row.same]
     # An instance that had something in its cache is no reference.
     not_fresh = [row.number for row in rows if row.num_expected_computed != row.num_prompt]
     without = [row for row in rows if row.prefill != "alive"]
@@ -317,7 +304,7 @@ def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list
         Check(
             "a killed instance costs time, and nothing else",
             [row.prefill for row in without] == ["killed", "gone"]
-            and all(row.is_same for row in without),
+            and all(row.same for row in without),
             ", ".join(
                 f"prompt {row.number} ({row.prefill}): {row.num_recomputed} of {row.num_prompt} "
                 "tokens computed"
@@ -350,22 +337,15 @@ def run_kv(connector: str, options: dict[str, Any], *, quiet: bool) -> Result:
     """
     torch.set_num_threads(1)  # a plain copy is measured here, on one thread as instances copy
     with (
-        Progress(COLUMNS, LEGEND, quiet=quiet) as progress,
+        Progress(HEADER, LEGEND, quiet=quiet) as progress,
         Main(connector, options, progress) as main,
     ):
         main.start()
         began = time.monotonic()
         main.run()
         seconds = time.monotonic() - began
-    prompts = [
-        asdict(row)
-        | {
-            "num_recomputed": row.num_recomputed,
-            "memcpy_share": row.memcpy_share,
-            "same": row.is_same,
-        }
-        for row in main.rows
-    ]
+    derived = ("num_recomputed", "memcpy_share", "same")
+    prompts = [asdict(row) | {name: getattr(row, name) for name in derived} for row in main.rows]
     checks = judge(main.rows, main.exits, _NUM_DOCUMENT_TOKENS // _BLOCK_SIZE * _BLOCK_SIZE)
     facts = {"connector": connector, "prompts": prompts, "events": main.events}
     return Result(checks, seconds, facts)

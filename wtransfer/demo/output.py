@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Self
 
@@ -63,21 +64,21 @@ class Progress:
     On a terminal the last line says what is going on.
 
     Args:
-        columns: Name -> width of the table's columns.
+        header: Names of the columns, each right-aligned in its width.
         legend: Printed at the end.
         quiet: Print nothing.
     """
 
-    def __init__(self, columns: Mapping[str, int], legend: str, *, quiet: bool) -> None:
+    def __init__(self, header: str, legend: str, *, quiet: bool) -> None:
         self._console = Console(quiet=quiet)
         self._status = self._console.status("starting")
-        self._columns = columns
+        self._header = header
         self._legend = legend
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.quiet:
             self._status.start()
-        self.row(self._columns)
+        self.event(self._header, style="none")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -85,11 +86,11 @@ class Progress:
         if kind is None:
             self.event(self._legend, style="none")
 
-    def row(self, cells: Sequence[str] | Mapping[str, int], style: str = "none") -> None:
+    def row(self, cells: Sequence[str], style: str = "none") -> None:
         """Print a row of the table."""
-        widths = self._columns.values()
-        texts = (text.rjust(width) for text, width in zip(cells, widths, strict=True))
-        self.event(" ".join(texts), style)
+        columns = re.findall(r" *\S+", self._header)
+        texts = [text.rjust(len(name)) for text, name in zip(cells, columns, strict=True)]
+        self.event("".join(texts), style)
 
     def event(self, text: str, style: str = "yellow") -> None:
         """Print a line."""

@@ -15,23 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from wtransfer.deadline import Deadline
-from wtransfer.demo.messages import (
-    REPORTS,
-    Applied,
-    Held,
-    Listening,
-    Proof,
-    Publish,
-    Ready,
-    Report,
-    Resume,
-    RoundOver,
-    Sample,
-    Stop,
-    TakeDigest,
-    Tokens,
-    Trained,
-)
+from wtransfer.demo import messages
 from wtransfer.demo.output import Check, Progress, Result, cell
 from wtransfer.errors import PeerLostError, WTransferError
 from wtransfer.testing.mini_engine.line import Line, called_back
@@ -52,17 +36,7 @@ _STEP_S = 180.0
 _END_S = 60.0
 _POLL_S = 0.01
 
-COLUMNS = {
-    "round": 5,
-    "loss": 5,
-    "version": 9,
-    "weights": 8,
-    "MB": 7,
-    "GB/s": 6,
-    "memcpy": 6,
-    "pause": 6,
-    "equal": 5,
-}
+HEADER = "round   loss    version   weights       MB    GB/s  memcpy   pause  equal"
 LEGEND = (
     "weights: fingerprint. GB/s: bytes / (publish -> last receipt). memcpy: that, as a share of a "
     "plain copy measured just before. pause: longest commit, ms. equal: live models with the "
@@ -85,20 +59,20 @@ class Kill(NamedTuple):
 class WorkerTrace:
     """What one process of a worker reported."""
 
-    def __init__(self, ready: Ready) -> None:
+    def __init__(self, ready: messages.Ready) -> None:
         self.ready = ready
-        self.commits: list[Applied] = []
-        self.proofs: list[Proof] = []
+        self.commits: list[messages.Applied] = []
+        self.proofs: list[messages.Proof] = []
         # One entry per token, in order of time.
         self.times: list[float] = []
         self.versions: list[str | None] = []
 
     @property
-    def holds(self) -> Ready | Applied:
+    def holds(self) -> messages.Ready | messages.Applied:
         """The report of the weights that it serves."""
         return self.commits[-1] if self.commits else self.ready
 
-    def proof_of(self, version: str) -> Proof | None:
+    def proof_of(self, version: str) -> messages.Proof | None:
         """Return the first proof of a version."""
         return next((proof for proof in self.proofs if proof.version == version), None)
 
@@ -116,62 +90,58 @@ class RunLog:
     """Everything that was reported in one run."""
 
     def __init__(self) -> None:
-        self.listening: Listening | None = None
+        self.listening: messages.Listening | None = None
         self.first_loss: float | None = None
-        self.trained: Trained | None = None
+        self.trained: messages.Trained | None = None
         """The last step."""
-        self.held: Held | None = None
+        self.held: messages.Held | None = None
         self.resumed_at: float | None = None
-        self.rounds: list[RoundOver] = []
+        self.rounds: list[messages.RoundOver] = []
         self.rows: list[dict[str, Any]] = []
         """The rounds in numbers, each made when all that belongs to it was reported."""
         self.traces: dict[str, list[WorkerTrace]] = {}
         """Worker -> its processes, in order."""
         self.kill: Kill | None = None
-        self.samples: list[Sample] = []
+        self.samples: list[messages.Sample] = []
         self.events: list[str] = []
         self.exits: dict[str, int] = {}
         """Child -> exit status; without the killed one."""
 
-    def add(self, report: Report) -> None:
+    def add(self, report: messages.Report) -> None:
         """Record a report."""
         match report:
-            case Listening():
+            case messages.Listening():
                 self.listening = report
-            case Trained():
+            case messages.Trained():
                 self.first_loss = self.first_loss or report.loss
                 self.trained = report
-            case Held():
+            case messages.Held():
                 self.held = report
-            case RoundOver():
+            case messages.RoundOver():
                 self.rounds.append(report)
-            case Sample():
+            case messages.Sample():
                 self.samples.append(report)
-            case Ready():
+            case messages.Ready():
                 self.traces.setdefault(report.worker, []).append(WorkerTrace(report))
-            case Tokens():
+            case messages.Tokens():
                 trace = self.traces[report.worker][-1]
                 trace.times += report.ended_at
                 trace.versions += [report.version] * len(report.ended_at)
-            case Applied():
+            case messages.Applied():
                 self.traces[report.worker][-1].commits.append(report)
-            case Proof():
+            case messages.Proof():
                 self.traces[report.worker][-1].proofs.append(report)
 
     def all_traces(self) -> list[WorkerTrace]:
         """Return the traces of all worker processes."""
         return [trace for traces in self.traces.values() for trace in traces]
 
-    def round(self, number: int) -> RoundOver | None:
-        """Return a round that is over."""
-        return next((over for over in self.rounds if over.number == number), None)
+    def last_committed(self, before: int | None = None) -> messages.RoundOver | None:
+        """Return the last committed round, among those before a number."""
+        rounds = self.rounds[: before and before - 1]
+        return next((over for over in reversed(rounds) if over.outcome == "committed"), None)
 
-    def last_committed(self, before: float = float("inf")) -> RoundOver | None:
-        """Return the last committed round with a number below `before`."""
-        committed = (o for o in self.rounds if o.outcome == "committed" and o.number < before)
-        return max(committed, key=lambda over: over.number, default=None)
-
-    def is_proven(self, over: RoundOver) -> bool:
+    def is_proven(self, over: messages.RoundOver) -> bool:
         """Whether every worker that committed a round has digested its live model since."""
         return all(
             any(trace.proof_of(over.version) for trace in self.traces.get(receipt.worker, []))
@@ -179,19 +149,8 @@ class RunLog:
             if receipt.outcome == "committed"
         )
 
-    def usual_gap_s(self) -> float | None:
-        """Return the median gap between two tokens of the slowest worker process."""
-        traces = [trace for trace in self.all_traces() if len(trace.times) > 1]
-        return max((median(b - a for a, b in pairwise(t.times)) for t in traces), default=None)
 
-    def longest_gap_s(self) -> float | None:
-        """Return the longest gap between two tokens that overlaps a round."""
-        spans = [(over.started_at, over.started_at + over.total_s) for over in self.rounds]
-        gaps = [gap for trace in self.all_traces() for span in spans for gap in trace.gaps(*span)]
-        return max((after - before for before, after in gaps), default=None)
-
-
-def row_of(log: RunLog, over: RoundOver) -> dict[str, Any]:
+def row_of(log: RunLog, over: messages.RoundOver) -> dict[str, Any]:
     """Return a round in numbers."""
     is_done = over.outcome == "committed"
     commits = [c for t in log.all_traces() for c in t.commits if c.version == over.version]
@@ -280,7 +239,7 @@ def judge(log: RunLog) -> list[Check]:
             for worker, traces in log.traces.items()
         }
 
-    aborted = log.round(kill.number) if kill else None
+    aborted = next((over for over in log.rounds if kill and over.number == kill.number), None)
     survivors = [worker for worker in log.traces if kill and worker != kill.worker]
     # The digest after the abort is the second one of the same version.
     are_whole = all(
@@ -378,13 +337,6 @@ def judge(log: RunLog) -> list[Check]:
 # -- what happens ---------------------------------------------------------------------------------
 
 
-class Process(NamedTuple):
-    """A child of main."""
-
-    child: Child
-    line: Line
-
-
 class Main:
     """Starts the processes and plays the rounds. Use as a context manager: it ends every process.
 
@@ -399,7 +351,8 @@ class Main:
         self._num_rounds = num_rounds
         self._progress = progress
         self._token = secrets.token_hex(32)
-        self._processes: dict[str, Process] = {}
+        self._children: dict[str, Child] = {}
+        self._lines: dict[str, Line] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -433,8 +386,8 @@ class Main:
             over = self._publish_and_kill(number)
         else:
             num_workers = len(WORKERS) - 1 if after_kill == 1 else len(WORKERS)
-            self._processes["trainer"].line.send(
-                Publish(number, hold=False, num_workers=num_workers)
+            self._lines["trainer"].send(
+                messages.Publish(number, hold=False, num_workers=num_workers)
             )
             over = self._result(number)
             self._wait(lambda: self.log.is_proven(over), f"the proofs of {over.version}")
@@ -444,26 +397,27 @@ class Main:
         if after_kill == 1:
             self._rejoin()
 
-    def _publish_and_kill(self, number: int) -> RoundOver:
+    def _publish_and_kill(self, number: int) -> messages.RoundOver:
         """Kill a worker while half of the tensors are under way, and no more than half."""
-        log, trainer = self.log, self._processes["trainer"].line
-        trainer.send(Publish(number, hold=True, num_workers=len(WORKERS)))
+        log, trainer = self.log, self._lines["trainer"]
+        trainer.send(messages.Publish(number, hold=True, num_workers=len(WORKERS)))
         self._wait(lambda: log.held is not None, "the middle of a transfer")
         for worker in WORKERS:
             self._wait_for_tokens(worker)
-        victim = self._processes.pop(VICTIM)
-        victim.child.kill()
-        ended(victim.child, Deadline(_END_S))
-        victim.line.close()
+        # Before its line is closed, which would ask it to end by itself.
+        victim = self._children.pop(VICTIM)
+        victim.kill()
+        ended(victim, Deadline(_END_S))
+        self._lines.pop(VICTIM).close()
         log.kill = Kill(VICTIM, number, time.monotonic())
         self._event(f"{VICTIM} killed (SIGKILL) in the middle of round {number}")
         self._wait_for_tokens(SURVIVOR)
         log.resumed_at = time.monotonic()
-        trainer.send(Resume())
+        trainer.send(messages.Resume())
         over = self._result(number)
         proofs = log.traces[SURVIVOR][0].proofs
         num_proofs = len(proofs)
-        self._processes[SURVIVOR].line.send(TakeDigest())
+        self._lines[SURVIVOR].send(messages.TakeDigest())
         self._wait(lambda: len(proofs) > num_proofs, f"a digest of {SURVIVOR}")
         return over
 
@@ -486,22 +440,18 @@ class Main:
         if self.log.listening is not None:
             function, arguments = "worker", [*arguments, name, self.log.listening.address]
         target, log = f"wtransfer.demo.children:{function}", self._folder / name
-        children: list[Child] = []
 
         def spawn(address: str) -> Child:
             child = self._zygote.spawn(target, address, *arguments, stdout=log, stderr=log)
-            children.append(child)
+            self._children[name] = child
             return child
 
-        line = called_back(name, spawn)
-        self._stack.callback(line.close)
-        self._processes[name] = Process(children[0], line)
+        self._lines[name] = called_back(name, spawn)
+        self._stack.callback(self._lines[name].close)
 
-    def _result(self, number: int) -> RoundOver:
-        self._wait(lambda: self.log.round(number) is not None, f"the end of round {number}")
-        over = self.log.round(number)
-        assert over is not None
-        return over
+    def _result(self, number: int) -> messages.RoundOver:
+        self._wait(lambda: len(self.log.rounds) == number, f"the end of round {number}")
+        return self.log.rounds[-1]
 
     def _wait_for_tokens(self, worker: str) -> None:
         now, trace = time.monotonic(), self.log.traces[worker][-1]
@@ -524,34 +474,34 @@ class Main:
         deadline = Deadline(_STEP_S)
         while not is_reached():
             deadline.check(what)
-            for name in self._processes:
+            for name in self._lines:
                 self._receive(name)
             self._progress.status(status(self.log))
             time.sleep(_POLL_S)
 
     def _receive(self, name: str) -> None:
         """Record the reports that a process has sent so far."""
-        child, line = self._processes[name]
+        line = self._lines[name]
         try:
             while line.has_news(0.0):
-                self.log.add(line.receive(REPORTS))
+                self.log.add(line.receive(messages.REPORTS))
         except WTransferError as error:
             output = (self._folder / name).read_text("utf-8", "replace") if line.is_lost else ""
             raise PeerLostError(
-                f"the demo's {name} (pid {child.pid}) failed: {error}"
+                f"the demo's {name} (pid {self._children[name].pid}) failed: {error}"
                 + (f"; its last output:\n{output[-4000:]}" if output else ""),
                 worker=name,
             ) from error
 
     def _end_all(self) -> None:
         # All are asked before the first is waited for, so that they end side by side.
-        for _, line in self._processes.values():
-            line.send(Stop())
-        for name, (child, line) in self._processes.items():
+        for line in self._lines.values():
+            line.send(messages.Stop())
+        for name, line in self._lines.items():
             with contextlib.suppress(PeerLostError):  # it has ended
                 while line.has_news(_END_S):
-                    self.log.add(line.receive(REPORTS))
-            self.log.exits[name] = ended(child, Deadline(_END_S))
+                    self.log.add(line.receive(messages.REPORTS))
+            self.log.exits[name] = ended(self._children[name], Deadline(_END_S))
 
 
 def status(log: RunLog) -> str:
@@ -576,7 +526,7 @@ def run_weights(millions: float, num_rounds: int, *, quiet: bool) -> Result:
         WTransferError: A process ended that should not have, or did not do its part in time.
     """
     with (
-        Progress(COLUMNS, LEGEND, quiet=quiet) as progress,
+        Progress(HEADER, LEGEND, quiet=quiet) as progress,
         Main(millions, num_rounds, progress) as main,
     ):
         main.start()
@@ -587,7 +537,18 @@ def run_weights(millions: float, num_rounds: int, *, quiet: bool) -> Result:
 
 def result_of(log: RunLog, seconds: float) -> Result:
     """Return the outcome of a run."""
-    usual_s, longest_s = log.usual_gap_s(), log.longest_gap_s()
+    traces = [trace for trace in log.all_traces() if len(trace.times) > 1]
+    # Of the slowest process.
+    usual_s = max((median(b - a for a, b in pairwise(t.times)) for t in traces), default=None)
+    longest_s = max(
+        (
+            after - before
+            for over in log.rounds
+            for trace in traces
+            for before, after in trace.gaps(over.started_at, over.started_at + over.total_s)
+        ),
+        default=None,
+    )
     facts = {
         "parameters": log.listening.num_parameters if log.listening else None,
         "first_loss": log.first_loss,
