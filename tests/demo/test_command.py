@@ -104,6 +104,28 @@ def test_a_worker_that_fails_is_named_with_its_own_words(run, sabotage):
     assert "RuntimeError: out of ink" in document["error"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "instead", ["time.sleep(600)", "while not time.sleep(0.1): self._sample('x')"]
+)
+def test_a_worker_that_does_not_end_when_asked_is_killed_and_fails_the_demo(
+    run, sabotage, monkeypatch, instead
+):
+    monkeypatch.setattr(weights, "_END_S", 2.0)
+    sabotage(
+        "import time\n"
+        "from wtransfer.demo import children\n"
+        "honest = children.Worker.run\n"
+        "def run(self):\n"
+        "    honest(self)\n"
+        f"    {instead}\n"
+        "children.Worker.run = run\n"
+    )
+    result = run("--json")
+    assert result.exit_code == 1
+    assert kept(result) == [*[True] * 7, False]
+
+
 def test_a_sabotage_that_cannot_be_done_fails_the_demo(run, sabotage):
     sabotage("import wtransfer.no_such_module")
     result = run("--json")

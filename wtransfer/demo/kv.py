@@ -253,7 +253,7 @@ class Main:
         return instance
 
     def _spawn(self, target: str, address: str) -> Child:
-        # Warnings (of a lost instance, say) are part of the demo, and reported by it.
+        # Warnings, as of a lost instance, are expected: the demo reports what they are about.
         log = self._folder / "log"
         return self._zygote.spawn(target, address, stdout=log, stderr=log)
 

@@ -61,7 +61,7 @@ class Result(NamedTuple):
 class Progress:
     """Prints rows and events as they come. Use as a context manager.
 
-    On a terminal the last line says what is going on.
+    On a terminal the last line shows what is going on.
 
     Args:
         header: Names of the columns, each right-aligned in its width.
@@ -97,7 +97,7 @@ class Progress:
         self._console.out(text, style=style, highlight=False)
 
     def status(self, text: str) -> None:
-        """Say what is going on."""
+        """Show what is going on."""
         self._status.update(text)
 
 

@@ -303,7 +303,7 @@ def judge(log: RunLog) -> list[Check]:
             else "no worker was killed",
         ),
         Check(
-            "the killed worker rejoins, says what it holds, catches up",
+            "the killed worker rejoins, reports what it holds, catches up",
             len(rejoined) == 1
             and kill is not None
             and rejoined[0].ready.version is None
@@ -498,10 +498,11 @@ class Main:
         for line in self._lines.values():
             line.send(messages.Stop())
         for name, line in self._lines.items():
+            deadline = Deadline(_END_S)
             with contextlib.suppress(PeerLostError):  # it has ended
-                while line.has_news(_END_S):
+                while not deadline.expired and line.has_news(deadline.remaining()):
                     self.log.add(line.receive(messages.REPORTS))
-            self.log.exits[name] = ended(self._children[name], Deadline(_END_S))
+            self.log.exits[name] = ended(self._children[name], deadline)
 
 
 def status(log: RunLog) -> str:
