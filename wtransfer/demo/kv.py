@@ -237,17 +237,14 @@ class Main:
         self._progress.status(f"starting {name}")
         num_blocks = -(-(_NUM_DOCUMENT_TOKENS + _MAX_OTHER_TOKENS) // _BLOCK_SIZE)
         cache = CacheShape(_BLOCK_SIZE, 2 * num_blocks)
-        if name in ROLES:
-            settings = HostSettings(
-                _MODEL,
-                cache,
-                connector=self._connector,
-                options=self._options,
-                role=ROLES[name],
-                engine_id=name,
-            )
-        else:
-            settings = HostSettings(_MODEL, cache, engine_id=name)
+        settings = HostSettings(
+            _MODEL,
+            cache,
+            connector=self._connector if name in ROLES else None,
+            options=self._options,
+            role=ROLES.get(name, "kv_both"),
+            engine_id=name,
+        )
         instance = self._instances[name] = Instance(settings, self._spawn)
         self._stack.callback(instance.close)
         return instance
