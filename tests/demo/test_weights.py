@@ -153,8 +153,13 @@ def changed(container, key, **changes):
     container[key] = msgspec.structs.replace(container[key], **changes)
 
 
+def named(name, tamper):
+    tamper.__name__ = name
+    return tamper
+
+
 def change_round(index, **changes):
-    return lambda log: changed(log.rounds, index, **changes)
+    return named(f"round {changes}", lambda log: changed(log.rounds, index, **changes))
 
 
 def change_receipt(index, **changes):
@@ -162,11 +167,13 @@ def change_receipt(index, **changes):
         first, *others = log.rounds[index].receipts
         changed(log.rounds, index, receipts=(msgspec.structs.replace(first, **changes), *others))
 
-    return tamper
+    return named(f"receipt {changes}", tamper)
 
 
 def change_proof(**changes):
-    return lambda log: changed(log.traces["worker-0"][0].proofs, 0, **changes)
+    return named(
+        f"proof {changes}", lambda log: changed(log.traces["worker-0"][0].proofs, 0, **changes)
+    )
 
 
 def stop_serving_when_held(log):
@@ -260,6 +267,7 @@ def kill_at_the_end(log):
         (abort_the_last_round, {RECEIPTS, EQUAL}),
         (kill_at_the_end, {EXITS}),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_tampered_run_fails_its_check_and_no_other(log, tamper, expected):
     tamper(log)
