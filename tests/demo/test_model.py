@@ -1,12 +1,18 @@
 import pytest
 import torch
+from torch import nn
 
-from wtransfer.demo.generate import Generator
-from wtransfer.demo.learner import Learner
-from wtransfer.demo.model import CONTEXT, ByteTransformer
-from wtransfer.demo.sizes import ModelShape
+from wtransfer.demo.model import (
+    CONTEXT,
+    ByteTransformer,
+    Generator,
+    Learner,
+    LiveDigest,
+    live_digest,
+    memcpy_seconds,
+)
 
-SHAPE = ModelShape(num_layers=2, width=64)
+WIDTH = 64
 
 
 @pytest.fixture(autouse=True)
@@ -16,10 +22,10 @@ def as_in_the_demo(one_thread):
 
 @pytest.fixture
 def model():
-    return ByteTransformer(SHAPE, seed=0)
+    return ByteTransformer(WIDTH, seed=0)
 
 
-def test_no_byte_sees_a_later_one(model):
+def test_attention_is_causal(model):
     model.eval()
     inputs = torch.randint(256, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
     changed = inputs.clone()
@@ -30,7 +36,7 @@ def test_no_byte_sees_a_later_one(model):
     assert not torch.equal(before[:, 20:], after[:, 20:])
 
 
-def test_tied_weights_are_one_memory_until_somebody_unties_them(model):
+def test_tied_weights_are_one_memory_until_they_are_untied(model):
     assert model.is_tied
     assert {"head.weight", "embedding.weight", "trained_steps"} <= set(model.state_dict())
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
@@ -38,7 +44,7 @@ def test_tied_weights_are_one_memory_until_somebody_unties_them(model):
 
 
 def test_seeds_decide_the_weights(model):
-    same, other = (ByteTransformer(SHAPE, seed).state_dict() for seed in (0, 1))
+    same, other = (ByteTransformer(WIDTH, seed).state_dict() for seed in (0, 1))
     mine = model.state_dict()
     assert all(torch.equal(mine[name], same[name]) for name in mine)
     assert not torch.equal(mine["embedding.weight"], other["embedding.weight"])
@@ -60,7 +66,7 @@ def test_generation_depends_on_nothing_but_weights_seed_and_text_so_far(model):
     one, two = Generator(model, seed=3), Generator(model, seed=3)
     for _ in range(30):
         one.next_byte()
-    other = ByteTransformer(SHAPE, seed=1)
+    other = ByteTransformer(WIDTH, seed=1)
     for _ in range(30):
         two.next_byte()
     assert one.last(34) == two.last(34)
@@ -82,3 +88,79 @@ def test_generated_text_is_printable_and_bounded(model):
     assert len(generator._text) <= 4096
     assert generator.last(50).isprintable()
     assert len(generator.last(50)) == 50
+
+
+@pytest.mark.parametrize("millions", [4.0, 9.0, 25.0, 150.0])
+def test_a_model_has_about_as_many_parameters_as_asked_for(millions):
+    with torch.device("meta"):
+        model = ByteTransformer.of_size(millions, seed=0)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert 0.7 <= num_parameters / (millions * 1e6) <= 1.3
+
+
+def test_training_batches_are_windows_of_text_and_the_bytes_that_follow(model, monkeypatch):
+    learner = Learner(model)
+    assert b"generator" in bytes(learner._windows[:, 0].tolist())
+    seen = []
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "cross_entropy",
+        lambda logits, targets: seen.append(targets) or logits.sum(),
+    )
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    learner.step()
+    inputs, targets = seen
+    assert torch.equal(inputs[:, 1:], targets.view(-1, CONTEXT)[:, :-1])
+
+
+def test_equal_models_have_equal_digests(model):
+    other = ByteTransformer(WIDTH, seed=5)
+    assert live_digest(other) != live_digest(model)
+    other.load_state_dict(model.state_dict())
+    assert live_digest(other) == live_digest(model)
+
+
+def test_every_tensor_counts_to_its_last_bit(model):
+    whole = live_digest(model)
+    for tensor in model.state_dict().values():
+        flat = tensor.view(-1).view(torch.uint8)
+        flat[-1] ^= 1
+        assert live_digest(model) != whole
+        flat[-1] ^= 1
+    assert live_digest(model) == whole
+
+
+def test_equal_bytes_in_another_shape_dtype_or_name_differ():
+    def digest(name, tensor):
+        module = nn.Module()
+        module.register_buffer(name, tensor)
+        return live_digest(module)
+
+    zeros = torch.zeros(4, 2, dtype=torch.float32)
+    digests = {
+        digest("a", zeros),
+        digest("b", zeros),
+        digest("a", zeros.view(8)),
+        digest("a", zeros.view(torch.int32)),
+        digest("a", zeros.view(torch.bfloat16)),
+    }
+    assert len(digests) == 5
+
+
+def test_a_digest_can_be_taken_a_part_at_a_time(model):
+    digest = LiveDigest(model)
+    num_more = model.pairs.weight.nbytes // (1 << 20)
+    for _ in range(2 * len(model.state_dict()) + num_more - 1):
+        assert digest.advance(0.0) is None
+    assert digest.advance(0.0) == live_digest(model)
+
+
+def test_a_digest_reads_the_memory_that_the_model_has_now(model):
+    other = ByteTransformer(WIDTH, seed=9)
+    for name, parameter in model.named_parameters():
+        parameter.data = other.get_parameter(name).data.clone()
+    assert live_digest(model) == live_digest(other)
+
+
+def test_a_plain_copy_takes_time():
+    assert memcpy_seconds(1 << 20) > 0

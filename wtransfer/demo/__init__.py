@@ -1,1 +1,1 @@
-"""The demo: a trainer and two workers, real training, real text, and one worker killed."""
+"""``wtransfer demo``: real processes, real training, real KV cache, and one process killed."""

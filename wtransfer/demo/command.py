@@ -1,70 +1,83 @@
-"""``wtransfer demo``: train, serve, publish, kill, recover, and judge what was seen."""
+"""``wtransfer demo``: show the promises kept by real processes, and judge what was seen."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
+import msgspec
 from click.core import ParameterSource
 
-from wtransfer.demo.conductor import MIN_ROUNDS, Conductor
-from wtransfer.demo.document import document
-from wtransfer.demo.sizes import ModelShape
-from wtransfer.demo.table import Lines, LiveTable, Silence, gaps_in_words
-from wtransfer.demo.telling import fail, tell_checks, tell_end
-from wtransfer.demo.verdict import judge
 from wtransfer.errors import WTransferError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+NAMED_SIZES = {"tiny": 4.0, "small": 9.0, "medium": 40.0, "large": 150.0}
+"""Word -> million parameters."""
+MAX_MILLIONS = 10_000
+"""Largest model, in million parameters."""
+MIN_ROUNDS = 4
+"""One to have an old version, one to be killed in, one without the killed worker, one to rejoin."""
+_WEIGHTS_OPTIONS = ("rounds", "millions")
+_KV_OPTIONS = ("connector", "options")
 
-    from wtransfer.demo.story import Story
-    from wtransfer.demo.verdict import Check
 
-_DEFAULT_ROUNDS = 8
-
-
-def _shape(_ctx: click.Context, _param: click.Parameter, size: str) -> ModelShape:
+def _millions(_ctx: click.Context, _param: click.Parameter, size: str) -> float:
     try:
-        return ModelShape.parse(size)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+        millions = NAMED_SIZES.get(size) or float(size)
+    except ValueError:
+        millions = float("nan")
+    if not 0 < millions <= MAX_MILLIONS:  # false for nan as well
+        raise click.BadParameter(
+            f"model size {size!r} is neither one of {', '.join(NAMED_SIZES)} nor a number of "
+            f"million parameters between 0 and {MAX_MILLIONS}"
+        )
+    return millions
+
+
+def _key_values(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...]) -> Any:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise click.UsageError(f"-o {pair}: options are key=value")
+        try:
+            options[key] = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            options[key] = text
+    return options
 
 
 @click.command()
 @click.option(
     "--rounds",
     type=click.IntRange(min=MIN_ROUNDS),
-    default=_DEFAULT_ROUNDS,
+    default=8,
     help="Number of rounds.",
     show_default=True,
 )
 @click.option(
     "--model-size",
-    "shape",
-    callback=_shape,
+    "millions",
+    callback=_millions,
     default="small",
     metavar="SIZE",
     help="tiny, small, medium, large, or a number of million parameters.",
     show_default=True,
 )
-@click.option(
-    "--kv", is_flag=True, help="Tell another story: KV cache from a prefill to a decode instance."
-)
+@click.option("--kv", is_flag=True, help="Move KV cache from a prefill to a decode instance.")
 @click.option(
     "--connector",
     default="SharedMemoryConnector",
     metavar="NAME",
-    help="What brings the KV cache, with --kv: any connector that is installed.",
+    help="Connector for the KV cache, with --kv: any that is installed.",
     show_default=True,
 )
 @click.option(
     "-o",
     "options",
     multiple=True,
+    callback=_key_values,
     metavar="KEY=VALUE",
     help="Option of the connector, with --kv. Repeat.",
 )
@@ -74,84 +87,43 @@ def demo(
     ctx: click.Context,
     *,
     rounds: int,
-    shape: ModelShape,
+    millions: float,
     kv: bool,
     connector: str,
-    options: tuple[str, ...],
+    options: dict[str, Any],
     as_json: bool,
 ) -> None:
-    """Train a small transformer and serve it in two other processes meanwhile.
+    """Train a small transformer while two worker processes generate text with it.
 
-    Every round brings the weights of the moment to both workers while they generate text. In one
-    round a worker is killed half way. The exit status is 0 only if every receipt was right and
+    Every round publishes the weights to both workers while they generate. In one round a worker is
+    killed half way through the transfer. The exit status is 0 only if every receipt was right and
     every promise kept.
 
-    With --kv, a long document is read by one process and asked about in another one, which gets the
-    keys and values of the first through a connector. The first one is killed, and comes back. The
-    exit status is 0 only if every answer is that of a process that has computed everything itself.
+    With --kv, a prefill instance computes a long document, and a decode instance answers questions
+    about it with the keys and values of the first, moved by a connector. The prefill instance is
+    killed, and started again. The exit status is 0 only if every answer equals that of an instance
+    that computes everything itself.
     """
-    _check_story(ctx, kv)
-    if kv:
-        from wtransfer.demo.kv.command import tell_kv
-
-        sys.exit(tell_kv(connector, options, as_json=as_json))
-    try:
-        story, seconds = _run(shape, rounds, as_json)
-    except WTransferError as error:
-        fail(error, as_json=as_json)
-    checks = judge(story)
-    if as_json:
-        click.echo(json.dumps(document(story, checks, seconds), indent=2))
-    else:
-        tell(story, checks, seconds)
-    sys.exit(0 if all(check.kept for check in checks) else 1)
-
-
-def _check_story(ctx: click.Context, kv: bool) -> None:
-    """Refuse what belongs to the other story.
-
-    Raises:
-        UsageError: It was given.
-    """
-    others = ("rounds", "shape") if kv else ("connector", "options")
-    for name in others:
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            flag = next(each.opts[-1] for each in ctx.command.params if each.name == name)
+    for param in ctx.command.params:
+        is_foreign = param.name in (_WEIGHTS_OPTIONS if kv else _KV_OPTIONS)
+        if is_foreign and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
             raise click.UsageError(
-                f"{flag} is an option of the demo {'without' if kv else 'with'} --kv"
+                f"{param.opts[-1]} is an option of the demo {'without' if kv else 'with'} --kv"
             )
+    try:
+        if kv:
+            from wtransfer.demo.kv import run_kv
 
+            result = run_kv(connector, options, quiet=as_json)
+        else:
+            from wtransfer.demo.weights import run_weights
 
-def _run(shape: ModelShape, rounds: int, as_json: bool) -> tuple[Story, float]:
-    with _view(as_json) as view, Conductor(shape, rounds, view) as conductor:
-        conductor.start()
-        began = time.monotonic()
-        story = conductor.run()
-        view.close(story)
-        return story, time.monotonic() - began
-
-
-def _view(as_json: bool) -> LiveTable | Lines | Silence:
-    if as_json:
-        return Silence()
-    if not sys.stdout.isatty():
-        return Lines(click.echo)
-    from rich.console import Console
-
-    return LiveTable(Console())
-
-
-def tell(story: Story, checks: Sequence[Check], seconds: float) -> None:
-    """Write what is left to say: samples of the text, and the verdict.
-
-    Args:
-        story: The run.
-        checks: Its verdict.
-        seconds: Duration after imports.
-    """
-    for title, sample in (("before", story.samples[:1]), ("after", story.samples[-1:])):
-        for each in sample:
-            click.echo(f"\n{title} ({each.worker}, {each.version or 'untrained'}):\n  {each.text}")
-    tell_checks(checks)
-    click.echo(f"\n{gaps_in_words(story)}")
-    tell_end(checks, seconds)
+            result = run_weights(millions, rounds, quiet=as_json)
+    except WTransferError as error:
+        if as_json:
+            click.echo(json.dumps({"ok": False, "error": str(error)}, indent=2))
+        else:
+            click.echo(f"the demo failed: {error}", err=True)
+        sys.exit(1)
+    result.print(as_json=as_json)
+    sys.exit(0 if result.ok else 1)

@@ -1,23 +1,34 @@
-"""A small byte-level transformer: plain torch, pre-norm, causal, with tied embeddings."""
+"""A small byte-level transformer: training, generation, and the digest of its live weights."""
 
 from __future__ import annotations
+
+import hashlib
+import time
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
-from wtransfer.demo.sizes import HEAD_WIDTH, NUM_BYTES, ModelShape
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 CONTEXT = 64
 """Bytes that the model looks back."""
+_NUM_BYTES = 256
+_HEAD_WIDTH = 64
+_MAX_WIDTH = 8192
+_BATCH_SIZE = 4
+_WARM_UP_STEPS = 10
+_TEMPERATURE = 0.7
+_MAX_KEPT = 4096
+_DIGEST_NBYTES = 1 << 20
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on a normalised residual stream.
-
-    Args:
-        width: Size of the stream.
-    """
+    """Attention and feed-forward, each on a normalised residual stream."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -30,54 +41,58 @@ class Block(nn.Module):
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         """Return the stream after the block: [batch, length, width]."""
-        stream = stream + self._attend(self.attention_norm(stream))
-        hidden = F.gelu(self.feed_in(self.feed_norm(stream)))
-        out: torch.Tensor = stream + self.feed_out(hidden)
-        return out
-
-    def _attend(self, normed: torch.Tensor) -> torch.Tensor:
-        batch, length, width = normed.shape
-        heads = self.query_key_value(normed).view(batch, length, 3, -1, HEAD_WIDTH)
+        heads = self.query_key_value(self.attention_norm(stream)).unflatten(
+            -1, (3, -1, _HEAD_WIDTH)
+        )
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: torch.Tensor = self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+        stream = stream + self.attention_out(mixed.transpose(1, 2).flatten(-2))
+        out: torch.Tensor = stream + self.feed_out(F.gelu(self.feed_in(self.feed_norm(stream))))
         return out
 
 
 class ByteTransformer(nn.Module):
     """Predicts the next byte.
 
-    Beside the embedding of a byte stands one of the pair that it ends. That table makes the model
-    heavy to move and cheap to compute, and it learns fast. The head shares the embedding's storage
-    (an update must send it once and keep the tie), and `trained_steps` is a buffer without
-    dimensions (an update must bring it along).
+    Beside the embedding of a byte stands one of the pair that ends with it. That table makes the
+    model heavy to move and cheap to compute. The head shares the embedding's storage (an update
+    must send it once and keep the tie), and `trained_steps` is a buffer without dimensions (an
+    update must include it).
 
     Args:
-        shape: Depth and width.
+        width: Size of the residual stream; a multiple of 64.
         seed: Equal seeds give equal weights.
     """
 
     trained_steps: torch.Tensor
 
-    def __init__(self, shape: ModelShape, seed: int) -> None:
+    def __init__(self, width: int, seed: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(NUM_BYTES, shape.width)
-        self.pairs = nn.Embedding(NUM_BYTES**2, shape.width, sparse=True)
-        self.position = nn.Embedding(CONTEXT, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape.width) for _ in range(shape.num_layers)))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, NUM_BYTES, bias=False)
+        self.embedding = nn.Embedding(_NUM_BYTES, width)
+        self.pairs = nn.Embedding(_NUM_BYTES**2, width, sparse=True)
+        self.position = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(_num_layers(width))))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, _NUM_BYTES, bias=False)
         self.register_buffer("trained_steps", torch.zeros((), dtype=torch.int64))
-        self._draw_weights(seed)
-        self.head.weight = self.embedding.weight
-
-    def _draw_weights(self, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02, generator=random)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+        self.head.weight = self.embedding.weight
+
+    @classmethod
+    def of_size(cls, millions: float, seed: int) -> ByteTransformer:
+        """Return a model of about so many million parameters."""
+
+        def num_parameters(width: int) -> int:
+            # A block holds 4 width^2 weights of attention and 8 width^2 of its feed-forward.
+            return 12 * _num_layers(width) * width**2 + _NUM_BYTES**2 * width
+
+        widths = range(_HEAD_WIDTH, _MAX_WIDTH, _HEAD_WIDTH)
+        return cls(min(widths, key=lambda w: abs(num_parameters(w) - millions * 1e6)), seed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return logits.
@@ -88,7 +103,7 @@ class ByteTransformer(nn.Module):
         Returns:
             [batch, length, 256].
         """
-        pairs = F.pad(inputs, (1, 0))[:, :-1] * NUM_BYTES + inputs
+        pairs = F.pad(inputs, (1, 0))[:, :-1] * _NUM_BYTES + inputs
         stream = self.embedding(inputs) + self.pairs(pairs)
         stream = stream + self.position.weight[: inputs.shape[1]]
         logits: torch.Tensor = self.head(self.norm(self.blocks(stream)))
@@ -96,9 +111,141 @@ class ByteTransformer(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and embedding are the same memory, as they must be after every update."""
+        """Whether head and embedding share memory, as they must after every update."""
         return self.head.weight.data_ptr() == self.embedding.weight.data_ptr()
 
-    def num_parameters(self) -> int:
-        """Return the number of weights, tied ones once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+
+def _num_layers(width: int) -> int:
+    return width // _HEAD_WIDTH + 1
+
+
+class Learner:
+    """Trains a model on the help topics of Python: random windows, cross entropy, Adam."""
+
+    def __init__(self, model: ByteTransformer) -> None:
+        self.loss = float("nan")
+        """Cross entropy of the last batch, in nats per byte."""
+        self._model = model
+        text = "\n".join(topics[name] for name in sorted(topics)).encode()
+        self._windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(
+            0, CONTEXT + 1, 1
+        )
+        self._random = torch.Generator().manual_seed(20)
+        table = model.pairs.weight
+        self._dense = [parameter for parameter in model.parameters() if parameter is not table]
+        # Wide models want smaller steps; 128 is the width that the rate was chosen for.
+        self._rate = 2e-3 * min(1.0, 128 / model.embedding.embedding_dim)
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.AdamW(self._dense, betas=(0.9, 0.95)),
+            # Only the rows of the batch: the rest of the table costs nothing.
+            torch.optim.SparseAdam([table]),
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return int(self._model.trained_steps)
+
+    def step(self) -> None:
+        """Take one optimizer step."""
+        rows = torch.randint(len(self._windows), (_BATCH_SIZE,), generator=self._random)
+        windows = self._windows[rows].long()
+        logits = self._model(windows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        self._model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        clip_grad_norm_(self._dense, 1.0)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP_STEPS)
+            optimizer.step()
+        self._model.trained_steps += 1
+        self.loss = loss.item()
+
+
+class Generator:
+    """Generates text from a model, one byte after another.
+
+    It keeps bytes and no keys or values: the whole window is computed for each byte, so nothing
+    computed under one set of weights can be used under another.
+
+    Args:
+        model: Read anew for every byte.
+        seed: Equal seeds and weights give equal text.
+    """
+
+    def __init__(self, model: ByteTransformer, seed: int) -> None:
+        self._model = model
+        self._random = torch.Generator().manual_seed(seed)
+        self._text = bytearray(b"The ")
+
+    @torch.inference_mode()
+    def next_byte(self) -> None:
+        """Generate one byte: one forward pass over at most 64 bytes."""
+        window = torch.tensor([list(self._text[-CONTEXT:])])
+        logits = self._model(window)[0, -1] / _TEMPERATURE
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=self._random)
+        self._text.append(int(drawn))
+        del self._text[:-_MAX_KEPT]
+
+    def last(self, length: int) -> str:
+        """Return the last `length` bytes as text, with a dot for what cannot be printed."""
+        decoded = self._text[-length:].decode("ascii", "replace")
+        return "".join(c if c.isprintable() and c != "\ufffd" else "." for c in decoded)
+
+
+class LiveDigest:
+    """A digest of a live model that shares nothing with the digests of the sessions.
+
+    Sessions digest bytes as they arrive; this reads the tensors that the model computes with, under
+    every name of its state dict, with another hash. It is taken a part at a time, so that serving
+    does not pause for it.
+
+    Args:
+        model: Must not change until the digest is done.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hash = hashlib.sha256()
+        self._parts = _parts(model)
+
+    def advance(self, seconds: float) -> str | None:
+        """Digest at least one more part, and further ones while time is left.
+
+        Returns:
+            The digest in hexadecimal when it is complete, before that None.
+        """
+        end = time.monotonic() + seconds
+        for part in self._parts:
+            self._hash.update(part)
+            if time.monotonic() >= end:
+                return None
+        return self._hash.hexdigest()
+
+
+def _parts(model: nn.Module) -> Iterator[bytes | memoryview]:
+    for name, tensor in sorted(model.state_dict().items()):
+        yield f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
+        for part in tensor.reshape(-1).view(torch.uint8).split(_DIGEST_NBYTES):
+            yield part.numpy().data
+
+
+def live_digest(model: nn.Module) -> str:
+    """Return the digest of a live model, taken at once."""
+    digest = LiveDigest(model).advance(float("inf"))
+    assert digest is not None
+    return digest
+
+
+def memcpy_seconds(nbytes: int) -> float:
+    """Return the seconds of the fastest of three plain copies on one thread."""
+    # Written once here, so that no page is touched for the first time while it is measured.
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros(nbytes, dtype=torch.uint8).fill_(2)
+
+    def copy() -> float:
+        began = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began
+
+    return min(copy() for _ in range(3))

@@ -1,0 +1,346 @@
+"""The KV demo: compute in one instance, answer in another; kill the first, and start it again."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wtransfer.demo.model import memcpy_seconds
+from wtransfer.demo.output import Check, Progress, Result, cell
+from wtransfer.errors import PeerError, StallError
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
+from wtransfer.testing.mini_engine.instance import MODULES, Instance
+from wtransfer.transport.zygote import Zygote
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from wtransfer.testing.mini_engine.instance import Answer
+    from wtransfer.transport.zygote import Child
+
+PREFILL, DECODE, FRESH = "prefill", "decode", "fresh"
+"""The instances. The last one has no connector: it computes everything itself."""
+ROLES = {PREFILL: "kv_producer", DECODE: "kv_consumer"}
+NUM_BEFORE, NUM_AFTER = 2, 2
+"""Prompts before the kill, and after the prefill instance was started again."""
+_BLOCK_SIZE = 16
+_NUM_DOCUMENT_TOKENS = 2000  # shared by all prompts; a token is a byte
+_NUM_NEW_TOKENS = 8
+_MAX_OTHER_TOKENS = 256  # of a question and its answer
+_MODEL = ModelShape(num_layers=4, width=128, num_heads=4, num_kv_heads=2)
+_QUESTIONS = (
+    "When is __del__ called?",
+    "What does __hash__ return?",
+    "Which method makes an instance callable?",
+    "What is a descriptor?",
+    "How are classes made?",
+    "What does __slots__ save?",
+)
+
+HEADER = "no. prefill tokens loaded computed   MB  fill  ttft alone  load memcpy same"
+LEGEND = (
+    "tokens: of the prompt. loaded: those whose keys and values came from prefill. computed: those "
+    "that decode has computed itself. fill: ms of prefill, with what it has of earlier prompts. "
+    "ttft: ms of decode from then on to its first token. alone: the same of an instance that loads "
+    "nothing. load: ms of ttft spent on the load. memcpy: a plain copy of as many bytes, as a "
+    "share of the load. same: the answer equals that of the instance that loads nothing."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt, answered by the decode instance, and by one that computes all of it."""
+
+    number: int
+    """Counts from 1."""
+    prefill: str
+    """State of the prefill instance: ``alive``, ``killed`` after it had computed the prompt, or
+    ``gone``."""
+    num_prompt: int
+    """Tokens of the prompt."""
+    num_loaded: int
+    """Those whose keys and values came through the connector."""
+    num_cached: int
+    """Those that were still in the decode instance's own cache."""
+    nbytes: int
+    """Bytes loaded."""
+    prefill_s: float | None
+    """Seconds until the prefill instance had computed the prompt."""
+    first_token_s: float | None
+    """Seconds from there to the first token of the decode instance."""
+    load_s: float | None
+    """Seconds of that spent waiting for keys and values."""
+    memcpy_s: float | None
+    """Seconds of a plain copy of as many bytes, measured beside it."""
+    fresh_s: float | None
+    """Seconds to the first token where everything is computed."""
+    tokens: list[int]
+    """The answer."""
+    expected: list[int]
+    """The answer where everything is computed."""
+    num_expected_computed: int
+    """Prompt tokens that were computed there."""
+
+    @property
+    def num_recomputed(self) -> int:
+        """Prompt tokens that the decode instance computed."""
+        return self.num_prompt - self.num_loaded - self.num_cached
+
+    @property
+    def same(self) -> bool:
+        """Whether the answer is right."""
+        return bool(self.tokens) and self.tokens == self.expected
+
+    @property
+    def memcpy_share(self) -> float | None:
+        """Speed of the load as a share of a plain copy's."""
+        return self.memcpy_s / self.load_s if self.memcpy_s and self.load_s else None
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row as text, one cell per column."""
+        seconds = (self.prefill_s, self.first_token_s, self.fresh_s, self.load_s)
+        return (
+            str(self.number),
+            self.prefill,
+            str(self.num_prompt),
+            str(self.num_loaded),
+            str(self.num_recomputed),
+            f"{self.nbytes / 1e6:.1f}" if self.nbytes else "-",
+            *(cell(each and each * 1e3, 0) for each in seconds),
+            cell(self.memcpy_share, 3),
+            "yes" if self.same else "NO",
+        )
+
+
+class Main:
+    """Starts the instances and asks the prompts. Use as a context manager: it ends every process.
+
+    Args:
+        connector: Name of the connector.
+        options: Its options.
+        progress: Prints rows and events.
+    """
+
+    def __init__(self, connector: str, options: dict[str, Any], progress: Progress) -> None:
+        self.rows: list[Row] = []
+        self.events: list[str] = []
+        self.exits: dict[str, list[int]] = {}
+        """Instance -> exit status of each of its processes; without the killed ones."""
+        self._progress = progress
+        self._stack = contextlib.ExitStack()
+        folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
+        self._folder = Path(self._stack.enter_context(folder))
+        self._instances: dict[str, Instance] = {}
+        self._connector = connector
+        # What the built-in connectors need in order to hold all prompts.
+        needed: dict[str, dict[str, Any]] = {
+            "SharedMemoryConnector": {"shelf_bytes": 64 << 20},
+            "SharedStorageConnector": {"shared_storage_path": str(self._folder / "shared")},
+        }
+        self._options = {**needed.get(connector, {}), **options}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self) -> None:
+        """Start every process; most of its time is the import of torch, once for all.
+
+        Raises:
+            WTransferError: An instance could not be made.
+        """
+        self._zygote = self._stack.enter_context(Zygote(["torch", *MODULES]))
+        for name in (PREFILL, DECODE, FRESH):
+            self._start(name)
+
+    def run(self) -> None:
+        """Ask all prompts, after `start`, and end every process.
+
+        Raises:
+            WTransferError: The decode or the fresh instance is lost.
+        """
+        for _ in range(NUM_BEFORE):
+            self._ask("alive")
+        self._ask("killed")
+        self._ask("gone")
+        self._instances.pop(PREFILL).close()
+        pid = self._start(PREFILL).processes[0].pid
+        self._event(f"{PREFILL} is back as process {pid}, and knows nothing")
+        for _ in range(NUM_AFTER):
+            self._ask("alive")
+        for name in list(self._instances):
+            self.exits[name] = self._instances.pop(name).close()
+
+    def _ask(self, prefill: str) -> None:
+        """Answer a prompt as a router does: prefill there, then decode here with its params."""
+        number = len(self.rows) + 1
+        self._progress.status(f"prompt {number}")
+        document = topics["specialnames"].encode()[:_NUM_DOCUMENT_TOKENS]
+        question = _QUESTIONS[number % len(_QUESTIONS)]
+        prompt = list(document + f"\n\nQuestion {number}: {question}\n".encode())
+        decode, fresh = self._instances[DECODE], self._instances[FRESH]
+        # As if other requests had needed the blocks: what is shown comes from elsewhere.
+        decode.forget_cache()
+        fresh.forget_cache()
+        handed: Answer | None = None
+        try:
+            handed = self._instances[PREFILL].ask(prompt, 1, {"do_remote_decode": True})
+        except (PeerError, StallError) as error:
+            self._event(f"prompt {number}: {DECODE} was asked alone: {error}")
+        if prefill == "killed":
+            self._instances[PREFILL].kill()
+            self._event(
+                f"prompt {number}: {PREFILL} was killed (SIGKILL) when it had answered, before "
+                f"{DECODE} had anything from it"
+            )
+        # A request that did not finish may have been handed over in part.
+        params = handed.kv_transfer_params if handed and handed.state == "finished" else None
+        answer = decode.ask(prompt, _NUM_NEW_TOKENS, params)
+        # One after the other: they would take the processor from each other.
+        expected = fresh.ask(prompt, _NUM_NEW_TOKENS)
+        num_loaded = answer.counts.get("tokens_loaded", 0)
+        cache = decode.config.kv_cache_config
+        nbytes = num_loaded // cache.block_size * cache.bytes_per_block
+        self.rows.append(
+            Row(
+                number=number,
+                prefill=prefill,
+                num_prompt=len(prompt),
+                num_loaded=num_loaded,
+                num_cached=answer.counts.get("tokens_cached", 0),
+                nbytes=nbytes,
+                prefill_s=handed.total_s if handed else None,
+                first_token_s=answer.first_token_s,
+                load_s=answer.load_s if num_loaded else None,
+                memcpy_s=memcpy_seconds(nbytes) if nbytes else None,
+                fresh_s=expected.first_token_s,
+                tokens=answer.tokens,
+                expected=expected.tokens,
+                num_expected_computed=expected.counts.get("tokens_computed", 0)
+                - len(expected.tokens[1:]),
+            )
+        )
+        self._progress.row(self.rows[-1].cells(), "none" if prefill == "alive" else "yellow")
+
+    def _start(self, name: str) -> Instance:
+        self._progress.status(f"starting {name}")
+        num_blocks = -(-(_NUM_DOCUMENT_TOKENS + _MAX_OTHER_TOKENS) // _BLOCK_SIZE)
+        cache = CacheShape(_BLOCK_SIZE, 2 * num_blocks)
+        settings = EngineConfig(
+            _MODEL,
+            cache,
+            connector=self._connector if name in ROLES else None,
+            options=self._options,
+            role=ROLES.get(name, "kv_both"),
+            engine_id=name,
+        )
+        instance = self._instances[name] = Instance(settings, self._spawn)
+        self._stack.callback(instance.close)
+        return instance
+
+    def _spawn(self, target: str, address: str) -> Child:
+        # Warnings, as of a lost instance, are expected: the demo reports what they are about.
+        log = self._folder / "log"
+        return self._zygote.spawn(target, address, stdout=log, stderr=log)
+
+    def _event(self, text: str) -> None:
+        self.events.append(text)
+        self._progress.event(text)
+
+
+def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list[Check]:
+    """Return one check per promise.
+
+    Args:
+        rows: All prompts.
+        exits: Instance -> exit statuses.
+        num_shared: Tokens that all prompts have in common, in whole blocks.
+    """
+    wrong = [row.number for row in rows if not row.same]
+    # An instance that had something in its cache is no reference.
+    not_fresh = [row.number for row in rows if row.num_expected_computed != row.num_prompt]
+    without = [row for row in rows if row.prefill != "alive"]
+    last_without = max((row.number for row in without), default=0)
+    alive = [row for row in rows if row.prefill == "alive"]
+
+    def loads(promise: str, rows: list[Row], num_expected: int) -> Check:
+        # Some connectors hand over the end of a prompt a moment later than the answer.
+        whole = [row for row in rows if row.num_loaded >= num_shared]
+        return Check(
+            promise,
+            len(whole) == len(rows) == num_expected,
+            f"{sum(row.num_loaded for row in rows)} tokens loaded and "
+            f"{sum(row.num_recomputed for row in rows)} computed of "
+            f"{sum(row.num_prompt for row in rows)}, in {len(rows)} prompts",
+        )
+
+    return [
+        Check(
+            "every answer is, token for token, that of an instance that computes everything itself",
+            bool(rows) and not wrong and not not_fresh,
+            f"{len(rows)} answers"
+            + (f", wrong: {wrong}" if wrong else ", all equal")
+            + (f", reference not computed: {not_fresh}" if not_fresh else ""),
+        ),
+        loads(
+            "what one instance has computed, the other loads",
+            [row for row in alive if row.number < last_without],
+            NUM_BEFORE,
+        ),
+        Check(
+            "a killed instance costs time, and nothing else",
+            [row.prefill for row in without] == ["killed", "gone"]
+            and all(row.same for row in without),
+            ", ".join(
+                f"prompt {row.number} ({row.prefill}): {row.num_recomputed} of {row.num_prompt} "
+                "tokens computed"
+                for row in without
+            ),
+        ),
+        loads(
+            "an instance that comes back is used again",
+            [row for row in alive if row.number > last_without],
+            NUM_AFTER,
+        ),
+        Check(
+            "every process ends when asked",
+            bool(exits) and not any(any(statuses) for statuses in exits.values()),
+            ", ".join(f"{name} exit {statuses}" for name, statuses in exits.items()),
+        ),
+    ]
+
+
+def run_kv(connector: str, options: dict[str, Any], *, quiet: bool) -> Result:
+    """Run the demo.
+
+    Args:
+        connector: Name of the connector.
+        options: Its options.
+        quiet: Print nothing.
+
+    Raises:
+        WTransferError: An instance could not be made, or is lost that should not be.
+    """
+    torch.set_num_threads(1)  # a plain copy is measured here, on one thread as instances copy
+    with (
+        Progress(HEADER, LEGEND, quiet=quiet) as progress,
+        Main(connector, options, progress) as main,
+    ):
+        main.start()
+        began = time.monotonic()
+        main.run()
+        seconds = time.monotonic() - began
+    derived = ("num_recomputed", "memcpy_share", "same")
+    prompts = [asdict(row) | {name: getattr(row, name) for name in derived} for row in main.rows]
+    checks = judge(main.rows, main.exits, _NUM_DOCUMENT_TOKENS // _BLOCK_SIZE * _BLOCK_SIZE)
+    facts = {"connector": connector, "prompts": prompts, "events": main.events}
+    return Result(checks, seconds, facts)

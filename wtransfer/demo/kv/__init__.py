@@ -1,1 +1,0 @@
-"""The demo's other story: KV cache from a prefill to a decode instance, and what that saves."""

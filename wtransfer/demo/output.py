@@ -1,0 +1,106 @@
+"""What the demo prints: lines while it runs, then its checks, or one JSON document."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Self
+
+
+class Check(NamedTuple):
+    """One promise, and what was seen of it."""
+
+    promise: str
+    kept: bool
+    seen: str
+
+
+class Result(NamedTuple):
+    """The outcome of a run."""
+
+    checks: list[Check]
+    seconds: float
+    """Duration after imports."""
+    facts: dict[str, Any]
+    """Everything else in the JSON document."""
+    notes: Sequence[str] = ()
+    """Printed before the checks."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every promise was kept."""
+        return all(check.kept for check in self.checks)
+
+    def print(self, *, as_json: bool) -> None:
+        """Print what the run has not printed yet, or all of it as JSON."""
+        if as_json:
+            checks = [check._asdict() for check in self.checks]
+            document = {"ok": self.ok, "seconds": self.seconds, **self.facts, "checks": checks}
+            click.echo(json.dumps(document, indent=2))
+            return
+        for note in self.notes:
+            click.echo(f"\n{note}")
+        click.echo()
+        for check in self.checks:
+            click.echo(f"[{'ok' if check.kept else 'FAILED'}] {check.promise}\n     {check.seen}")
+        num_kept = sum(check.kept for check in self.checks)
+        num_checks = len(self.checks)
+        click.echo(
+            f"\n{num_kept} of {num_checks} promises kept, {self.seconds:.0f} s after imports"
+        )
+
+
+class Progress:
+    """Prints rows and events as they come. Use as a context manager.
+
+    On a terminal the last line shows what is going on.
+
+    Args:
+        header: Names of the columns, each right-aligned in its width.
+        legend: Printed at the end.
+        quiet: Print nothing.
+    """
+
+    def __init__(self, header: str, legend: str, *, quiet: bool) -> None:
+        self._console = Console(quiet=quiet)
+        self._status = self._console.status("starting")
+        self._header = header
+        self._legend = legend
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._console.quiet:
+            self._status.start()
+        self.event(self._header, style="none")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._status.stop()
+        if kind is None:
+            self.event(self._legend, style="none")
+
+    def row(self, cells: Sequence[str], style: str = "none") -> None:
+        """Print a row of the table."""
+        columns = re.findall(r" *\S+", self._header)
+        texts = [text.rjust(len(name)) for text, name in zip(cells, columns, strict=True)]
+        self.event("".join(texts), style)
+
+    def event(self, text: str, style: str = "yellow") -> None:
+        """Print a line."""
+        self._console.out(text, style=style, highlight=False)
+
+    def status(self, text: str) -> None:
+        """Show what is going on."""
+        self._status.update(text)
+
+
+def cell(value: float | None, digits: int) -> str:
+    """Format a cell; None is a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
