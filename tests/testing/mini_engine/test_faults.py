@@ -134,7 +134,7 @@ def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
     )
     ask(kit, host, prompts[:1])
     host.scheduler.pool.forget_all()
-    (child,) = kit.scheduler_side(host).children
+    (child,) = kit.scheduler_side(host).sub_connectors
     manager = child.side._manager._inner
     prepare_load = manager.prepare_load
 
@@ -146,7 +146,7 @@ def test_a_load_that_fails_beside_a_step_does_not_end_the_stores_of_that_step(
     plans = kit.record(host)
     requests = [host.submit(each, kit.NEW_TOKENS) for each in (prompts[1], prompts[0])]
     host.run()
-    jobs = [from_plain(plan.metadata).children[0] for plan in plans]
+    jobs = [from_plain(plan.metadata).metadata[0] for plan in plans]
     assert any(each.gone and each.stores for each in jobs)
     assert [each.output for each in requests] == kit.truths([prompts[1], prompts[0]], 3)
     assert kit.tier_stats(host)["0_OffloadingConnector_store_jobs_failed_total"] == 0
