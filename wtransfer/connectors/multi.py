@@ -366,7 +366,7 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
                 self._warned.add(number)
                 logger.warning(
                     "%s and a connector before it both return %s for the next instance, which gets "
-                    "the first one's; only one connector can hand requests over: give the others "
+                    "the first one's; only one of them can hand requests over: give the others "
                     "another kv_role",
                     self.names[number],
                     sorted(conflicts),
