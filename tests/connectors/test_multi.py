@@ -1,8 +1,8 @@
-"""Several connectors under one: the first that has something loads, all save, none disturbs."""
+"""MultiConnector: the first hit loads, all save, and no sub-connector disturbs another."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import logging
 import shutil
 import sys
@@ -12,18 +12,14 @@ from types import ModuleType
 import pytest
 from driver import Blocks, Instance, Nothing, Request, SchedulerOutput, answer, transfer_config
 
-from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
-from wtransfer.config import KVCacheConfig
-from wtransfer.connectors.fenced import FencedMetadata
+from wtransfer import KVCacheConfig, KVConnectorFactory, KVConnectorRole, ServingConfig
 from wtransfer.connectors.interface import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
-    KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from wtransfer.connectors.several.messages import SeveralMetadata
 from wtransfer.errors import ConnectorOptionError, UnknownBackendError
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
@@ -32,20 +28,20 @@ REQUEST = Request("r", PROMPT)
 
 
 @dataclass
-class Told(KVConnectorMetadata):
+class Metadata(KVConnectorMetadata):
     name: str
 
 
 @dataclass
-class Said(KVConnectorWorkerMetadata):
+class WorkerMetadata(KVConnectorWorkerMetadata):
     names: list
 
     def aggregate(self, other):
-        return Said(self.names + other.names)
+        return WorkerMetadata(self.names + other.names)
 
 
 @dataclass
-class Hand(KVConnectorHandshakeMetadata):
+class Handshake(KVConnectorHandshakeMetadata):
     name: str
 
 
@@ -54,10 +50,19 @@ class Scripted(KVConnectorBase_V1):
 
     def __init__(self, vllm_config, role, kv_cache_config=None):
         super().__init__(vllm_config, role, kv_cache_config)
-        self.name = vllm_config.kv_transfer_config.kv_connector_extra_config["name"]
         self.answers = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.name = self.answers["name"]
         self.names_weights = self.answers.get("names_weights", True)
+        self.requires_kv_delivery = self.answers.get("delivers", False)
         self.calls = []
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config):
+        return vllm_config.kv_transfer_config.kv_connector_extra_config.get("layout")
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config):
+        return extra_config.get("piecewise", False)
 
     def _called(self, name, default, *args):
         self.calls.append((name, *args))
@@ -77,13 +82,16 @@ class Scripted(KVConnectorBase_V1):
         self._called("update_state_after_alloc", None, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output):
-        return self._called("build_connector_meta", Told(self.name))
+        return self._called("build_connector_meta", Metadata(self.name))
 
     def on_new_request(self, request):
         self._called("on_new_request", None, request.request_id)
 
     def update_connector_output(self, connector_output):
-        self._called("update_connector_output", None, connector_output)
+        self._called("update_connector_output", None, copy.deepcopy(connector_output))
+        for each in vars(connector_output).values():
+            if isinstance(each, set):
+                each.clear()
 
     def request_finished(self, request, block_ids):
         return tuple(self._called("request_finished", (False, None), list(block_ids)))
@@ -134,7 +142,7 @@ class Scripted(KVConnectorBase_V1):
         return self._called("get_handshake_metadata", None)
 
     def get_stats(self):
-        return {"calls_total": len(self.calls)}
+        return {"calls_total": len(self._called("get_stats", self.calls))}
 
     def shutdown(self):
         self._called("shutdown", None)
@@ -143,29 +151,40 @@ class Scripted(KVConnectorBase_V1):
 @pytest.fixture(autouse=True)
 def module(monkeypatch):
     """The class above under a path that a configuration can name."""
-    made = ModuleType("somebodys_connectors")
+    made = ModuleType("third_party_connectors")
     made.Scripted, made.Bare = Scripted, Nothing
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    return made
 
 
 def scripted(name, **answers):
     return {
         "kv_connector": "Scripted",
-        "kv_connector_module_path": "somebodys_connectors",
+        "kv_connector_module_path": "third_party_connectors",
         "kv_connector_extra_config": {"name": name, **answers},
     }
 
 
-def serving(*children, **more):
-    transfer = transfer_config("MultiConnector", connectors=list(children), **more)
+def multi(*described):
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": described},
+    }
+
+
+def scripted_with(method, *answers):
+    """Describe sub-connectors ``a``, ``b``, ... that answer a method each in its way."""
+    return [scripted(name, **{method: each}) for name, each in zip("abc", answers, strict=False)]
+
+
+def serving(*described, **more):
+    transfer = transfer_config("MultiConnector", connectors=list(described), **more)
     return ServingConfig(kv_transfer_config=transfer, cache_config=KVCacheConfig(block_size=4))
 
 
-def make(role, *children):
-    """Make one side, and return it with its children."""
-    multi = KVConnectorFactory.create_connector(serving(*children), role, "cache config")
-    return multi, *multi.side.children
+def make(role, *described):
+    """Return one side of a MultiConnector, and its sub-connectors."""
+    made = KVConnectorFactory.create_connector(serving(*described), role, "cache config")
+    return made, *made.side.sub_connectors
 
 
 def storage(path):
@@ -173,7 +192,7 @@ def storage(path):
     return {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
 
 
-# -- with real ones
+# -- over built-in connectors
 
 
 @pytest.fixture
@@ -181,8 +200,8 @@ def instance(tmp_path, weights):
     made = []
 
     def make(*folders):
-        children = [storage(tmp_path / folder) for folder in folders]
-        transfer = transfer_config("MultiConnector", connectors=children)
+        described = [storage(tmp_path / folder) for folder in folders]
+        transfer = transfer_config("MultiConnector", connectors=described)
         made.append(Instance(transfer, num_ranks=2, keeps_saving=False))
         return made[-1]
 
@@ -191,7 +210,7 @@ def instance(tmp_path, weights):
         each.shutdown()
 
 
-def test_all_save_and_the_first_that_has_it_loads(instance, tmp_path, leaves_nothing):
+def test_all_save_and_first_hit_loads(instance, tmp_path, leaves_nothing):
     expected = answer(PROMPT, 3, num_ranks=2)
     first = instance("a", "b")
     assert first.serve("a", PROMPT, 3).output_token_ids == expected
@@ -209,8 +228,7 @@ def test_all_save_and_the_first_that_has_it_loads(instance, tmp_path, leaves_not
         each.shutdown()
 
 
-def test_what_one_child_failed_to_load_none_of_them_stores(instance, tmp_path):
-    """The other one could not know: it has loaded nothing."""
+def test_step_with_failed_load_is_stored_by_no_sub_connector(instance, tmp_path):
     instance("a").serve("a", PROMPT)
     blocks = sorted(tmp_path.glob("a/*/blocks-*/*.1"), key=lambda each: -each.stat().st_mtime_ns)
     blocks[4].write_bytes(b"")
@@ -224,8 +242,7 @@ def test_what_one_child_failed_to_load_none_of_them_stores(instance, tmp_path):
         assert (request.num_loaded, request.output_token_ids) == (num_loaded, expected)
 
 
-def test_what_storage_failed_to_load_no_tier_in_memory_keeps(tmp_path, weights):
-    """One that has no care of its own for what others loaded: it counts on ``wait_for_save``."""
+def test_tier_in_memory_keeps_no_block_that_storage_failed_to_load(tmp_path, weights):
     tier = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1 << 22}
     offloading = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": tier}
     extra = {"connectors": [storage(tmp_path), offloading]}
@@ -246,91 +263,119 @@ def test_what_storage_failed_to_load_no_tier_in_memory_keeps(tmp_path, weights):
         assert (request.num_loaded, request.output_token_ids) == (56, answer(longer, 2))
 
 
-def test_a_child_that_does_not_name_weights_is_fenced_by_itself():
-    multi, first, second = make(SCHEDULER, scripted("a"), scripted("b", names_weights=False))
-    assert multi.names_weights is first.names_weights is second.names_weights is True
-    told = multi.build_connector_meta(SchedulerOutput())
-    assert told.children == [Told("a"), FencedMetadata(Told("b"))]
+# -- configuration
 
 
-# -- what the children are
-
-
-def test_a_child_has_the_parents_configuration_with_its_own_fields():
+def test_sub_connector_inherits_configuration_except_module_and_options():
     own = {**scripted("b"), "engine_id": "other", "kv_role": "kv_consumer"}
     config = serving(scripted("a"), own, role="kv_producer")
-    multi = KVConnectorFactory.create_connector(config, WORKER, "cache config")
-    first, second = multi.side.children
+    made = KVConnectorFactory.create_connector(config, WORKER, "cache config")
+    first, second = made.side.sub_connectors
     fields = [
         (each.kv_connector, each.engine_id, each.kv_role, each.kv_connector_module_path)
         for each in (first.config.kv_transfer_config, second.config.kv_transfer_config)
     ]
     assert fields == [
-        ("Scripted", "engine", "kv_producer", "somebodys_connectors"),
-        ("Scripted", "other", "kv_consumer", "somebodys_connectors"),
+        ("Scripted", "engine", "kv_producer", "third_party_connectors"),
+        ("Scripted", "other", "kv_consumer", "third_party_connectors"),
     ]
     assert first.config.kv_transfer_config.kv_connector_extra_config == {"name": "a"}
     assert (first.role, first.kv_cache_config) == (WORKER, "cache config")
     assert first.config.cache_config is config.cache_config
 
 
-def test_children_have_nothing_in_common_that_one_of_them_could_change():
+def test_default_options_are_not_shared_by_sub_connectors():
     bare = {**scripted("a"), "kv_connector": "Bare"}
     del bare["kv_connector_extra_config"]
-    multi, first, second = make(SCHEDULER, bare, bare)
+    _, first, second = make(SCHEDULER, bare, bare)
     first.config.kv_transfer_config.kv_connector_extra_config["mine"] = 1
     assert second.config.kv_transfer_config.kv_connector_extra_config == {}
-    output = KVConnectorOutput({"s"}, {"r"}, None, {1}, {"f"})
-    first.update_connector_output = lambda said: [
-        each.clear() for each in vars(said).values() if isinstance(each, set)
-    ]
-    heard = []
-    second.update_connector_output = heard.append
-    multi.update_connector_output(output)
-    assert heard == [output]
 
 
-def test_a_host_with_configurations_of_its_own_is_served_as_well():
+def test_configuration_of_a_foreign_class_is_copied_and_left_as_it_is():
     class Theirs:
-        """As vLLM's: no dataclass of ours, and copied as it is."""
-
         kv_transfer_config = transfer_config("MultiConnector", connectors=[scripted("a")])
         something = "else"
 
     config = Theirs()
-    multi = KVConnectorFactory.create_connector(config, WORKER)
-    (child,) = multi.side.children
-    assert child.config.kv_transfer_config.kv_connector == "Scripted"
-    assert (child.config.something, type(child.config)) == ("else", Theirs)
+    made = KVConnectorFactory.create_connector(config, WORKER)
+    (sub_connector,) = made.side.sub_connectors
+    assert sub_connector.config.kv_transfer_config.kv_connector == "Scripted"
+    assert (sub_connector.config.something, type(sub_connector.config)) == ("else", Theirs)
     assert config.kv_transfer_config.kv_connector == "MultiConnector"
 
 
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({}, "'connectors' is None; expected a list with one dictionary for each"),
-        ({"connectors": []}, r"'connectors' is \[\]; expected a list"),
-        ({"connectors": {"kv_connector": "x"}}, "expected a list"),
-        ({"connectors": ["x"]}, r"connectors\[0\] is 'x'; expected a dictionary with 'kv_conn"),
-        ({"connectors": [{}]}, r"connectors\[0\] is {}; expected a dictionary with"),
+        ({}, "missing required field `connectors`; the options are connectors"),
+        ({"connectors": []}, r"length >= 1 - at `\$.connectors`"),
+        ({"connectors": {"kv_connector": "x"}}, "Expected `array`"),
+        ({"connectors": ["x"]}, r"Expected `object`, got `str` - at `\$.connectors\[0\]`"),
+        ({"connectors": [{}]}, r"required field `kv_connector` - at `\$.connectors\[0\]`"),
+        ({"connectors": [{"kv_connector": ""}]}, r"length >= 1 - at .*\[0\].kv_connector"),
         ({"connectors": [{"kv_connector": "x", "kv_rol": 1}]}, r"\[0\] \(x\): .*'kv_rol'; the fi"),
-        ({"connectors": [{"kv_connector": "x"}], "max": 1}, r"has no options \['max'\]; it has"),
+        ({"connectors": [{"kv_connector": "x"}], "max": 1}, "unknown field `max`; the options are"),
     ],
 )
-def test_children_that_are_not_described_are_refused(extra, text):
+def test_malformed_options_are_refused(extra, text):
+    config = ServingConfig(kv_transfer_config=transfer_config("MultiConnector", **extra))
     with pytest.raises(ConnectorOptionError, match=text):
-        KVConnectorFactory.create_connector(
-            ServingConfig(kv_transfer_config=transfer_config("MultiConnector", **extra)), WORKER
-        )
+        KVConnectorFactory.create_connector(config, WORKER)
 
 
-def test_a_child_that_cannot_be_made_takes_the_others_down(tmp_path, weights, leaves_nothing):
+def test_sub_connectors_are_shut_down_if_a_later_one_cannot_be_made(
+    tmp_path, weights, leaves_nothing
+):
     config = serving(storage(tmp_path), {"kv_connector": "NoSuchConnector"})
     with pytest.raises(UnknownBackendError, match="NoSuchConnector"):
         KVConnectorFactory.create_connector(config, WORKER)
 
 
-# -- who loads
+def test_sub_connector_that_does_not_name_weights_is_fenced():
+    made, first, second = make(SCHEDULER, scripted("a"), scripted("b", names_weights=False))
+    assert made.names_weights is first.names_weights is second.names_weights is True
+    plain, fenced = made.build_connector_meta(SchedulerOutput()).metadata
+    assert (plain, fenced.inner) == (Metadata("a"), Metadata("b"))
+
+
+def test_multi_connector_may_be_a_sub_connector():
+    made, outer, nested = make(SCHEDULER, scripted("c"), multi(scripted("a"), scripted("b")))
+    made.on_new_request(REQUEST)
+    heard = [each.heard("on_new_request") for each in (outer, *nested.side.sub_connectors)]
+    assert heard == [[("r",)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([{}, {}], (False, None, False)),
+        ([{}, {"piecewise": True, "layout": "HND", "delivers": True}], (True, "HND", True)),
+        ([{"layout": "HND"}, {"layout": "HND"}], (False, "HND", False)),
+    ],
+)
+def test_what_any_sub_connector_requires_is_required(answers, expected):
+    described = [scripted(name, **each) for name, each in zip("ab", answers, strict=True)]
+    # The same through a nested one.
+    for config in (serving(*described), serving(multi(*described))):
+        transfer = config.kv_transfer_config
+        cls = KVConnectorFactory.get_connector_class(transfer)
+        made = KVConnectorFactory.create_connector(config, SCHEDULER)
+        assert expected == (
+            cls.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config),
+            cls.get_required_kvcache_layout(config),
+            made.requires_kv_delivery,
+        )
+
+
+def test_different_cache_layouts_are_refused():
+    config = serving(scripted("a", layout="HND"), scripted("b", layout="NHD"))
+    cls = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    with pytest.raises(ConnectorOptionError, match=r"\['HND', 'NHD'\]; they must agree"):
+        cls.get_required_kvcache_layout(config)
+
+
+# -- look-ups
 
 
 @pytest.mark.parametrize(
@@ -349,60 +394,43 @@ def test_a_child_that_cannot_be_made_takes_the_others_down(tmp_path, weights, le
         (["raise", "raise"], (0, False)),
     ],
 )
-def test_the_first_that_has_something_is_chosen(answers, expected):
-    children = [
-        scripted(name, get_num_new_matched_tokens=each)
-        for name, each in zip("ab", answers, strict=True)
-    ]
-    multi, *made = make(SCHEDULER, *children)
-    assert multi.get_num_new_matched_tokens(REQUEST, 4) == expected
-    assert [each.heard("get_num_new_matched_tokens") for each in made] == [[(4,)], [(4,)]]
+def test_first_hit_is_the_answer_and_all_are_asked(answers, expected):
+    made, *subs = make(SCHEDULER, *scripted_with("get_num_new_matched_tokens", *answers))
+    assert made.get_num_new_matched_tokens(REQUEST, 4) == expected
+    assert [each.heard("get_num_new_matched_tokens") for each in subs] == [[(4,)], [(4,)]]
 
 
-def test_the_chosen_one_gets_the_tokens_and_the_others_none():
-    some = {"get_num_new_matched_tokens": (8, False)}
-    multi, *made = make(SCHEDULER, scripted("a"), scripted("b", **some), scripted("c", **some))
-    multi.get_num_new_matched_tokens(REQUEST, 0)
-    multi.update_state_after_alloc(REQUEST, Blocks([1, 2]), 8)
-    heard = [each.heard("update_state_after_alloc") for each in made]
-    assert heard == [[(0,)], [(8,)], [(0,)]]
+def test_only_the_last_hit_loads():
+    hit, miss = (8, False), (0, False)
+    made, *subs = make(SCHEDULER, *scripted_with("get_num_new_matched_tokens", hit, hit, hit))
+    made.get_num_new_matched_tokens(REQUEST, 0)
+    subs[0].answers["get_num_new_matched_tokens"] = miss
+    made.get_num_new_matched_tokens(REQUEST, 0)
+    made.update_state_after_alloc(REQUEST, Blocks([1, 2]), 8)
+    # The host has found the blocks elsewhere, or gives the others to a request that is loaded.
+    made.update_state_after_alloc(REQUEST, Blocks([1, 2]), 0)
+    heard = [each.heard("update_state_after_alloc") for each in subs]
+    assert heard == [[(0,), (0,)], [(8,), (0,)], [(0,), (0,)]]
 
 
-def test_who_is_chosen_may_change_from_one_question_to_the_next():
-    some = {"get_num_new_matched_tokens": (8, False)}
-    multi, first, second = make(SCHEDULER, scripted("a", **some), scripted("b", **some))
-    multi.get_num_new_matched_tokens(REQUEST, 0)
-    first.answers["get_num_new_matched_tokens"] = (0, False)
-    multi.get_num_new_matched_tokens(REQUEST, 0)
-    second.answers["get_num_new_matched_tokens"] = (0, False)
-    multi.update_state_after_alloc(REQUEST, Blocks([1, 2]), 8)
-    assert (first.heard("update_state_after_alloc"), second.heard("update_state_after_alloc")) == (
-        [(0,)],
-        [(8,)],
-    )
-    multi.get_num_new_matched_tokens(REQUEST, 0)
-    multi.update_state_after_alloc(REQUEST, Blocks([1, 2]), 0)
-    assert second.heard("update_state_after_alloc")[-1] == (0,)
-
-
-def test_a_child_that_cannot_be_asked_is_logged_once_and_counted(caplog):
-    multi, _ = make(SCHEDULER, scripted("a", get_num_new_matched_tokens="raise", take_events="r"))
+def test_failed_query_is_logged_once_and_counted(caplog):
+    made, *_ = make(SCHEDULER, *scripted_with("get_num_new_matched_tokens", "raise"))
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            assert multi.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+            assert made.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
     assert len(caplog.records) == 1
-    assert "0_Scripted has failed, and counts as one that has nothing" in caplog.text
-    assert multi.get_stats() == {"0_Scripted_unanswered_total": 3, "0_Scripted_calls_total": 3}
+    assert "0_Scripted has failed; taken as an empty answer" in caplog.text
+    assert made.get_stats() == {"0_Scripted_unanswered_total": 3, "0_Scripted_calls_total": 4}
 
 
-def test_a_child_that_cannot_say_its_numbers_does_not_hide_those_of_the_others():
-    multi, first, second = make(SCHEDULER, scripted("a"), scripted("b"))
-    first.get_stats = lambda: 1 / 0
-    assert multi.get_stats() == {"1_Scripted_calls_total": len(second.calls)}
-    assert multi.get_stats()["0_Scripted_unanswered_total"] == 1
+def test_failed_statistics_do_not_hide_those_of_others():
+    made, _, second = make(SCHEDULER, *scripted_with("get_stats", "raise", [1, 2]))
+    expected = {"0_Scripted_unanswered_total": 1, "1_Scripted_calls_total": 2}
+    assert made.get_stats() == expected
+    assert second.heard("get_stats") == [()]
 
 
-# -- what is passed on
+# -- calls to all
 
 TO_ALL = {
     SCHEDULER: {
@@ -428,362 +456,301 @@ TO_ALL = {
 }
 
 
-def step(multi):
-    """Bind what three children are told."""
-    sides = make(SCHEDULER, *(scripted(name) for name in "abc"))
-    told = sides[0].build_connector_meta(SchedulerOutput())
-    multi.bind_connector_metadata(told)
-    return told
+def bind(worker, *described):
+    """Begin a step with the metadata of a scheduler's side, and return them."""
+    metadata = make(SCHEDULER, *described)[0].build_connector_meta(SchedulerOutput())
+    worker.handle_preemptions(metadata)
+    worker.bind_connector_metadata(metadata)
+    return metadata
 
 
 @pytest.mark.parametrize(
     ("role", "method"), [(role, name) for role, names in TO_ALL.items() for name in names]
 )
-def test_every_child_hears_though_one_raises_and_the_first_error_is_raised(role, method):
-    ways = ["raise first", "raise second", None]
-    children = [scripted(n, **({method: w} if w else {})) for n, w in zip("abc", ways, strict=True)]
-    multi, *made = make(role, *children)
+def test_error_is_raised_after_all_were_called(role, method):
+    made, *subs = make(role, *scripted_with(method, "raise first", "raise second"), scripted("c"))
     if role is WORKER:
-        step(multi)
+        bind(made, *(scripted(name) for name in "abc"))
     with pytest.raises(RuntimeError, match="a raise first"):
-        getattr(multi, method)(*TO_ALL[role][method])
-    assert [len(each.heard(method)) for each in made] == [1, 1, 1]
+        getattr(made, method)(*TO_ALL[role][method])
+    assert [len(each.heard(method)) for each in subs] == [1, 1, 1]
 
 
-def test_what_is_told_comes_to_each_child_as_its_own():
-    multi, *made = make(WORKER, *(scripted(name) for name in "abc"))
-    told = step(multi)
-    multi.handle_preemptions(told)
-    multi.start_load_kv("context", key=1)
-    multi.save_kv_layer("layer", "cache", "attention", key=2)
-    for each in made:
-        assert each.heard("handle_preemptions") == [(Told(each.name),)]
-        assert each.heard("start_load_kv") == [(Told(each.name), {"key": 1})]
+def test_each_sub_connector_gets_its_own_metadata():
+    described = [scripted(name) for name in "abc"]
+    made, *subs = make(WORKER, *described)
+    bind(made, *described)
+    made.start_load_kv("context", key=1)
+    made.save_kv_layer("layer", "cache", "attention", key=2)
+    for each in subs:
+        assert each.heard("handle_preemptions") == [(Metadata(each.name),)]
+        assert each.heard("start_load_kv") == [(Metadata(each.name), {"key": 1})]
         assert each.heard("save_kv_layer") == [("layer", "cache", "attention", {"key": 2})]
-    multi.clear_connector_metadata()
-    assert not any(each.has_connector_metadata() for each in (multi, *made))
+    made.clear_connector_metadata()
+    assert not any(each.has_connector_metadata() for each in (made, *subs))
 
 
-def test_sides_with_different_children_find_out():
-    multi, *_ = make(WORKER, scripted("a"))
-    with pytest.raises(
-        ConnectorOptionError, match="speaks for 3 connectors, and this worker has 1"
-    ):
-        step(multi)
+def test_metadata_for_other_sub_connectors_are_refused():
+    worker, _ = make(WORKER, scripted("a"))
+    with pytest.raises(ConnectorOptionError, match="has 2 sub-connectors, and this worker's has 1"):
+        bind(worker, scripted("a"), scripted("b"))
 
 
-def test_what_workers_say_comes_to_each_child_as_its_own():
+def test_each_sub_connector_gets_its_own_worker_metadata_and_output():
+    method = "build_connector_worker_meta"
     workers = [
-        make(
-            WORKER,
-            scripted("a", build_connector_worker_meta=Said([f"a{rank}"])),
-            scripted("b"),
-            scripted("c", build_connector_worker_meta=Said([f"c{rank}"]) if rank else None),
-        )[0]
-        for rank in range(2)
+        make(WORKER, *scripted_with(method, WorkerMetadata([f"a{rank}"]), None, last))[0]
+        for rank, last in enumerate([None, WorkerMetadata(["c1"])])
     ]
     first, second = (each.build_connector_worker_meta() for each in workers)
-    output = KVConnectorOutput({"s"}, {"r"}, first.aggregate(second), {1})
-    multi, *made = make(SCHEDULER, *(scripted(name) for name in "abc"))
-    multi.update_connector_output(output)
-    heard = [each.heard("update_connector_output")[0][0] for each in made]
-    assert [each.kv_connector_worker_meta for each in heard] == [
-        Said(["a0", "a1"]),
-        None,
-        Said(["c1"]),
-    ]
-    assert all(
-        dataclasses.replace(each, kv_connector_worker_meta=None)
-        == KVConnectorOutput({"s"}, {"r"}, None, {1})
-        for each in heard
-    )
-    assert output.kv_connector_worker_meta.children[0] == Said(["a0", "a1"])
+    output = KVConnectorOutput({"s"}, {"r"}, first.aggregate(second), {1}, {"f"})
+    made, *subs = make(SCHEDULER, *(scripted(name) for name in "abc"))
+    made.update_connector_output(output)
+    # Each clears the sets that it gets.
+    expected = [WorkerMetadata(["a0", "a1"]), None, WorkerMetadata(["c1"])]
+    for each, metadata in zip(subs, expected, strict=True):
+        heard = KVConnectorOutput({"s"}, {"r"}, metadata, {1}, {"f"})
+        assert each.heard("update_connector_output") == [(heard,)]
+    assert (output.finished_sending, output.finished_recving) == ({"s"}, {"r"})
+    assert output.kv_connector_worker_meta.metadata[0] == expected[0]
 
 
-def test_with_nothing_to_say_nothing_is_said():
-    multi, *_ = make(WORKER, scripted("a"), scripted("b"))
-    assert multi.build_connector_worker_meta() is None
-    assert multi.get_handshake_metadata() is None
-    assert multi.get_finished(set()) == (None, None)
+def test_failed_worker_metadata_do_not_hide_those_of_others():
+    described = scripted_with("build_connector_worker_meta", "raise", WorkerMetadata(["b"]))
+    worker, *_ = make(WORKER, *described)
+    assert worker.build_connector_worker_meta().metadata == [None, WorkerMetadata(["b"])]
 
 
-def test_a_child_that_cannot_say_anything_does_not_silence_the_others():
-    multi, *_ = make(
-        WORKER,
-        scripted("a", build_connector_worker_meta="raise"),
-        scripted("b", build_connector_worker_meta=Said(["b"])),
-    )
-    assert multi.build_connector_worker_meta().children == [None, Said(["b"])]
-
-
-def test_handshakes_come_to_each_child_as_its_own():
-    said = {
-        rank: make(WORKER, scripted("a", get_handshake_metadata=Hand(f"a{rank}")), scripted("b"))[
+def test_each_sub_connector_gets_its_own_handshakes():
+    handshakes = {
+        rank: make(WORKER, *scripted_with("get_handshake_metadata", Handshake(f"a{rank}"), None))[
             0
         ].get_handshake_metadata()
         for rank in range(2)
     }
-    multi, first, second = make(SCHEDULER, scripted("a"), scripted("b"))
-    multi.set_xfer_handshake_metadata(said)
-    assert first.heard("set_xfer_handshake_metadata") == [({0: Hand("a0"), 1: Hand("a1")},)]
+    made, first, second = make(SCHEDULER, scripted("a"), scripted("b"))
+    made.set_xfer_handshake_metadata(handshakes)
+    expected = {0: Handshake("a0"), 1: Handshake("a1")}
+    assert first.heard("set_xfer_handshake_metadata") == [(expected,)]
     assert second.heard("set_xfer_handshake_metadata") == []
 
 
-# -- blocks that stay
+def test_nothing_is_reported_where_no_sub_connector_reports():
+    worker, *_ = make(WORKER, scripted("a"), scripted("b"))
+    assert worker.build_connector_worker_meta() is None
+    assert worker.get_handshake_metadata() is None
+    assert worker.get_finished(set()) == (None, None)
 
 
-def finish(multi, request=REQUEST):
-    return multi.request_finished(request, [1, 2])
+# -- reports of requests
+
+HOLDS = {"request_finished": (True, None)}
+LOADS = {"get_num_new_matched_tokens": (8, True)}
+LOADS_IN_STEP = {"get_num_new_matched_tokens": (8, False)}
+REPORTS = {"": (None, None), "s": ({"r"}, None), "r": (None, {"r"}), "sr": ({"r"}, {"r"})}
+
+
+class Pair:
+    """Both sides over sub-connectors of the given behaviours; every step has one request, ``r``."""
+
+    def __init__(self, *behaviours):
+        described = [scripted(n, **each) for n, each in zip("abc", behaviours, strict=False)]
+        self.scheduler, *_ = make(SCHEDULER, *described)
+        self.worker, *self.subs = make(WORKER, *described)
+
+    def new(self):
+        self.scheduler.on_new_request(REQUEST)
+
+    def load(self):
+        num_tokens, _ = self.scheduler.get_num_new_matched_tokens(REQUEST, 0)
+        self.scheduler.update_state_after_alloc(REQUEST, Blocks([1, 2]), num_tokens)
+
+    def received(self):
+        self.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+
+    def finish(self):
+        return self.scheduler.request_finished(REQUEST, [1, 2])
+
+    def step(self, events, *reports):
+        """Return the report of a step, after events and with reports of the sub-connectors."""
+        for event in events.split():
+            getattr(self, event)()
+        metadata = self.scheduler.build_connector_meta(SchedulerOutput())
+        self.worker.bind_connector_metadata(metadata)
+        for each, report in zip(self.subs, reports, strict=True):
+            each.answers["get_finished"] = REPORTS.get(report, report)
+        found = self.worker.get_finished(set())
+        self.worker.clear_connector_metadata()
+        return next(name for name, each in REPORTS.items() if each == found)
+
+    def leftovers(self):
+        """Return state that is left of requests."""
+        return {
+            name: each
+            for side in (self.scheduler.side, self.worker.side)
+            for name, each in vars(side).items()
+            if isinstance(each, dict | set) and each
+        }
 
 
 @pytest.mark.parametrize("holders", [[], [0], [2], [0, 2], [0, 1, 2]])
-def test_a_request_is_sent_when_all_that_held_it_have_said_so(holders):
-    children = [
-        scripted(name, request_finished=(number in holders, None))
-        for number, name in enumerate("abc")
-    ]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, *made = make(WORKER, *children)
-    assert finish(scheduler) == (bool(holders), None)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    for number, each in enumerate(made):
-        each.answers["get_finished"] = ({"r"}, None)
-        expected = {"r"} if holders and number == holders[-1] else None
-        assert worker.get_finished(set())[0] == expected, number
-        each.answers["get_finished"] = ({"r"} if number not in holders else None, None)
-    assert worker.get_finished(set())[0] is None
+def test_request_is_sent_when_the_last_holder_has_reported_it(holders):
+    pair = Pair(*(HOLDS if number in holders else {} for number in range(3)))
+    assert pair.step("new", "", "", "") == ""
+    assert pair.finish() == (bool(holders), None)
+    for number in range(3):
+        reports = ["s" if each <= number else "" for each in range(3)]
+        expected = "s" if holders and number == holders[-1] else ""
+        assert pair.step("", *reports) == expected, number
+    assert pair.leftovers() == {}
 
 
-def test_one_that_is_done_before_it_is_known_to_hold_is_not_forgotten():
-    children = [scripted(name, request_finished=(True, None)) for name in "ab"]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, first, second = make(WORKER, *children)
-    first.answers["get_finished"] = ({"r"}, None)
-    assert worker.get_finished(set()) == (None, None)
-    del first.answers["get_finished"]
-    finish(scheduler)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    second.answers["get_finished"] = ({"r"}, None)
-    assert worker.get_finished(set()) == ({"r"}, None)
+# Behaviours of two sub-connectors; then steps: events, a report of each, the report that is due.
+STORIES = {
+    "load is received when its loader reports it": (
+        [{}, LOADS],
+        [("new load", "r", "", ""), ("", "", "r", "r"), ("", "", "r", ""), ("finish", "", "", "")],
+    ),
+    "report before the end is known counts": (
+        [HOLDS, HOLDS],
+        [("new", "s", "", ""), ("finish", "", "", ""), ("", "", "s", "s")],
+    ),
+    "report by one that holds nothing does not count": (
+        [HOLDS, {}],
+        [("new", "", "s", ""), ("finish", "", "s", ""), ("", "s", "s", "s")],
+    ),
+    "request given up while it loads is received": (
+        [LOADS, {}],
+        [("new load finish", "r", "", "r")],
+    ),
+    "end of a load that is given up may be reported as sent": (
+        [{}, LOADS],
+        [("new load", "", "", ""), ("finish", "", "s", "r"), ("", "", "sr", "")],
+    ),
+    "request that ends while it loads is reported once": (
+        [{}, {**LOADS, **HOLDS}],
+        [
+            ("new load", "", "", ""),
+            ("finish", "", "", ""),
+            ("", "", "r", "r"),
+            ("", "", "sr", ""),
+        ],
+    ),
+    "request that ends while it loads waits for the other holder": (
+        [HOLDS, LOADS],
+        [("new load", "", "", ""), ("finish", "", "r", ""), ("", "s", "", "r")],
+    ),
+    "request that ends while it loads waits for its loader": (
+        [HOLDS, LOADS],
+        [("new load", "", "", ""), ("finish", "s", "", ""), ("", "", "r", "r")],
+    ),
+    "load that this rank has reported is not reported again": (
+        [{}, {**LOADS, **HOLDS}],
+        [("new load", "", "r", "r"), ("finish", "", "", ""), ("", "", "s", "")],
+    ),
+    "request that ends after its load is sent": (
+        [HOLDS, LOADS],
+        [("new load", "", "r", "r"), ("received finish", "", "", ""), ("", "s", "", "s")],
+    ),
+    "request that ends after a load within a step is sent": (
+        [HOLDS, LOADS_IN_STEP],
+        [("new load", "", "", ""), ("finish", "", "", ""), ("", "s", "", "s")],
+    ),
+    "duplicate report does not end a reused request id": (
+        [HOLDS, {}],
+        [
+            ("new", "", "", ""),
+            ("finish", "s", "", "s"),
+            ("", "s", "", ""),
+            ("new", "", "", ""),
+            ("finish", "", "", ""),
+            ("", "s", "", "s"),
+        ],
+    ),
+    "early report does not end a reused request id": (
+        [{}, HOLDS],
+        [
+            ("new", "", "s", ""),
+            ("new", "", "", ""),
+            ("finish", "", "", ""),
+            ("", "", "s", "s"),
+        ],
+    ),
+    "early report of a reused request id counts": (
+        [HOLDS, {}],
+        [
+            ("new", "", "", ""),
+            ("finish", "s", "", "s"),
+            ("new", "s", "", ""),
+            ("finish", "", "", "s"),
+        ],
+    ),
+    "early report counts where the request id is reused at once": (
+        [HOLDS, {}],
+        [
+            ("new", "s", "", ""),
+            ("finish new", "", "", "s"),
+            ("finish", "", "", ""),
+            ("", "s", "", "s"),
+        ],
+    ),
+    "request id that is held still may load": (
+        [HOLDS, {**LOADS, **HOLDS}],
+        [
+            ("new", "", "", ""),
+            ("finish", "s", "", ""),
+            ("new load", "", "", ""),
+            ("", "", "s", "s"),
+            ("", "", "r", "r"),
+            ("received finish", "s", "s", "s"),
+        ],
+    ),
+    "request that ends in the step in which it arrives leaves nothing": (
+        [{}, {}],
+        [("new finish", "s", "s", ""), ("", "s", "s", "")],
+    ),
+    "report of an unknown request is dropped": ([{}, {}], [("", "sr", "sr", "")]),
+}
 
 
-def test_what_a_mistaken_child_says_is_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr("wtransfer.connectors.several.worker.MAX_EARLY", 10)
-    worker, child = make(WORKER, scripted("a"))
-    for number in range(50):
-        child.answers["get_finished"] = ({f"r{number}"}, None)
-        assert worker.get_finished(set()) == (None, None)
-    assert len(worker.side._named) == 10
+@pytest.mark.parametrize("story", STORIES)
+def test_reports(story):
+    behaviours, steps = STORIES[story]
+    pair = Pair(*behaviours)
+    for number, (events, *reports, expected) in enumerate(steps):
+        assert pair.step(events, *reports) == expected, number
+    assert pair.leftovers() == {}
 
 
-def test_a_request_is_received_when_the_chosen_one_says_so():
-    some = {"get_num_new_matched_tokens": (8, True)}
-    children = [scripted("a"), scripted("b", **some)]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, first, second = make(WORKER, *children)
-    scheduler.get_num_new_matched_tokens(REQUEST, 0)
-    scheduler.update_state_after_alloc(REQUEST, Blocks([1, 2]), 8)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    first.answers["get_finished"] = (None, {"r", "x"})
-    assert worker.get_finished(set()) == (None, None)
-    second.answers["get_finished"] = (None, {"r"})
-    assert worker.get_finished(set()) == (None, {"r"})
-    assert worker.get_finished(set()) == (None, None)
+@pytest.mark.parametrize(("events", "report"), [("finish", "s"), ("load", "r")])
+def test_report_is_returned_by_the_next_call_if_another_sub_connector_raises(events, report):
+    pair = Pair({**HOLDS, **LOADS}, {})
+    pair.step("new", "", "")
+    with pytest.raises(RuntimeError, match="b raise"):
+        pair.step(events, report, "raise")
+    assert pair.step("", "", "") == report
 
 
-def test_a_request_that_is_given_up_while_it_loads_is_received_all_the_same():
-    """The host waits for that before it gives its blocks to others."""
-    children = [scripted("a", get_num_new_matched_tokens=(8, True))]
-    scheduler, _ = make(SCHEDULER, *children)
-    worker, child = make(WORKER, *children)
-    scheduler.get_num_new_matched_tokens(REQUEST, 0)
-    scheduler.update_state_after_alloc(REQUEST, Blocks([1, 2]), 8)
-    finish(scheduler)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    child.answers["get_finished"] = (None, {"r"})
-    assert worker.get_finished({"r"}) == (None, {"r"})
-
-
-def step_of(multi, *children, a=(None, None), b=(None, None), **told):
-    """Make a step of two children with what they say of requests; return what comes of it."""
-    multi.bind_connector_metadata(SeveralMetadata([Told("a"), Told("b")], **told))
-    for child, said in zip(children, (a, b), strict=True):
-        child.answers["get_finished"] = said
-    done = multi.get_finished(set())
-    multi.clear_connector_metadata()
-    return done
-
-
-LOADS = {"get_num_new_matched_tokens": (8, True)}
-STAYS = {"request_finished": (True, None)}
-
-
-def load(scheduler, request=REQUEST):
-    scheduler.on_new_request(request)
-    scheduler.get_num_new_matched_tokens(request, 0)
-    scheduler.update_state_after_alloc(request, Blocks([1, 2]), 8)
-
-
-def test_a_request_that_ended_while_it_loaded_is_named_once_and_then_forgotten():
-    """As received: the host frees its blocks on whichever word comes first."""
-    children = [scripted("a"), scripted("b", **LOADS, **STAYS)]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, _first, second = make(WORKER, *children)
-    for number in range(20):
-        request = Request(f"r{number}", PROMPT)
-        load(scheduler, request)
-        worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-        assert finish(scheduler, request) == (True, None)
-        worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-        assert worker.get_finished(set()) == (None, None)
-        second.answers["get_finished"] = (None, {f"r{number}"})
-        assert worker.get_finished(set()) == (None, {f"r{number}"})
-        # Whatever it says once more.
-        second.answers["get_finished"] = ({f"r{number}"}, {f"r{number}"})
-        assert worker.get_finished(set()) == (None, None)
-        del second.answers["get_finished"]
-    side = worker.side
-    assert (side._holding, side._loading, side._ended_loading) == ({}, {}, set())
-    assert scheduler.side._underway == set()
-
-
-@pytest.mark.parametrize("loader_first", [True, False])
-def test_a_request_that_ended_while_it_loaded_waits_for_all_that_hold_it(loader_first):
-    children = [scripted("a", **STAYS), scripted("b", **LOADS)]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, first, second = make(WORKER, *children)
-    load(scheduler)
-    finish(scheduler)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    said = [(first, ({"r"}, None)), (second, (None, {"r"}))]
-    for child, answers in reversed(said) if loader_first else said:
-        assert worker.get_finished(set()) == (None, None)
-        child.answers["get_finished"] = answers
-    assert worker.get_finished(set()) == (None, {"r"})
-    assert worker.side._holding == {}
-
-
-def test_a_load_that_had_ended_before_its_request_did_is_not_waited_for_again():
-    """The host has heard it as received, and freed the blocks; the scheduler's side not yet."""
-    children = [scripted("a"), scripted("b", **LOADS, **STAYS)]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, _first, second = make(WORKER, *children)
-    load(scheduler)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    second.answers["get_finished"] = (None, {"r"})
-    assert worker.get_finished(set()) == (None, {"r"})
-    finish(scheduler)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    assert worker.get_finished(set()) == (None, None)
-    assert worker.side._holding == {}
-
-
-def test_a_request_that_was_received_and_ended_later_is_named_as_sent():
-    children = [scripted("a", **STAYS), scripted("b", **LOADS)]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, first, second = make(WORKER, *children)
-    load(scheduler)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    second.answers["get_finished"] = (None, {"r"})
-    assert worker.get_finished(set()) == (None, {"r"})
-    scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
-    finish(scheduler)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    assert worker.get_finished(set()) == (None, None)
-    first.answers["get_finished"] = ({"r"}, None)
-    assert worker.get_finished(set()) == ({"r"}, None)
-
-
-def test_what_is_said_twice_does_not_end_a_later_request_of_the_same_name():
-    worker, *children = make(WORKER, scripted("a"), scripted("b"))
-    sent = ({"r"}, None)
-    assert step_of(worker, *children, holding={"r": [0]}, a=sent) == sent
-    assert step_of(worker, *children, a=sent) == (None, None)
-    assert step_of(worker, *children, holding={"r": [0]}) == (None, None)
-    assert step_of(worker, *children, a=sent) == sent
-    # What was said early of the one before is none of the next one's either.
-    assert step_of(worker, *children, b=sent) == (None, None)
-    assert step_of(worker, *children, begun={"r"}) == (None, None)
-    assert step_of(worker, *children, holding={"r": [1]}) == (None, None)
-    assert step_of(worker, *children, b=sent) == sent
-
-
-def test_one_that_is_done_early_counts_in_a_later_request_of_the_same_name_as_well():
-    children = [scripted("a", **STAYS), scripted("b")]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, *made = make(WORKER, *children)
-    sent = ({"r"}, None)
-    assert step_of(worker, *made, holding={"r": [0]}, a=sent) == sent
-    scheduler.on_new_request(REQUEST)
-    told = scheduler.build_connector_meta(SchedulerOutput())
-    assert step_of(worker, *made, begun=told.begun, a=sent) == (None, None)
-    finish(scheduler)
-    told = scheduler.build_connector_meta(SchedulerOutput())
-    assert step_of(worker, *made, begun=told.begun, holding=told.holding) == sent
-
-
-def test_a_request_that_is_held_and_the_next_of_its_name_are_two():
-    worker, *children = make(WORKER, scripted("a"), scripted("b"))
-    sent, received = ({"r"}, None), (None, {"r"})
-    assert step_of(worker, *children, holding={"r": [0, 1]}, a=sent) == (None, None)
-    # The next one begins, and loads.
-    assert step_of(worker, *children, begun={"r"}, loading={"r": 1}) == (None, None)
-    assert step_of(worker, *children, b=sent) == sent
-    assert step_of(worker, *children, b=received) == received
-
-
-def test_who_was_named_is_not_remembered_for_ever(monkeypatch):
-    monkeypatch.setattr("wtransfer.connectors.several.worker.MAX_DONE", 10)
-    worker, *children = make(WORKER, scripted("a"), scripted("b"))
-    for number in range(50):
-        name = f"r{number}"
-        assert step_of(worker, *children, holding={name: [0]}, a=({name}, None))[0] == {name}
-    assert len(worker.side._done) == 10
-
-
-def test_load_errors_are_those_of_all_and_each_is_said_once():
-    worker, first, second = make(
-        WORKER,
-        scripted("a", get_block_ids_with_load_errors=(1, 2)),
-        scripted("b", get_block_ids_with_load_errors=(2, 3)),
-    )
+def test_load_errors_of_all_are_returned_once_also_after_an_error():
+    method = "get_block_ids_with_load_errors"
+    worker, *subs = make(WORKER, *scripted_with(method, (1, 2), (2, 3), "raise"))
+    with pytest.raises(RuntimeError):
+        worker.get_block_ids_with_load_errors()
+    for each in subs:
+        each.answers[method] = ()
     assert worker.get_block_ids_with_load_errors() == {1, 2, 3}
-    first.answers, second.answers = {}, {}
     assert worker.get_block_ids_with_load_errors() == set()
 
 
-def test_what_others_said_while_one_raised_is_said_the_next_time():
-    worker, first, second = make(
-        WORKER,
-        scripted("a", get_block_ids_with_load_errors=(1,)),
-        scripted("b", get_block_ids_with_load_errors="raise"),
-    )
-    with pytest.raises(RuntimeError):
-        worker.get_block_ids_with_load_errors()
-    first.answers, second.answers = {}, {}
+def test_saves_are_passed_on_although_loads_have_failed():
+    """The host calls ``wait_for_save`` after steps that count; loads may fail beside them."""
+    worker, *subs = make(WORKER, *scripted_with("get_block_ids_with_load_errors", (1,), ()))
+    worker.wait_for_save()
+    assert [each.heard("wait_for_save") for each in subs] == [[()], [()]]
     assert worker.get_block_ids_with_load_errors() == {1}
 
 
-def test_what_was_sent_and_received_while_one_raised_is_said_the_next_time():
-    """Else blocks would stay for ever."""
-    some = {"get_num_new_matched_tokens": (8, True)}
-    children = [scripted("a", request_finished=(True, None), **some), scripted("b")]
-    scheduler, *_ = make(SCHEDULER, *children)
-    worker, first, second = make(WORKER, *children)
-    finish(scheduler)
-    other = Request("s", PROMPT)
-    scheduler.get_num_new_matched_tokens(other, 0)
-    scheduler.update_state_after_alloc(other, Blocks([3, 4]), 8)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(SchedulerOutput()))
-    first.answers["get_finished"] = ({"r"}, {"s"})
-    second.answers["get_finished"] = "raise"
-    with pytest.raises(RuntimeError, match="b raise"):
-        worker.get_finished(set())
-    first.answers, second.answers = {}, {}
-    assert worker.get_finished(set()) == ({"r"}, {"s"})
-
-
-# -- what comes together
+# -- merged answers
 
 
 @pytest.mark.parametrize(
@@ -795,38 +762,33 @@ def test_what_was_sent_and_received_while_one_raised_is_said_the_next_time():
         ([{"a": 1}, {"b": 2}], {"a": 1, "b": 2}),
     ],
 )
-def test_params_for_the_next_instance_are_put_together(given, expected):
-    children = [scripted(n, request_finished=(False, p)) for n, p in zip("ab", given, strict=True)]
-    multi, *_ = make(SCHEDULER, *children)
-    assert finish(multi) == (False, expected)
+def test_parameters_for_the_next_instance_are_merged(given, expected):
+    made, *_ = make(SCHEDULER, *scripted_with("request_finished", *((False, p) for p in given)))
+    assert made.request_finished(REQUEST, []) == (False, expected)
 
 
-def test_children_behind_a_fence_say_the_same_weights(weights):
-    children = [
+def test_fenced_sub_connectors_return_the_same_weights(weights, caplog):
+    described = [
         scripted(name, names_weights=False, request_finished=(False, {name: 1})) for name in "ab"
     ]
-    (multi, *_), (worker, *_) = (make(role, *children) for role in (SCHEDULER, WORKER))
-    multi.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    multi.get_num_new_matched_tokens(REQUEST, 0)
-    assert finish(multi) == (False, {"a": 1, "b": 1, "remote_weights": "fingerprint-1"})
+    (made, *_), (worker, *_) = (make(role, *described) for role in (SCHEDULER, WORKER))
+    made.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    made.get_num_new_matched_tokens(REQUEST, 0)
+    expected = {"a": 1, "b": 1, "remote_weights": "fingerprint-1"}
+    assert made.request_finished(REQUEST, []) == (False, expected)
+    assert caplog.text == ""
 
 
-def test_of_two_that_hand_the_same_request_over_the_first_is_heard_and_the_log_says_so(caplog):
+def test_first_of_two_that_hand_over_a_request_wins_and_a_warning_says_so_once(caplog):
     given = [{"do_remote_prefill": True, "at": at} for at in ("first", "second")]
-    children = [
-        scripted(name, request_finished=(True, params))
-        for name, params in zip("ab", given, strict=True)
-    ]
-    multi, *_ = make(SCHEDULER, *children)
-    assert finish(multi) == (True, given[0])
-    assert (
-        "1_Scripted and a connector before it both say ['at', 'do_remote_prefill']" in caplog.text
-    )
-    assert multi.build_connector_meta(SchedulerOutput()).holding == {"r": [0, 1]}
+    made, *_ = make(SCHEDULER, *scripted_with("request_finished", *((True, p) for p in given)))
+    for _ in range(2):
+        assert made.request_finished(REQUEST, []) == (True, given[0])
+    assert caplog.text.count("1_Scripted and a connector before it both return ['at', 'do_re") == 1
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("answers", "expected"),
     [
         ([None, None], None),
         ([True, None], True),
@@ -835,46 +797,33 @@ def test_of_two_that_hand_the_same_request_over_the_first_is_heard_and_the_log_s
         ([None, False], False),
     ],
 )
-def test_the_cache_is_reset_if_all_that_keep_something_did_so(said, expected):
-    children = [scripted(n, reset_cache=each) for n, each in zip("ab", said, strict=True)]
-    assert make(SCHEDULER, *children)[0].reset_cache() is expected
+def test_cache_is_reset_if_every_one_that_keeps_something_has_reset_it(answers, expected):
+    assert make(SCHEDULER, *scripted_with("reset_cache", *answers))[0].reset_cache() is expected
 
 
 @pytest.mark.parametrize(
     ("counts", "expected"), [([None, 1], 1), ([2, 2], 2), ([None, None], None)]
 )
-def test_how_many_workers_must_say_so_is_agreed(counts, expected):
-    children = [scripted(n, get_finished_count=c) for n, c in zip("ab", counts, strict=True)]
-    assert make(SCHEDULER, *children)[0].get_finished_count() == expected
+def test_finished_count_is_agreed(counts, expected):
+    made, *_ = make(SCHEDULER, *scripted_with("get_finished_count", *counts))
+    assert made.get_finished_count() == expected
 
 
 @pytest.mark.parametrize("first", [1, None])
-def test_children_that_do_not_agree_on_that_are_refused(first):
-    children = [scripted("a", get_finished_count=first), scripted("b", get_finished_count=2)]
+def test_different_finished_counts_are_refused(first):
+    made, *_ = make(SCHEDULER, *scripted_with("get_finished_count", first, 2))
     with pytest.raises(ConnectorOptionError, match="must agree"):
-        make(SCHEDULER, *children)[0].get_finished_count()
+        made.get_finished_count()
 
 
-def test_events_are_those_of_all_that_can_say():
-    children = [scripted("a", take_events=[1]), scripted("b", take_events="raise")]
-    multi, *_ = make(SCHEDULER, *children, scripted("c", take_events=[2, 3]))
-    assert multi.take_events() == [1, 2, 3]
+def test_events_of_all_are_returned():
+    made, *_ = make(SCHEDULER, *scripted_with("take_events", [1], "raise", [2, 3]))
+    assert made.take_events() == [1, 2, 3]
 
 
-def test_there_is_work_if_any_child_has_some():
-    assert not make(SCHEDULER, scripted("a"), scripted("b"))[0].has_pending_push_work()
-    children = (
-        scripted("a", has_pending_push_work="raise"),
-        scripted("b", has_pending_push_work=True),
-    )
-    assert make(SCHEDULER, *children)[0].has_pending_push_work()
-
-
-def test_a_multi_connector_may_be_a_child():
-    inner = {"kv_connector": "MultiConnector"}
-    inner["kv_connector_extra_config"] = {"connectors": [scripted("a"), scripted("b")]}
-    multi, outer, nested = make(SCHEDULER, scripted("c"), inner)
-    multi.on_new_request(REQUEST)
-    heard = [each.heard("on_new_request") for each in (outer, *nested.side.children)]
-    assert heard == [[("r",)]] * 3
-    assert isinstance(nested.config.kv_transfer_config, KVTransferConfig)
+@pytest.mark.parametrize(
+    ("answers", "expected"), [([False, False], False), (["raise", True], True)]
+)
+def test_push_work_of_any_is_pending(answers, expected):
+    made, *_ = make(SCHEDULER, *scripted_with("has_pending_push_work", *answers))
+    assert made.has_pending_push_work() is expected

@@ -23,13 +23,13 @@ def media(identifier="image", offset=0):
     return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset))
 
 
-def test_two_instances_agree_on_the_names_of_whole_blocks():
+def test_equal_requests_have_equal_names_of_full_blocks():
     assert names() == names(Request("another", PROMPT))
     assert len(names()) == 2
     assert names()[0] == names(Request("r", PROMPT[:4]))[0]
 
 
-def test_a_name_holds_what_keys_and_values_depend_on():
+def test_name_differs_with_everything_that_kv_depends_on():
     different = [
         names(),
         names(fingerprint="g"),
@@ -45,12 +45,12 @@ def test_a_name_holds_what_keys_and_values_depend_on():
         assert not set(one) & set(other)
 
 
-def test_a_later_block_holds_all_that_is_before_it():
+def test_name_depends_on_all_blocks_before():
     other = names(Request("r", [99, *PROMPT[1:]]))
     assert names()[1] != other[1]
 
 
-def test_names_come_as_tokens_become_known():
+def test_names_are_extended_as_tokens_become_known():
     request = Request("r", PROMPT)
     known = BlockNaming(4, b"root").of(request)
     before = list(known.under("f"))
@@ -62,7 +62,7 @@ def test_names_come_as_tokens_become_known():
     assert known.under("g") == names(Request("r", [*PROMPT, 1, 2]), "g")
 
 
-def test_a_request_without_all_token_ids_has_a_prompt():
+def test_request_without_all_token_ids_is_named_by_its_prompt():
     request = SimpleNamespace(prompt_token_ids=PROMPT)
     assert BlockNaming(4, b"root").of(request).under("f") == names()
 
@@ -74,19 +74,19 @@ def test_a_request_without_all_token_ids_has_a_prompt():
         {"mm_features": [media(), media(None)]},
         {"lora_request": SimpleNamespace(lora_name="a", lora_path="/a")},
     ],
-    ids=["embeddings", "a picture that nobody has named", "an adapter, which may be trained on"],
+    ids=["embeddings", "a picture without identifier", "an adapter, which may be trained on"],
 )
-def test_what_nobody_can_name_has_no_names(particulars):
+def test_uncacheable_request_has_no_names(particulars):
     known = BlockNaming(4, b"root").of(Request("r", PROMPT, **particulars))
     assert known.under("f") == []
 
 
-def test_a_prompt_of_embeddings_only_has_no_names():
+def test_prompt_of_embeddings_only_has_no_names():
     request = SimpleNamespace(prompt_token_ids=None, prompt_embeds=None)
     assert BlockNaming(4, b"root").of(request).under("f") == []
 
 
-def test_every_name_fits_into_a_header():
+def test_name_fits_into_a_header():
     assert all(len(name) <= FENCE_NBYTES + MAX_KEY_NBYTES for name in names())
 
 
@@ -98,14 +98,14 @@ def weak(data):
     return bytes([0, len(data) % 3])
 
 
-def test_blocks_that_a_weak_hash_confuses_have_different_names():
+def test_blocks_of_equal_weak_hash_have_different_names():
     naming = BlockNaming(4, b"root", weak)
     found = [naming.of(Request("r", [n, *PROMPT])).under("f")[0] for n in range(200)]
     hashes = {name[FENCE_NBYTES:-GROUP_NBYTES] for name in found}
     assert (len(hashes), len(set(found))) == (1, 200)
 
 
-def test_two_instances_with_a_weak_hash_never_load_each_others_blocks(tmp_path, weights):
+def test_instances_with_a_weak_hash_never_load_each_others_blocks(tmp_path, weights):
     """Whole instances, whose every block has the same hash."""
     transfer = transfer_config("SharedStorageConnector", shared_storage_path=str(tmp_path))
     for n in range(6):

@@ -36,31 +36,31 @@ def step(progress, output):
     ]
 
 
-def test_a_request_that_begins(progress):
+def test_new_request(progress):
     assert step(progress, new(before=4, number=3)) == [("r", [7, 8], 4, 7)]
     assert next(progress.step(new())).request is REQUEST
 
 
-def test_a_request_that_goes_on_gets_more_blocks_or_none(progress):
+def test_running_request_is_given_more_blocks_or_none(progress):
     step(progress, new())
     assert step(progress, cached()) == [("r", [7, 8], 3, 4)]
     assert step(progress, cached(blocks=([9],), before=4)) == [("r", [7, 8, 9], 4, 5)]
     assert step(progress, cached(blocks=([],), before=5)) == [("r", [7, 8, 9], 5, 6)]
 
 
-def test_a_request_that_was_set_back_computes_once_more(progress):
+def test_request_that_was_set_back_computes_once_more(progress):
     step(progress, new(before=8, number=3))
     assert step(progress, cached(before=4, number=7)) == [("r", [7, 8], 4, 11)]
 
 
-def test_a_request_that_comes_back_has_other_blocks(progress):
+def test_resumed_request_has_other_blocks(progress):
     step(progress, new())
     output = cached(blocks=([1, 2],), before=0, number=4, resumed="r")
     assert step(progress, output) == [("r", [1, 2], 0, 4)]
     assert step(progress, cached(before=4)) == [("r", [1, 2], 4, 5)]
 
 
-def test_a_guessed_token_is_not_computed(progress):
+def test_speculated_token_is_not_computed(progress):
     """Its keys and values are there, but may be those of another token than comes out."""
     step(progress, new())
     output = cached(number=4)
@@ -71,7 +71,7 @@ def test_a_guessed_token_is_not_computed(progress):
     assert step(progress, output) == [("r", [7, 8], 0, 4)]
 
 
-def test_several_requests_in_a_step(progress):
+def test_step_with_new_and_running_requests(progress):
     step(progress, new("s", blocks=[3]))
     output = new()
     output.scheduled_cached_reqs = cached("s", before=1).scheduled_cached_reqs
@@ -79,18 +79,18 @@ def test_several_requests_in_a_step(progress):
     assert step(progress, output) == [("r", [7, 8], 0, 3), ("s", [3], 1, 2)]
 
 
-def test_a_step_for_nobody(progress):
+def test_step_without_requests(progress):
     assert step(progress, SchedulerOutput()) == []
 
 
-def test_a_hosts_own_list_is_left_alone(progress):
+def test_lists_of_the_host_are_not_changed(progress):
     output = new()
     step(progress, output)
     step(progress, cached(blocks=([9],)))
     assert output.scheduled_new_reqs[0].block_ids == ([7, 8],)
 
 
-def test_a_request_that_has_ended_is_forgotten(progress):
+def test_finished_request_is_removed(progress):
     step(progress, new())
     progress.forget("r")
     progress.forget("r")
@@ -98,7 +98,7 @@ def test_a_request_that_has_ended_is_forgotten(progress):
         step(progress, cached())
 
 
-def test_several_groups_of_layers_are_refused():
+def test_several_cache_groups_are_refused():
     assert only_group(([1, 2],)) == [1, 2]
     with pytest.raises(ConnectorOptionError, match="this model has 2 KV cache groups"):
         only_group(([1], [2]))

@@ -22,7 +22,7 @@ CONFIG = ServingConfig(
 )
 
 
-def test_everything_is_read():
+def test_configuration_is_read():
     instance = Instance.of(CONFIG)
     assert instance == Instance("e-1", "a model", "bfloat16", 16, 1, 2, sends=True, receives=True)
 
@@ -36,25 +36,25 @@ def test_everything_is_read():
         (None, (True, True)),
     ],
 )
-def test_a_role_says_who_sends_and_who_receives(role, expected):
+def test_role_decides_what_is_sent_and_received(role, expected):
     transfer = KVTransferConfig("c", kv_role=role)
     instance = Instance.of(replace(CONFIG, kv_transfer_config=transfer))
     assert (instance.sends, instance.receives, instance.engine_id) == (*expected, "")
 
 
-def test_a_role_that_is_none_is_refused():
+def test_unknown_role_is_refused():
     transfer = KVTransferConfig("c", kv_role="producer")
     with pytest.raises(ConnectorOptionError, match=r"kv_role='producer': expected one of \['kv_b"):
         Instance.of(replace(CONFIG, kv_transfer_config=transfer))
 
 
 @pytest.mark.parametrize("cache", [None, KVCacheConfig(block_size=0)])
-def test_a_block_size_is_needed(cache):
+def test_missing_block_size_is_refused(cache):
     with pytest.raises(ConnectorOptionError, match=r"cache_config\.block_size is not set"):
         Instance.of(replace(CONFIG, cache_config=cache))
 
 
-def test_a_root_is_that_of_model_dtype_and_ranks_and_of_no_rank():
+def test_root_depends_on_model_dtype_and_number_of_ranks_only():
     root = Instance.of(CONFIG).root
     others = [
         replace(CONFIG, model_config=ModelConfig("b", "bfloat16")),
@@ -71,13 +71,13 @@ def test_a_root_is_that_of_model_dtype_and_ranks_and_of_no_rank():
 
 
 @pytest.mark.parametrize("same", ["auto", None])
-def test_a_root_is_that_of_what_keys_and_values_are_kept_in(same):
+def test_root_depends_on_cache_dtype(same):
     def root(cache_dtype):
         cache = SimpleNamespace(block_size=16, cache_dtype=cache_dtype)
         return Instance.of(replace(CONFIG, cache_config=cache)).root
 
     assert len({root("auto"), root("fp8_e4m3"), root("fp8_e5m2")}) == 3
-    assert root(same) == Instance.of(CONFIG).root, "a host that does not say has no other"
+    assert root(same) == Instance.of(CONFIG).root, "a missing field is the default"
 
 
 class HfConfig:
@@ -89,7 +89,7 @@ class HfConfig:
 
 
 @pytest.mark.parametrize("what", ["model", "parallel"])
-def test_a_root_is_that_of_whatever_else_a_serving_engine_says_that_kv_depends_on(what):
+def test_root_depends_on_optional_fields_that_kv_depends_on(what):
     def root(**said):
         config = {"model": CONFIG.model_config, "parallel": CONFIG.parallel_config}
         own = config[what]
@@ -119,10 +119,10 @@ def test_a_root_is_that_of_whatever_else_a_serving_engine_says_that_kv_depends_o
     roots = [root(**each) for each in said]
     assert len({*roots, root()}) == len(said) + 1
     assert roots == [root(**each) for each in said]
-    assert root() == Instance.of(CONFIG).root, "a host that does not say has no other"
+    assert root() == Instance.of(CONFIG).root, "a missing field is the default"
 
 
-def test_a_configuration_of_another_library_is_none_of_hugging_face():
+def test_missing_hugging_face_configuration_is_no_difference():
     model = SimpleNamespace(model="a model", dtype="bfloat16", quantization=None, hf_config=None)
     assert Instance.of(replace(CONFIG, model_config=model)) == Instance.of(CONFIG)
 
@@ -145,17 +145,17 @@ def test_options_are_read():
         ({"path": "p", "number": True}, "Expected `int`, got `bool`"),
     ],
 )
-def test_an_option_that_cannot_be_used_is_named_with_all_there_are(given, text):
+def test_malformed_option_is_refused_and_options_are_listed(given, text):
     with pytest.raises(ConnectorOptionError, match=text):
         read_options(Options, given)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_policy_for_loads_that_fail(policy):
+def test_load_failure_policy(policy):
     assert load_failure_policy(policy) == policy
 
 
 @pytest.mark.parametrize("policy", ["", "Recompute", "retry", None])
-def test_another_policy_is_refused(policy):
+def test_unknown_load_failure_policy_is_refused(policy):
     with pytest.raises(ConnectorOptionError, match="expected one of recompute, fail"):
         load_failure_policy(policy)

@@ -1,4 +1,4 @@
-"""What a worker's KV caches have in common with those of other instances."""
+"""Compare the KV cache layout of a layer between instances."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 def page_form(name: str, cache: torch.Tensor) -> str:
-    """Return what a page is: bytes mean the same only where all of it is the same.
+    """Return a text that is equal where bytes of a page have the same meaning.
 
-    Of the strides it has the order only: pages travel without gaps, whatever the cache has.
+    It contains the order of the strides, not their sizes: pages are sent without gaps.
 
     Args:
-        name: Of the layer.
-        cache: Its cache; dim 0 counts blocks.
+        name: Name of the layer.
+        cache: Cache of the layer; dim 0 counts blocks.
 
     Raises:
-        ManifestError: A dtype that does not travel.
+        ManifestError: The dtype is not in the table of dtypes.
     """
     shape = ",".join(map(str, cache.shape[1:]))
-    # Stable, so that dimensions of one stride keep theirs.
+    # Stable: dimensions of equal stride keep their order.
     order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
     return f"{name!r}={dtype_name(cache.dtype)}[{shape}]/{','.join(map(str, order))}"

@@ -1,7 +1,8 @@
-"""How connectors name the blocks of a request: equal names, equal keys and values.
+"""Name the blocks of a request: blocks of equal names have equal keys and values.
 
-A name contains the tokens of the block and of all before it, the model, whatever else of a request
-its KV depends on, and the weights. So two instances agree on names without asking each other.
+A name is a digest of the tokens of the block and of all blocks before it, of the model, the
+weights, and everything else of the request that KV depends on. So instances agree on names without
+asking each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class BlockNaming:
 
     Args:
         block_size: Tokens per block.
-        root: What keys and values depend on besides request and weights.
+        root: Everything that keys and values depend on besides request and weights.
         hash_function: Of bytes; a weak one costs nothing but speed, as keys contain a check hash.
     """
 
@@ -40,11 +41,11 @@ class BlockNaming:
         self._hash = hash_function
 
     def of(self, request: Any) -> RequestNames:
-        """Return the names of a request's blocks.
+        """Return the names of a request's blocks, to be extended as it grows.
 
         Args:
-            request: ``all_token_ids``, or ``prompt_token_ids`` where there is none yet, and if it
-                has them ``cache_salt``, ``lora_request``, ``mm_features``, ``prompt_embeds``.
+            request: ``all_token_ids``, or ``prompt_token_ids`` if that is missing, and if present
+                ``cache_salt``, ``lora_request``, ``mm_features``, ``prompt_embeds``, ``resumable``.
         """
         root = msgspec.msgpack.encode([self._root, *particulars(request)])
         hashes = BlockHashes(self.block_size, root, self._hash)
@@ -52,12 +53,12 @@ class BlockNaming:
 
 
 class RequestNames:
-    """Names of the whole blocks of one request, made as its tokens become known.
+    """Names of the full blocks of one request, extended as its tokens become known.
 
     Args:
         request: The request.
-        hashes: Of its tokens.
-        uncacheable: Whether none of its blocks has a key.
+        hashes: Hashes of its tokens.
+        uncacheable: Whether no block of it gets a name.
     """
 
     def __init__(self, request: Any, hashes: BlockHashes, *, uncacheable: bool = False) -> None:
@@ -71,8 +72,8 @@ class RequestNames:
         """Return the names of all blocks whose tokens are known, in order.
 
         Args:
-            fingerprint: Weights that compute them.
-            most: How many of them; None: all.
+            fingerprint: Fingerprint of the weights that compute them.
+            most: Largest number of names; None: all.
         """
         if self._uncacheable:
             return []
@@ -93,18 +94,18 @@ def is_uncacheable(request: Any) -> bool:
     """Return whether a request's KV depends on something that no key can contain."""
     if getattr(request, "prompt_embeds", None) is not None or _tokens(request) is None:
         return True
-    # Name and path of an adapter stay, while what stands there is trained on.
+    # An adapter may be trained on under the same name and path.
     if getattr(request, "lora_request", None) is not None:
         return True
-    # A session gets further media while it lasts, which its name would not contain.
+    # A session may get further media, which names of its first blocks would not contain.
     if getattr(request, "resumable", False):
         return True
     return any(each.identifier is None for each in getattr(request, "mm_features", None) or ())
 
 
 def particulars(request: Any) -> list[Any]:
-    """Return what a request's KV depends on besides its tokens."""
-    # All of them, whichever block they stand in: some blocks are not shared that could be.
+    """Return everything that a request's KV depends on besides its tokens."""
+    # All media for every block: a block before the first medium could be shared, and is not.
     media = [
         [each.identifier, each.mm_position.offset]
         for each in getattr(request, "mm_features", None) or ()

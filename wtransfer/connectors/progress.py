@@ -1,4 +1,4 @@
-"""How far each request has come, as the scheduler's side of a connector follows it step by step."""
+"""Track blocks and computed tokens of each request, step by step, on the scheduler's side."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracked:
-    """One request."""
+    """Progress of one request."""
 
     request: Any
     """The serving engine's own object."""
     block_ids: list[int] = field(default_factory=list)
-    """Its blocks, in order, those that are not full yet included."""
+    """Blocks in order, the last ones may not be full."""
     num_before: int = 0
-    """Tokens whose keys and values are there before the step."""
+    """Tokens whose KV is computed before the step."""
     num_computed: int = 0
-    """Tokens whose keys and values are there once the step is done. A token that was only guessed
-    is none: it may turn out to be another one."""
+    """Tokens whose KV is computed after the step. Speculated tokens do not count: they may be
+    rejected."""
 
 
 class Progress:
-    """All requests that have blocks."""
+    """Progress of all requests."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
         self._tracked: dict[str, Tracked] = {}
 
     def know(self, request: Any) -> None:
-        """Take note of a request, which later steps name by its identity only."""
+        """Add a request; steps name it by its id only."""
         self._known[request.request_id] = request
 
     def step(self, scheduler_output: Any) -> Iterator[Tracked]:
-        """Yield the requests for which a step computes something, as they are after it.
+        """Yield each request for which a step computes tokens, with its progress after the step.
 
         Args:
             scheduler_output: ``scheduled_new_reqs``, ``scheduled_cached_reqs``,
-                ``num_scheduled_tokens``, as vLLM has them, and if a host guesses tokens
-                ``scheduled_spec_decode_tokens``.
+                ``num_scheduled_tokens``, as in vLLM, and ``scheduled_spec_decode_tokens`` if the
+                host speculates.
         """
-        guessed = getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
+        speculated = getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
         computed = {
-            request_id: number - len(guessed.get(request_id, ()))
+            request_id: number - len(speculated.get(request_id, ()))
             for request_id, number in scheduler_output.num_scheduled_tokens.items()
         }
         for new in scheduler_output.scheduled_new_reqs:
@@ -63,7 +63,7 @@ class Progress:
             yield self._advance(request_id, before, computed)
 
     def forget(self, request_id: str) -> None:
-        """Hear that a request has ended."""
+        """Remove a request. One that is unknown is ignored."""
         self._known.pop(request_id, None)
         self._tracked.pop(request_id, None)
 
@@ -77,13 +77,13 @@ class Progress:
 
 
 def only_group(block_ids: Any) -> list[int]:
-    """Return the blocks of the only KV cache group.
+    """Return the blocks of the single KV cache group.
 
     Args:
         block_ids: By group, as ``get_block_ids()`` returns them.
 
     Raises:
-        ConnectorOptionError: There are several.
+        ConnectorOptionError: The model has several groups.
     """
     if len(block_ids) != 1:
         raise ConnectorOptionError(

@@ -1,4 +1,4 @@
-"""What a connector reads of a serving engine's configuration."""
+"""Read a serving engine's configuration, and a connector's options."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _SPLIT = (
     "decode_context_parallel_size",
     "cp_kv_cache_interleave_size",
 )
-"""How a host says what part of the KV cache each rank has; 1 where it does not say."""
+"""Fields of ``parallel_config`` that divide the KV cache among ranks; 1 where one is missing."""
 _ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (False, True)}
+_LOAD_FAILURE_POLICIES = ("recompute", "fail")
 
 TOptions = TypeVar("TOptions", bound=msgspec.Struct)
 
@@ -31,45 +32,45 @@ class Instance:
     """One serving instance, as seen by one of its processes."""
 
     engine_id: str
-    """Its identity."""
+    """Name of the instance, unique among those that exchange KV."""
     model: str
-    """The model, as its users name it."""
+    """Name of the model."""
     dtype: str
-    """Of its computation."""
+    """Dtype of the computation."""
     block_size: int
     """Tokens per block."""
     rank: int
-    """This process's; of no account on the scheduler's side."""
+    """Rank of this process; unused on the scheduler's side."""
     num_ranks: int
-    """Workers of the instance."""
+    """Number of workers."""
     sends: bool
-    """Whether others may have its KV cache."""
+    """Whether other instances may load its KV."""
     receives: bool
-    """Whether it takes that of others."""
+    """Whether it loads KV of other instances."""
     cache_dtype: str = "auto"
-    """Of keys and values; ``auto``: that of the computation."""
+    """Dtype of keys and values; ``auto``: that of the computation."""
     quantization: str | None = None
-    """Of the weights, as the host does it."""
+    """Quantization of the weights, as the host names it."""
     split: tuple[int, ...] = (1,) * len(_SPLIT)
-    """How layers, heads and tokens are divided among the ranks."""
+    """Sizes by which layers, heads and tokens are divided among ranks."""
     max_model_len: int | None = None
-    """Longest request; some models turn positions by other factors where it is long."""
+    """Longest request; some models rotate positions by factors that depend on it."""
     architecture: str = ""
-    """Digest of the model's Hugging Face configuration (positions, windows, ...), if it has one."""
+    """Digest of the Hugging Face configuration (positions, windows, ...), if there is one."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> Instance:
-        """Read it.
+        """Read the configuration.
 
         Args:
             vllm_config: ``kv_transfer_config``, ``cache_config.block_size`` and, if there is one,
                 ``cache_dtype``, ``parallel_config`` with ``rank`` and ``world_size``,
-                ``model_config`` with ``model`` and ``dtype``. Where they are there also what else
-                KV depends on: of ``parallel_config`` the sizes by which it is split, of
-                ``model_config`` ``quantization``, ``max_model_len`` and ``hf_config``.
+                ``model_config`` with ``model`` and ``dtype``. Read if present, as KV depends on
+                them: sizes of ``parallel_config`` by which the cache is split; ``quantization``,
+                ``max_model_len`` and ``hf_config`` of ``model_config``.
 
         Raises:
-            ConnectorOptionError: ``kv_role`` is none, or the block size is not said.
+            ConnectorOptionError: ``kv_role`` is unknown, or the block size is not set.
         """
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         role = transfer.kv_role or "kv_both"
@@ -80,6 +81,12 @@ class Instance:
         sends, receives = _ROLES[role]
         model = vllm_config.model_config
         quantization = getattr(model, "quantization", None)
+        hf_config: Any = getattr(model, "hf_config", None)
+        architecture = ""
+        if hasattr(hf_config, "to_dict"):
+            # Not as JSON: a model's own code may add objects, and `repr` takes them. One with an
+            # address in it makes a digest that only this process has, which is a miss elsewhere.
+            architecture = xxhash.xxh3_128_hexdigest(repr(hf_config.to_dict()).encode())
         return cls(
             engine_id=transfer.engine_id or "",
             model=str(model.model),
@@ -93,12 +100,12 @@ class Instance:
             quantization=None if quantization is None else str(quantization),
             split=tuple(int(getattr(parallel, name, 1)) for name in _SPLIT),
             max_model_len=getattr(model, "max_model_len", None),
-            architecture=_digest(getattr(model, "hf_config", None)),
+            architecture=architecture,
         )
 
     @property
     def root(self) -> bytes:
-        """What keys and values depend on besides tokens and weights, as bytes."""
+        """Everything that keys and values depend on besides request and weights, as bytes."""
         return msgspec.msgpack.encode(
             [
                 self.model,
@@ -113,19 +120,11 @@ class Instance:
         )
 
 
-def _digest(hf_config: Any) -> str:
-    """Return a digest of a Hugging Face configuration; empty if that is none."""
-    if not hasattr(hf_config, "to_dict"):
-        return ""
-    # Not as JSON: those of a model's own code may have objects, whose `repr` only this process has.
-    return xxhash.xxh3_128_hexdigest(repr(hf_config.to_dict()).encode())
-
-
 def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptions:
-    """Return a connector's options.
+    """Return a connector's options as an object.
 
     Args:
-        cls: What they are; with ``forbid_unknown_fields`` a slip of the pen is found.
+        cls: The options; with ``forbid_unknown_fields`` a misspelt one is an error.
         extra_config: ``kv_connector_extra_config``.
 
     Raises:
@@ -141,7 +140,7 @@ def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptio
 
 
 def load_failure_policy(policy: str) -> str:
-    """Return what becomes of a request whose blocks could not be loaded.
+    """Return the policy for requests whose load has failed, if it is one.
 
     Args:
         policy: ``kv_load_failure_policy``: ``recompute`` or ``fail``.
@@ -149,11 +148,9 @@ def load_failure_policy(policy: str) -> str:
     Raises:
         ConnectorOptionError: It is neither.
     """
-    if policy not in _POLICIES:
+    if policy not in _LOAD_FAILURE_POLICIES:
         raise ConnectorOptionError(
-            f"kv_load_failure_policy={policy!r}: expected one of {', '.join(_POLICIES)}"
+            f"kv_load_failure_policy={policy!r}: expected one of "
+            f"{', '.join(_LOAD_FAILURE_POLICIES)}"
         )
     return policy
-
-
-_POLICIES = ("recompute", "fail")

@@ -172,7 +172,7 @@ class Service:
     def child(self, number: int) -> Any:
         """Return the scheduler's side of one of the host's connectors."""
         connector = self.host.scheduler.connector
-        return list(connector.side.children)[number] if len(self.stack.kinds) > 1 else connector
+        return connector.side.sub_connectors[number] if len(self.stack.kinds) > 1 else connector
 
     def _loaded(self, host: MiniEngine) -> list[int]:
         """Return how many tokens each connector of a host has loaded."""

@@ -126,7 +126,7 @@ def test_failed_load_does_not_fail_the_stores_of_its_step(kit, serve, prompts, s
     )
     ask(kit, host, prompts[:1])
     host.scheduler.pool.reset()
-    (child,) = kit.scheduler_side(host).children
+    (child,) = kit.scheduler_side(host).sub_connectors
     manager = child.side._manager
     prepare_load = manager.prepare_load
 
@@ -138,7 +138,7 @@ def test_failed_load_does_not_fail_the_stores_of_its_step(kit, serve, prompts, s
     plans = kit.record(host)
     requests = [host.submit(each, kit.NEW_TOKENS) for each in (prompts[1], prompts[0])]
     host.run()
-    jobs = [deserialize(plan.connector_metadata).children[0] for plan in plans]
+    jobs = [deserialize(plan.connector_metadata).metadata[0] for plan in plans]
     assert any(each.gone and each.stores for each in jobs)
     assert [each.output for each in requests] == kit.references([prompts[1], prompts[0]], 3)
     assert kit.tier_stats(host)["0_OffloadingConnector_store_jobs_failed_total"] == 0
