@@ -34,7 +34,7 @@ from wtransfer.specs.fence.marks import (
 )
 from wtransfer.specs.fence.worker import FencedWorker
 from wtransfer.specs.interface import CanonicalKVCaches, OffloadingSpec
-from wtransfer.specs.older.spec import todays
+from wtransfer.specs.seed_adapter import adapt_spec
 from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class FencedSpec(OffloadingSpec):
         rank: int | None = None,
         weights: ProcessWeights = process_weights,
     ) -> None:
-        self.spec = todays(spec)
+        self.spec = adapt_spec(spec)
         """What is fenced; a spec in the seed's style is wrapped."""
         self._rank = _rank_of(spec) if rank is None else rank
         self._weights = weights

@@ -257,7 +257,7 @@ class OffloadingManager(ABC):
     """Decides what is kept, and where. One thread calls it; nothing in it may block.
 
     A manager in the seed's style is asked for many blocks at once, ``lookup(block_hashes)``, and
-    hears of no requests; `wtransfer.specs.older.spec` lets hosts of today ask it.
+    hears of no requests; `wtransfer.specs.seed_adapter` lets current hosts call it.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -434,8 +434,8 @@ class OffloadingSpec(ABC):
     memory is taken by `get_worker`.
 
     A spec in the seed's style defines ``get_handlers(kv_caches, attn_backends)`` instead of
-    `get_worker`, and a manager that is asked for many blocks at once; `wtransfer.specs.older` lets
-    hosts of today drive it.
+    `get_worker`, and a manager that is asked for many blocks at once;
+    `wtransfer.specs.seed_adapter` lets current hosts drive it.
 
     Args:
         config: As above.
@@ -497,5 +497,5 @@ def _only_handlers(self: OffloadingSpec, kv_caches: CanonicalKVCaches) -> Offloa
     """Say that this spec has handlers."""
     raise NotImplementedError(
         f"{type(self).__qualname__} is a spec in the seed's style, with get_handlers and without "
-        "get_worker: wrap it with wtransfer.specs.older.spec.todays(spec)"
+        "get_worker: wrap it with wtransfer.specs.seed_adapter.adapt_spec(spec)"
     )

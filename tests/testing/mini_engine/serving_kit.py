@@ -11,7 +11,7 @@ import socket
 import torch
 
 from wtransfer.connectors.naming import BlockNaming
-from wtransfer.specs.arena.layout import ArenaLayout
+from wtransfer.specs.shared_region import ArenaLayout
 from wtransfer.testing.mini_engine.build import HostSettings
 from wtransfer.testing.mini_engine.cache import PagedCache
 from wtransfer.testing.mini_engine.model import PagedTransformer

@@ -7,7 +7,7 @@ import msgspec
 from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
 from wtransfer.specs.fenced import FencedLoadStoreSpec
 from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 from wtransfer.testing.mini_engine.messages import Said, Span, StepPlan, StepResult
 from wtransfer.testing.mini_engine.plain import from_plain, to_plain
 from wtransfer.weights import WeightsStamp

@@ -10,7 +10,7 @@ from wtransfer.bench.offload import NUM_LAYERS
 from wtransfer.blocks import BlockGeometry
 from wtransfer.connectors.relay.layout import SlotLayout
 from wtransfer.connectors.storage.options import DEFAULT_MAX_BYTES
-from wtransfer.specs.arena.layout import stride_of
+from wtransfer.specs.shared_region import stride_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

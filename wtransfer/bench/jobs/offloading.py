@@ -16,7 +16,6 @@ from wtransfer.bench.offload import NUM_LAYERS
 from wtransfer.blocks import fence_key, make_offload_key
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import DigestMismatchError
-from wtransfer.specs.arena.layout import stride_of
 from wtransfer.specs.cpu import CPUOffloadingSpec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
@@ -24,7 +23,7 @@ from wtransfer.specs.interface import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec, stride_of
 from wtransfer.transport.niceness import NICENESS
 from wtransfer.transport.tensors import own_memory
 

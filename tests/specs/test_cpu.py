@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from wtransfer.errors import ForkedError, OffloadingOptionError, StallError
-from wtransfer.specs.cpu_options import CPUOffloadingOptions
+from wtransfer.specs.cpu import CPUOffloadingOptions, CPUOffloadingSpec
 from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 
 def memory_mappings():
@@ -44,31 +44,70 @@ def hang(make_rig):
 # -- options
 
 
-def test_options_have_the_names_and_defaults_that_the_field_knows():
-    options = CPUOffloadingOptions.of({"cpu_bytes_to_use": 1e9, "spec_name": "for others"})
-    assert options == CPUOffloadingOptions(10**9, "lru", True, 2, 30.0)
+def test_options_have_the_names_and_defaults_of_the_field():
+    options = CPUOffloadingOptions.of({"cpu_bytes_to_use": 1e9})
+    assert options == CPUOffloadingOptions(
+        cpu_bytes_to_use=10**9,
+        eviction_policy="lru",
+        verify_checksums=True,
+        num_copy_threads=2,
+        deadline_s=30.0,
+    )
+    assert isinstance(options.cpu_bytes_to_use, int)
+
+
+def test_options_of_the_host_may_stand_beside_those_of_the_spec():
+    of_the_host = {"spec_name": "x", "spec_module_path": "y", "block_size": 64}
+    assert CPUOffloadingOptions.of({"cpu_bytes_to_use": 9, **of_the_host}).cpu_bytes_to_use == 9
 
 
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({}, "cpu_bytes_to_use is missing: set it in kv_connector_extra_config"),
-        ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use='much': expected a number"),
-        ({"cpu_bytes_to_use": 1.5}, "cpu_bytes_to_use=1.5: expected a number"),
-        ({"cpu_bytes_to_use": float("inf")}, "cpu_bytes_to_use=inf: expected a number"),
-        ({"cpu_bytes_to_use": 9, "deadline_s": float("inf")}, "deadline_s=inf: .*at most 86400"),
-        ({"cpu_bytes_to_use": 9, "num_copy_threads": 65}, "num_copy_threads=65: .*at most 64"),
-        ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use=True: expected a number"),
-        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use=0: expected more than 0"),
-        ({"cpu_bytes_to_use": 9, "deadline_s": -1}, r"deadline_s=-1.0: expected more than 0"),
-        ({"cpu_bytes_to_use": 9, "deadline_s": float("nan")}, "deadline_s=nan"),
-        ({"cpu_bytes_to_use": 9, "num_copy_threads": 0}, "num_copy_threads=0: expected more"),
-        ({"cpu_bytes_to_use": 9, "verify_checksums": "no"}, "verify_checksums='no': expected true"),
+        ({"cpu_bytes_to_use": None}, "cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": "much"}, "Expected `int`, got `str` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": 1.5}, "Expected `int`, got `float` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": float("inf")}, "got `float` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": True}, "Expected `int`, got `bool` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": 0}, "Expected `int` >= 1 - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": 1 << 61}, "at `$.cpu_bytes_to_use`"),
+        ({"deadline_s": float("inf")}, "Expected `float` <= 86400.0 - at `$.deadline_s`"),
+        ({"deadline_s": -1}, "Expected `float` > 0.0 - at `$.deadline_s`"),
+        ({"deadline_s": float("nan")}, "Expected `float` > 0.0 - at `$.deadline_s`"),
+        ({"num_copy_threads": 65}, "Expected `int` <= 64 - at `$.num_copy_threads`"),
+        ({"num_copy_threads": 0}, "Expected `int` >= 1 - at `$.num_copy_threads`"),
+        ({"verify_checksums": "no"}, "Expected `bool`, got `str` - at `$.verify_checksums`"),
+        ({"evict_policy": "arc"}, "unknown field `evict_policy`; the options are cpu_bytes_to_use"),
+        ({"num_cpu_blocks": 9}, "unknown field `num_cpu_blocks`"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(extra, said):
-    with pytest.raises(OffloadingOptionError, match=said):
-        CPUOffloadingOptions.of(extra)
+def test_unusable_or_unknown_option_is_refused_by_name(extra, said):
+    with pytest.raises(OffloadingOptionError) as caught:
+        CPUOffloadingOptions.of({"cpu_bytes_to_use": 9, **extra})
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("kv_connector_extra_config of CPUOffloadingSpec: ")
+
+
+def test_missing_size_is_refused():
+    with pytest.raises(OffloadingOptionError, match=r"missing required field `cpu_bytes_to_use`"):
+        CPUOffloadingOptions.of({})
+
+
+def test_spec_refuses_a_misspelt_option(arena_rig):
+    with pytest.raises(OffloadingOptionError, match="unknown field `verify_checksum`"):
+        arena_rig.Rig(verify_checksum=False)
+
+
+def test_subclass_of_the_spec_may_have_more_options(make_rig, monkeypatch):
+    class MoreOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
+        folder: str
+
+    class More(CPUOffloadingSpec):
+        options_cls = MoreOptions
+
+    config = make_rig().config
+    config.extra_config["folder"] = "here"
+    assert More(config).options.folder == "here"
 
 
 def test_an_arena_that_holds_no_block_is_refused_with_what_one_takes(arena_rig):
@@ -121,7 +160,7 @@ def test_a_worker_that_cannot_be_made_gives_its_place_back(make_rig, arena_rig, 
 
     options = {"rank": 0, "world_size": 2, "engine_id": f"engine-{os.getpid()}"}
     with monkeypatch.context() as patch:
-        patch.setattr("wtransfer.specs.cpu_worker.Jobs", no_threads)
+        patch.setattr("wtransfer.specs.cpu.Jobs", no_threads)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             arena_rig.Rig(**options)
     make_rig(**options, deadline_s=0.1)
