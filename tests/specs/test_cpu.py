@@ -110,29 +110,29 @@ def test_subclass_of_the_spec_may_have_more_options(make_rig, monkeypatch):
     assert More(config).options.folder == "here"
 
 
-def test_an_arena_that_holds_no_block_is_refused_with_what_one_takes(arena_rig):
+def test_too_little_memory_for_one_block_is_refused_with_what_it_takes(arena_rig):
     with pytest.raises(
         OffloadingOptionError, match=r"cpu_bytes_to_use=100 is too little for one block.* 8,192"
     ):
         arena_rig.Rig(cpu_bytes_to_use=100)
 
 
-def test_a_rank_that_there_is_not_is_refused(arena_rig):
+def test_rank_out_of_range_is_refused(arena_rig):
     with pytest.raises(OffloadingOptionError, match="rank 2 of 2: ranks begin with 0"):
         arena_rig.Rig(rank=2, world_size=2)
 
 
-def test_an_unknown_policy_is_refused_on_the_schedulers_side(make_rig):
+def test_unknown_policy_is_refused_by_get_manager(make_rig):
     with pytest.raises(OffloadingOptionError, match="mru"):
         make_rig(eviction_policy="mru").spec.get_manager()
 
 
-def test_a_host_that_does_not_say_how_large_blocks_are_is_told(arena_rig):
+def test_unknown_block_size_is_refused_with_where_to_set_it(arena_rig):
     with pytest.raises(OffloadingOptionError, match="worker_kv_bytes_per_block=0"):
         arena_rig.Rig(num_layers=0)
 
 
-def test_a_cache_that_is_larger_than_was_said_is_refused(make_rig, arena_rig):
+def test_cache_with_larger_blocks_than_configured_is_refused(make_rig, arena_rig):
     rig = make_rig(page_nbytes=(512,), num_layers=2)
     larger = arena_rig.Rig(page_nbytes=(1024,), num_layers=2)
     larger.close()
@@ -140,7 +140,7 @@ def test_a_cache_that_is_larger_than_was_said_is_refused(make_rig, arena_rig):
         type(rig.spec)(rig.config).get_worker(larger.caches)
 
 
-def test_a_cache_with_other_groups_is_refused(make_rig):
+def test_cache_with_other_groups_is_refused(make_rig):
     rig, other = make_rig(), make_rig(page_nbytes=(1024, 512))
     with pytest.raises(OffloadingOptionError, match="has 2 groups of layers, the config 1"):
         type(rig.spec)(rig.config).get_worker(other.caches)
@@ -154,7 +154,7 @@ def test_both_sides_are_made_once_and_agree_on_the_slots(make_rig):
     assert rig.part.layout.used_nbytes <= rig.spec.options.cpu_bytes_to_use
 
 
-def test_a_worker_that_cannot_be_made_gives_its_place_back(make_rig, arena_rig, monkeypatch):
+def test_worker_that_cannot_be_made_releases_its_rank(make_rig, arena_rig, monkeypatch):
     def no_threads(*_):
         raise RuntimeError("can't start new thread")
 
@@ -180,7 +180,7 @@ def test_every_job_is_reported_once(make_rig, arena_rig):
     rig.worker.wait({*numbers, 12345})
 
 
-def test_a_number_that_is_in_use_is_not_begun_again(hang, arena_rig):
+def test_job_id_in_use_is_refused(hang, arena_rig):
     number = hang.submit_store([1], [1], [arena_rig.key(1)])
     again = ArenaLoadStoreSpec([2], [arena_rig.key(2)])
     assert not hang.worker.submit_store(number, GPULoadStoreSpec([2]), again)
@@ -189,7 +189,7 @@ def test_a_number_that_is_in_use_is_not_begun_again(hang, arena_rig):
     assert hang.worker.get_finished() == []
 
 
-def test_a_load_may_be_said_to_be_waited_for(make_rig, arena_rig):
+def test_expedited_load_is_a_load(make_rig, arena_rig):
     rig = make_rig().fill()
     rig.store([1], [1], [arena_rig.key(1)])
     place = ArenaLoadStoreSpec([1], [arena_rig.key(1)])
@@ -199,7 +199,7 @@ def test_a_load_may_be_said_to_be_waited_for(make_rig, arena_rig):
     assert rig.block(3) == rig.block(1)
 
 
-def test_jobs_are_counted(make_rig, arena_rig):
+def test_jobs_bytes_and_failures_are_counted(make_rig, arena_rig):
     rig = make_rig().fill()
     nbytes = len(rig.block(0))
     rig.store([1, 2], [1, 2], [arena_rig.key(1), arena_rig.key(2)])
@@ -216,7 +216,7 @@ def test_jobs_are_counted(make_rig, arena_rig):
     }
 
 
-def test_a_job_without_progress_is_named_at_the_deadline(hang, arena_rig):
+def test_wait_names_a_job_without_progress_at_the_deadline(hang, arena_rig):
     number = hang.submit_store([1], [1], [arena_rig.key(1)])
     with pytest.raises(StallError) as caught:
         hang.worker.wait({number})
@@ -224,7 +224,7 @@ def test_a_job_without_progress_is_named_at_the_deadline(hang, arena_rig):
     assert caught.value.seconds == 0.2
 
 
-def test_progress_of_one_job_is_progress(make_rig, arena_rig):
+def test_wait_goes_on_while_a_job_makes_progress(make_rig, arena_rig):
     rig = make_rig(deadline_s=0.5, num_copy_threads=1).fill()
     pages = rig.worker._copiers[0].pages
     gather = pages.gather
@@ -239,7 +239,7 @@ def test_progress_of_one_job_is_progress(make_rig, arena_rig):
     assert len(rig.worker.get_finished()) == 5
 
 
-def test_a_job_that_hangs_is_named_though_others_go_on(make_rig, arena_rig):
+def test_wait_names_a_job_that_hangs_though_others_end(make_rig, arena_rig):
     rig = make_rig(deadline_s=0.5).fill()
     pages = rig.worker._copiers[0].pages
     gather, go_on, stop = pages.gather, threading.Event(), threading.Event()
@@ -290,7 +290,7 @@ def test_shutdown_leaves_neither_memory_nor_threads(arena_rig):
     assert rig.worker.get_stats()["stores_total"] == 1
 
 
-def test_shutdown_with_jobs_in_flight_ends_them(make_rig, arena_rig, monkeypatch):
+def test_shutdown_fails_jobs_in_flight(make_rig, arena_rig, monkeypatch):
     monkeypatch.setattr("wtransfer.specs.copying.copier.TASK_NBYTES", 1)
     rig = make_rig(num_blocks=64, num_slots=64, num_copy_threads=1).fill()
     pages = rig.worker._copiers[0].pages
@@ -314,7 +314,7 @@ def test_shutdown_with_jobs_in_flight_ends_them(make_rig, arena_rig, monkeypatch
     rig.worker.wait({many, behind})
 
 
-def test_shutdown_does_not_wait_for_a_copy_that_hangs(hang, arena_rig, caplog):
+def test_shutdown_leaves_a_hanging_copy_and_keeps_its_memory(hang, arena_rig, caplog):
     hang.submit_store([1], [1], [arena_rig.key(1)])
     assert hang.copying.wait(10)
     began = time.monotonic()
@@ -325,7 +325,7 @@ def test_shutdown_does_not_wait_for_a_copy_that_hangs(hang, arena_rig, caplog):
     hang.close()
 
 
-def test_a_fork_has_no_worker_and_its_end_harms_nobody(make_rig, arena_rig):
+def test_forked_child_has_no_worker_and_the_parent_goes_on(make_rig, arena_rig):
     rig = make_rig().fill()
     rig.store([2], [3], [arena_rig.key(0)])
     pid = os.fork()
@@ -349,7 +349,7 @@ def test_a_fork_has_no_worker_and_its_end_harms_nobody(make_rig, arena_rig):
     assert rig.block(5) == rig.block(2)
 
 
-def test_stores_step_back_behind_serving_and_loads_do_not(make_rig):
+def test_store_threads_are_niced_and_load_threads_are_not(make_rig):
     make_rig()
     nice = {}
     for thread in threads():

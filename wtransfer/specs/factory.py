@@ -1,6 +1,6 @@
 """Make offloading specs by name. A thin face over the registry.
 
-Source: names, signatures and texts are those of vLLM's factory, in the seed and today.
+Source: names, signatures and texts are those of vLLM's factory, of the seed and the current one.
 """
 
 from __future__ import annotations

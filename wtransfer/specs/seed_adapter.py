@@ -58,7 +58,7 @@ from wtransfer.specs.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator
 
     import torch
 
@@ -74,11 +74,10 @@ logger = logging.getLogger(__name__)
 
 # -- constructors -------------------------------------------------------------------------------
 
-_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _BOTH = 2
 
 
-def constructor_of(cls: type[OffloadingSpec]) -> tuple[str | None, ...]:
+def constructor_of(cls: type[OffloadingSpec]) -> tuple[int, tuple[str, ...]]:
     """Return how a spec is constructed, by its signature.
 
     A constructor that passes its arguments on (``*args, **kwargs``), or has no signature, is judged
@@ -86,7 +85,7 @@ def constructor_of(cls: type[OffloadingSpec]) -> tuple[str | None, ...]:
     API, any other of the current one.
 
     Returns:
-        For each argument the keyword that it goes by, None: by position. One argument is an
+        How many arguments go by position, and the keywords of the others. One argument in all is an
         `OffloadingConfig`, two are a serving engine's configs, as in the seed.
 
     Raises:
@@ -95,19 +94,25 @@ def constructor_of(cls: type[OffloadingSpec]) -> tuple[str | None, ...]:
     for signature in _signatures(cls):
         parameters = signature.parameters
         kinds = {each.kind for each in parameters.values()}
-        positional = [each for each in parameters.values() if each.kind in _POSITIONAL]
-        by_name = [name for name in ("config", "vllm_config") if name in parameters]
-        keywords = [None if positional or not by_name else by_name[0]]
-        if sum(each.default is Parameter.empty for each in positional) == _BOTH:
-            keywords.append(None)
+        required = [
+            each.default is Parameter.empty
+            for each in parameters.values()
+            if each.kind <= Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        keywords = [name for name in ("config", "vllm_config") if name in parameters][:1]
+        if required:
+            keywords = []
+        num_positional = 1 - len(keywords)
+        if sum(required) == _BOTH:
+            num_positional = _BOTH
         elif "kv_cache_config" in parameters:
             keywords.append("kv_cache_config")
         elif Parameter.VAR_POSITIONAL in kinds or (
-            Parameter.VAR_KEYWORD in kinds and not positional and not by_name
+            Parameter.VAR_KEYWORD in kinds and not required and not keywords
         ):
             continue
         try:
-            signature.bind(*_by_position(keywords, keywords), **_by_keyword(keywords, keywords))
+            signature.bind(*[None] * num_positional, **dict.fromkeys(keywords))
         except TypeError as error:
             raise PluginTypeError(
                 f"The constructor of the offloading spec {cls.__module__}.{cls.__qualname__} takes "
@@ -116,8 +121,8 @@ def constructor_of(cls: type[OffloadingSpec]) -> tuple[str | None, ...]:
                 kind="specs",
                 name=cls.__qualname__,
             ) from error
-        return tuple(keywords)
-    return (None, None) if hasattr(cls, "get_handlers") else (None,)
+        return num_positional, tuple(keywords)
+    return (_BOTH if hasattr(cls, "get_handlers") else 1), ()
 
 
 def _signatures(cls: type) -> Iterator[inspect.Signature]:
@@ -137,19 +142,11 @@ def _signatures(cls: type) -> Iterator[inspect.Signature]:
         yield signature
 
 
-def _by_position(keywords: Sequence[str | None], values: Sequence[Any]) -> list[Any]:
-    return [value for name, value in zip(keywords, values, strict=True) if name is None]
-
-
-def _by_keyword(keywords: Sequence[str | None], values: Sequence[Any]) -> dict[str, Any]:
-    return {name: value for name, value in zip(keywords, values, strict=True) if name is not None}
-
-
 def construct(spec_cls: type[OffloadingSpec], config: Any, kv_cache_config: Any) -> OffloadingSpec:
     """Make a spec of either API from the configs of either."""
-    keywords = constructor_of(spec_cls)
+    num_positional, keywords = constructor_of(spec_cls)
     arguments: tuple[Any, ...]
-    if len(keywords) == _BOTH:
+    if num_positional + len(keywords) == _BOTH:
         arguments = (config, kv_cache_config)
         if not is_serving_config(config):
             arguments = to_serving_config(config)
@@ -157,7 +154,8 @@ def construct(spec_cls: type[OffloadingSpec], config: Any, kv_cache_config: Any)
         arguments = (to_offloading_config(config, kv_cache_config),)
     else:
         arguments = (config,)
-    return spec_cls(*_by_position(keywords, arguments), **_by_keyword(keywords, arguments))
+    named = dict(zip(keywords, arguments[num_positional:], strict=True))
+    return spec_cls(*arguments[:num_positional], **named)
 
 
 # -- configs ------------------------------------------------------------------------------------
