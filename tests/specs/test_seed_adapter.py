@@ -32,7 +32,6 @@ from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTyp
 from wtransfer.registry import registry as registry_module
 from wtransfer.registry.hooks import PluginManager
 from wtransfer.registry.registry import Host
-from wtransfer.specs.fenced import FencedSpec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -58,7 +57,6 @@ from wtransfer.specs.seed_adapter import (
     to_serving_config,
 )
 from wtransfer.testing.spec import SpecConformance
-from wtransfer.weights import ProcessWeights
 
 _spec = importlib.util.spec_from_file_location(
     "seed_spec_of_tests", Path(__file__).with_name("seed_spec.py")
@@ -686,33 +684,24 @@ def test_only_specs_without_a_worker_are_adapted():
     assert adapt_spec(both) is both
 
 
-def test_fenced_seed_spec_loads_what_it_stored_until_the_weights_change():
-    spec = seed.SeedSpec(config(), SimpleNamespace(bytes_per_block=64))
-    weights = ProcessWeights()
-    fenced = FencedSpec(spec, weights=weights)
+def test_adapted_spec_loads_what_it_stored():
+    spec = adapt_spec(seed.SeedSpec(config(), SimpleNamespace(bytes_per_block=64)))
     cache = torch.arange(8 * 64, dtype=torch.int32).to(torch.uint8).view(8, 64)
     page = CanonicalKVCacheTensor(cache, 64)
     caches = CanonicalKVCaches([page], [[CanonicalKVCacheRef(0, 64)]])
-    manager, worker = fenced.get_manager(), fenced.get_worker(caches)
-
-    def ended(job):
-        worker.wait({job})
-        return {each.job_id: each.success for each in worker.get_finished()}[job]
-
-    manager.weights_are([worker.stamp()])
-    manager.on_new_request(ONE)
+    manager, worker = spec.get_manager(), spec.get_worker(caches)
+    assert spec.get_manager() is manager
+    assert spec.get_worker(caches) is worker
     prepared = manager.prepare_store([A], ONE)
-    worker.submit_store(1, GPULoadStoreSpec([1]), prepared.store_spec)
-    manager.complete_store([A], ONE, ended(1))
-    where = manager.prepare_load([A], ONE)
+    assert worker.submit_store(1, GPULoadStoreSpec([1]), prepared.store_spec)
+    worker.wait({1})
+    assert worker.get_finished() == [TransferResult(1, True)]
+    manager.complete_store([A], ONE)
     cache[1] = 0
-    worker.submit_load(2, where, GPULoadStoreSpec([1]))
-    assert ended(2)
+    assert worker.submit_load(2, manager.prepare_load([A], ONE), GPULoadStoreSpec([1]))
+    worker.wait({2})
     assert cache[1].tolist() == list(range(64, 128))
     manager.complete_load([A], ONE)
-    weights.hold("others")
-    manager.weights_are([worker.stamp()])
-    assert manager.lookup(A, ONE) is MISS
     worker.shutdown()
     manager.shutdown()
 
