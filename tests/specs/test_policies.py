@@ -316,7 +316,7 @@ def test_policy_that_breaks_its_contract_is_an_error_and_evicts_nothing(policy, 
     assert dict(manager.get_stats()) == before
 
 
-def test_candidates_of_earlier_epochs_stay_candidates_if_a_later_policy_fails(monkeypatch):
+def test_candidates_of_earlier_cohorts_stay_candidates_if_a_later_policy_fails(monkeypatch):
     class FailsOnce(LRUCachePolicy):
         num_failures = 1
 

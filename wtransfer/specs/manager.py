@@ -185,9 +185,9 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["stores_refused_total"] += len(new)
             return None
         slots = self._take_slots(len(new))
-        epoch = self._eviction.insert(new)
+        cohort = self._eviction.insert(new)
         for key, slot in zip(new, slots, strict=True):
-            blocks[key] = Block(slot, epoch)
+            blocks[key] = Block(slot, cohort)
         self._jobs_of(req_context).stores.update(new)
         self._num_storing += len(new)
         self._counters["stores_total"] += len(new)
@@ -272,7 +272,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def weights_changed(self) -> None:
         """Let what is kept now give way first. Cost: the same, however much that is."""
-        self._eviction.begin_epoch()
+        self._eviction.begin_cohort()
 
     def reset_cache(self) -> None:
         """Forget every block; those that are pinned keep their slots until their completion."""

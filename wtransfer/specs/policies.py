@@ -12,7 +12,7 @@ a sequence counts as used after its tail, for a tail is worth nothing without it
 Users choose a policy by name, ``lru`` or ``arc``, or by place, ``my_package.policy:MyPolicy``.
 
 Blocks of earlier weights are evicted before those of the present ones, whatever the policy:
-`EvictionOrder` keeps one policy for each *epoch*, the time between two changes of the weights.
+`EvictionOrder` keeps one policy for each *cohort*, the blocks between two changes of the weights.
 """
 
 from __future__ import annotations
@@ -331,8 +331,8 @@ STORING = -1
 """`Block.num_loads` of a block that cannot be loaded yet."""
 
 
-class Epoch:
-    """The blocks of one epoch, and the policy that orders them."""
+class Cohort:
+    """Blocks between two changes of the weights, and the policy that orders them."""
 
     __slots__ = ("num_idle", "policy")
 
@@ -345,11 +345,11 @@ class Epoch:
 class Block:
     """One block that is kept or being stored."""
 
-    __slots__ = ("epoch", "forgotten", "num_loads", "slot")
+    __slots__ = ("cohort", "forgotten", "num_loads", "slot")
 
-    def __init__(self, slot: int, epoch: Epoch) -> None:
+    def __init__(self, slot: int, cohort: Cohort) -> None:
         self.slot = slot
-        self.epoch = epoch
+        self.cohort = cohort
         self.num_loads = STORING
         """How many loads are under way; 0: the block is idle, a candidate."""
         self.forgotten = False
@@ -357,13 +357,13 @@ class Block:
 
 
 class EvictionOrder:
-    """The order in which the blocks of one cache are evicted: earlier epochs first.
+    """The order in which the blocks of one cache are evicted: earlier cohorts first.
 
-    Nothing is moved when the weights change, however many blocks there are: earlier epochs stand in
-    a queue, and room is made from its head.
+    Nothing is moved when the weights change, however many blocks there are: earlier cohorts
+    stand in a queue, and room is made from its head.
 
     Args:
-        policy_cls: Orders the blocks of each epoch.
+        policy_cls: Orders the blocks of each cohort.
         capacity: Number of slots.
         blocks: The manager's blocks; only read here.
     """
@@ -377,63 +377,63 @@ class EvictionOrder:
         self._policy_cls = policy_cls
         self._capacity = capacity
         self._blocks = blocks
-        # Earlier epochs that have candidates.
-        self._queue: OrderedDict[Epoch, None] = OrderedDict()
-        self._current = Epoch(policy_cls(capacity))
+        # Earlier cohorts that have candidates.
+        self._queue: OrderedDict[Cohort, None] = OrderedDict()
+        self._current = Cohort(policy_cls(capacity))
         self.num_idle = 0
-        """Number of candidates of all epochs."""
+        """Number of candidates of all cohorts."""
 
-    def begin_epoch(self) -> None:
+    def begin_cohort(self) -> None:
         """Evict all present blocks before those that are inserted from now on."""
         if self._current.num_idle:
             self._queue[self._current] = None
-        self._current = Epoch(self._policy_cls(self._capacity))
+        self._current = Cohort(self._policy_cls(self._capacity))
 
-    def insert(self, keys: Sequence[OffloadKey]) -> Epoch:
-        """Add blocks that are being stored; return their epoch."""
+    def insert(self, keys: Sequence[OffloadKey]) -> Cohort:
+        """Add blocks that are being stored; return their cohort."""
         self._current.policy.insert(keys)
         return self._current
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
-        """Make blocks candidates, each in its epoch."""
-        for epoch, own in self._by_epoch(keys):
-            epoch.policy.release(own)
-            epoch.num_idle += len(own)
+        """Make blocks candidates, each in its cohort."""
+        for cohort, own in self._by_cohort(keys):
+            cohort.policy.release(own)
+            cohort.num_idle += len(own)
             self.num_idle += len(own)
-            if epoch is not self._current:
-                self._queue[epoch] = None
+            if cohort is not self._current:
+                self._queue[cohort] = None
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Take candidates out, and move them to the present epoch, in which they are used.
+        """Take candidates out, and move them to the present cohort, in which they are used.
 
         Moved now, not when they are released: the weights may have changed by then.
         """
-        for epoch, own in self._by_epoch(keys):
-            epoch.policy.pin(own)
-            self._subtract_idle(epoch, len(own))
-            if epoch is not self._current:
-                epoch.policy.remove(own)
+        for cohort, own in self._by_cohort(keys):
+            cohort.policy.pin(own)
+            self._subtract_idle(cohort, len(own))
+            if cohort is not self._current:
+                cohort.policy.remove(own)
                 self._current.policy.insert(own)
                 for key in own:
-                    self._blocks[key].epoch = self._current
+                    self._blocks[key].cohort = self._current
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of candidates, and move them to the present epoch."""
-        earlier = [key for key in keys if self._blocks[key].epoch is not self._current]
+        """Record a use of candidates, and move them to the present cohort."""
+        earlier = [key for key in keys if self._blocks[key].cohort is not self._current]
         if earlier:
             self.pin(earlier)
             self.release(earlier)
         self._current.policy.touch(keys)
 
     def reorder(self, keys: Sequence[OffloadKey]) -> None:
-        """Make candidates the ones used last, each in its epoch."""
-        for epoch, own in self._by_epoch(keys):
-            epoch.policy.reorder(own)
+        """Make candidates the ones used last, each in its cohort."""
+        for cohort, own in self._by_cohort(keys):
+            cohort.policy.reorder(own)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget blocks that are no candidates."""
-        for epoch, own in self._by_epoch(keys):
-            epoch.policy.remove(own)
+        for cohort, own in self._by_cohort(keys):
+            cohort.policy.remove(own)
 
     def evict(
         self, count: int, protected: AbstractSet[OffloadKey], incoming: Sequence[OffloadKey]
@@ -454,43 +454,43 @@ class EvictionOrder:
         """
         if count > self.num_idle - len(protected):
             return None
-        evicted: list[tuple[Epoch, list[OffloadKey]]] = []
+        evicted: list[tuple[Cohort, list[OffloadKey]]] = []
         try:
-            for epoch, share in self._shares(count, protected):
-                evicted.append((epoch, self._evict_from(epoch, share, protected, incoming)))
+            for cohort, share in self._shares(count, protected):
+                evicted.append((cohort, self._evict_from(cohort, share, protected, incoming)))
         except EvictionPolicyError:
             # Their slots are not given away, so these blocks are candidates as before.
-            for epoch, keys in evicted:
-                epoch.policy.insert(keys)
-                epoch.policy.release(keys)
+            for cohort, keys in evicted:
+                cohort.policy.insert(keys)
+                cohort.policy.release(keys)
             raise
-        for epoch, keys in evicted:
-            self._subtract_idle(epoch, len(keys))
+        for cohort, keys in evicted:
+            self._subtract_idle(cohort, len(keys))
         return [key for _, keys in evicted for key in keys]
 
     def _shares(
         self, count: int, protected: AbstractSet[OffloadKey]
-    ) -> Iterator[tuple[Epoch, int]]:
-        """Yield how many blocks are evicted from which epoch, the oldest first."""
-        staying = Counter(self._blocks[key].epoch for key in protected)
-        for epoch in (*self._queue, self._current):
-            share = min(count, epoch.num_idle - staying[epoch])
+    ) -> Iterator[tuple[Cohort, int]]:
+        """Yield how many blocks are evicted from which cohort, the oldest first."""
+        staying = Counter(self._blocks[key].cohort for key in protected)
+        for cohort in (*self._queue, self._current):
+            share = min(count, cohort.num_idle - staying[cohort])
             if share > 0:
-                yield epoch, share
+                yield cohort, share
                 count -= share
             if not count:
                 return
 
     def _evict_from(
         self,
-        epoch: Epoch,
+        cohort: Cohort,
         count: int,
         protected: AbstractSet[OffloadKey],
         incoming: Sequence[OffloadKey],
     ) -> list[OffloadKey]:
-        """Ask the policy of an epoch, and check its answer: what it names loses its slot."""
+        """Ask the policy of a cohort, and check its answer: what it names loses its slot."""
         try:
-            keys = epoch.policy.evict(count, protected, incoming)
+            keys = cohort.policy.evict(count, protected, incoming)
         except Exception as error:
             raise self._failure(count, f"raised {error!r}") from error
         blocks = [self._blocks.get(key) for key in keys or ()]
@@ -498,7 +498,7 @@ class EvictionOrder:
             keys is not None
             and len(set(keys)) == count == len(keys)
             and protected.isdisjoint(keys)
-            and all(block and block.epoch is epoch and not block.num_loads for block in blocks)
+            and all(block and block.cohort is cohort and not block.num_loads for block in blocks)
         ):
             return keys
         named = "None" if keys is None else f"{len(keys)} keys, not all of them candidates"
@@ -512,14 +512,16 @@ class EvictionOrder:
             "wtransfer.testing.policy.PolicyConformance, or choose another eviction_policy."
         )
 
-    def _by_epoch(self, keys: Sequence[OffloadKey]) -> Iterable[tuple[Epoch, Sequence[OffloadKey]]]:
-        found: dict[Epoch, list[OffloadKey]] = {}
+    def _by_cohort(
+        self, keys: Sequence[OffloadKey]
+    ) -> Iterable[tuple[Cohort, Sequence[OffloadKey]]]:
+        found: dict[Cohort, list[OffloadKey]] = {}
         for key in keys:
-            found.setdefault(self._blocks[key].epoch, []).append(key)
+            found.setdefault(self._blocks[key].cohort, []).append(key)
         return found.items()
 
-    def _subtract_idle(self, epoch: Epoch, count: int) -> None:
-        epoch.num_idle -= count
+    def _subtract_idle(self, cohort: Cohort, count: int) -> None:
+        cohort.num_idle -= count
         self.num_idle -= count
-        if not epoch.num_idle:
-            self._queue.pop(epoch, None)
+        if not cohort.num_idle:
+            self._queue.pop(cohort, None)

@@ -332,7 +332,7 @@ def _num_taken(function: Any, most: int) -> int:
 
 # -- managers -----------------------------------------------------------------------------------
 
-_EPOCH_NBYTES = 4
+_RESETS_NBYTES = 4
 
 
 class SeedManagerAdapter(OffloadingManager):
@@ -351,7 +351,7 @@ class SeedManagerAdapter(OffloadingManager):
         inherited = getattr(reset_cache, "__func__", None) is OffloadingManager.reset_cache
         self._can_reset = reset_cache is not None and not inherited
         # A manager that cannot reset knows blocks by other names after each reset: see `_name`.
-        self._epoch = 0
+        self._num_resets = 0
         # (request, key) -> the name under which it is in flight, and how often.
         self._loads: dict[tuple[str, bytes], tuple[bytes, int]] = {}
         self._stores: dict[tuple[str, bytes], bytes] = {}
@@ -473,7 +473,7 @@ class SeedManagerAdapter(OffloadingManager):
         if self._can_reset:
             self._manager.reset_cache()
         else:
-            self._epoch += 1
+            self._num_resets += 1
 
     def get_stats(self) -> Mapping[str, float]:
         """Return its numbers, if it has any, and the number of unknown completions."""
@@ -502,10 +502,10 @@ class SeedManagerAdapter(OffloadingManager):
         return self._arity[method]
 
     def _name(self, key: bytes) -> bytes:
-        return key if self._can_reset else self._epoch.to_bytes(_EPOCH_NBYTES, "big") + key
+        return key if self._can_reset else self._num_resets.to_bytes(_RESETS_NBYTES, "big") + key
 
     def _key(self, name: bytes) -> Any:
-        return name if self._can_reset else name[_EPOCH_NBYTES:]
+        return name if self._can_reset else name[_RESETS_NBYTES:]
 
 
 def _first_of(holder: Any, *names: str) -> list[Any]:
