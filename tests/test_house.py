@@ -38,7 +38,7 @@ ALLOWED_NEIGHBOURS = {
     for neighbour in (
         "wtransfer.specs.interface",
         "wtransfer.specs.factory",
-        "wtransfer.specs.older.spec",
+        "wtransfer.specs.seed_adapter",
     )
 }
 """Packages of one room, and what they may import of another."""

@@ -215,6 +215,10 @@ class BlockNotKeptError(WTransferError, LookupError):
     """A KV block was to be loaded that is not kept, or not whole yet."""
 
 
+class EvictionPolicyError(WTransferError, RuntimeError):
+    """An eviction policy raised, or named blocks that it may not evict; nothing was evicted."""
+
+
 class ConnectorGenerationError(WTransferError, ValueError):
     """A connector of a generation was asked for that this process does not run."""
 

@@ -12,7 +12,7 @@ from arena_rig import Rig, key
 
 from wtransfer.blocks import BlockHeader
 from wtransfer.errors import to_wire
-from wtransfer.specs.arena.arena import ArenaPart
+from wtransfer.specs.shared_region import SharedRegion
 
 MAX_DATAGRAM = 1 << 16
 
@@ -81,7 +81,7 @@ class Rank:
     def num_headers_of(self, rank):
         """Return how many slots another rank has filled, seen from here."""
         part = self.rig.part
-        other = ArenaPart(part.segment, part.layout, rank)
+        other = SharedRegion(part.segment, part.layout, rank)
         return int(other._headers.any(axis=1).sum())
 
     def look(self):

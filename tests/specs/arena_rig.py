@@ -22,7 +22,7 @@ from wtransfer.specs.interface import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 
 def key(number, group=0, fingerprint="weights"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wtransfer.blocks import HEADER_NBYTES, BlockHeader
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 
 @pytest.fixture

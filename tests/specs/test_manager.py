@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import pytest
 
@@ -11,7 +10,6 @@ from wtransfer.blocks import make_offload_key
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
 from wtransfer.specs.interface import LookupResult, Medium, OffloadPolicy, ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.policies.lru import LRUCachePolicy
 
 A, B, C, D, E, F = (make_offload_key(name.encode() * 16) for name in "ABCDEF")
 ONE, TWO = ReqContext("one"), ReqContext("two")
@@ -383,7 +381,7 @@ def test_many_changes_leave_nothing_behind(make):
     for _ in range(1000):
         manager.weights_changed()
         manager.touch([A], ONE)
-    assert len(manager._generations._queue) <= 1
+    assert len(manager._eviction._queue) <= 1
     assert looked_up(manager, A) == [HIT]
 
 
@@ -547,74 +545,7 @@ def test_effort_does_not_grow_with_the_number_of_blocks(make):
     assert (many["weights_changed"], many["get_stats"], many["lookup"]) == (0, 0, 1)
 
 
-# -- policies that break their word
-
-
-class Base(LRUCachePolicy):
-    """In the way."""
-
-
-class TooFew(Base):
-    def evict(self, count, protected, incoming):
-        return (super().evict(count, protected, incoming) or [])[:-1]
-
-
-class Twice(Base):
-    def evict(self, count, protected, incoming):
-        evicted = super().evict(count, protected, incoming)
-        return [evicted[0]] * count
-
-
-class Strangers(Base):
-    def evict(self, count, protected, incoming):
-        super().evict(count, protected, incoming)
-        return [F] * count
-
-
-class Protected(Base):
-    def evict(self, count, protected, incoming):
-        return super().evict(count, (), incoming)
-
-
-class Refuses(Base):
-    def evict(self, count, protected, incoming):
-        return None
-
-
-class Raises(Base):
-    def evict(self, count, protected, incoming):
-        raise IndexError("pop from an empty deque")
-
-
-class TakesPinned(Base):
-    def pin(self, keys): ...
-
-    def release(self, keys):
-        for key in keys:
-            self._order.setdefault(key)
-
-
-POLICIES = [TooFew, Twice, Strangers, Protected, Refuses, Raises, TakesPinned]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_that_breaks_its_word_is_replaced(policy, caplog, monkeypatch):
-    monkeypatch.setattr("wtransfer.specs.manager.policy_class", lambda _: policy)
-    manager = CPUOffloadingManager(4, policy="bad")
-    store(manager, A, B, C, D)
-    manager.prepare_load([D], ONE)
-    with caplog.at_level(logging.ERROR):
-        assert sorted(store(manager, C, E, F).evicted_keys) == [A, B]
-        manager.weights_changed()
-        assert sorted(store(manager, C, A, B).evicted_keys) == [E, F]
-    assert looked_up(manager, A, B, C, D, E, F) == [HIT, HIT, HIT, HIT, MISS, MISS]
-    (record,) = caplog.records
-    assert f"{policy.__name__} was asked for 2 candidates" in record.getMessage()
-    assert (policy is Raises) == ("raised IndexError('pop" in record.getMessage())
-    assert (policy is Raises) == bool(record.exc_info)
-    manager.complete_load([D], ONE)
-    loaded = manager.prepare_load([A, B, C, D], TWO)
-    assert sorted(loaded.slots) == [0, 1, 2, 3]
+# -- the order of a request's blocks
 
 
 def evicted_one_by_one(manager, count):
@@ -671,9 +602,9 @@ def test_the_head_of_a_request_that_runs_on_is_used_again_whenever_it_has_double
 
 def test_to_order_blocks_costs_as_little_as_twice_their_number(make, monkeypatch):
     manager, ordered = make(2000), []
-    reorder = manager._generations.reorder
+    reorder = manager._eviction.reorder
     monkeypatch.setattr(
-        manager._generations, "reorder", lambda keys: ordered.append(len(keys)) or reorder(keys)
+        manager._eviction, "reorder", lambda keys: ordered.append(len(keys)) or reorder(keys)
     )
     manager.on_new_request(ONE)
     for number in range(1000):

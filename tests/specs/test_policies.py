@@ -1,4 +1,4 @@
-"""The built-in policies: the kit, and the order that is their own."""
+"""The built-in policies: the kit, the order that is their own, and policies that break theirs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import random
 
 import pytest
 
-from wtransfer.errors import OffloadingOptionError
+from wtransfer.blocks import make_offload_key
+from wtransfer.errors import EvictionPolicyError, OffloadingOptionError
+from wtransfer.specs.interface import LookupResult, ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.policies.arc import ARCCachePolicy
-from wtransfer.specs.policies.choice import policy_class
-from wtransfer.specs.policies.interface import CachePolicy
-from wtransfer.specs.policies.lru import LRUCachePolicy
+from wtransfer.specs.policies import POLICIES, ARCCachePolicy, LRUCachePolicy, policy_class
 from wtransfer.testing.policy import PolicyConformance
 
 
@@ -25,7 +24,7 @@ class TestArc(PolicyConformance):
 
 
 class TestByPlace(PolicyConformance):
-    policy = "wtransfer.specs.policies.arc:ARCCachePolicy"
+    policy = "wtransfer.specs.policies:ARCCachePolicy"
 
 
 # -- the order of lru
@@ -36,7 +35,7 @@ def kept(policy, *keys):
     policy.release(keys)
 
 
-def test_what_was_used_longest_ago_goes_first():
+def test_lru_evicts_what_was_used_longest_ago():
     policy = LRUCachePolicy(5)
     kept(policy, *"abcde")
     policy.touch(["a"])
@@ -113,7 +112,7 @@ def traffic(kind):
 
 @pytest.mark.parametrize("kind", ["scans", "loops", "skewed", "skewed again"])
 @pytest.mark.parametrize("capacity", [1, 2, 8])
-def test_arc_is_the_published_one(kind, capacity):
+def test_arc_decides_as_the_published_algorithm(kind, capacity):
     paper, ours = PublishedArc(capacity), ARCCachePolicy(capacity)
     cached = set()
     for block in traffic(kind):
@@ -144,7 +143,7 @@ def used(policy, cached, block):
     cached.add(block)
 
 
-def test_arc_decides_over_many_blocks_as_over_one_after_the_other():
+def test_arc_decides_over_many_blocks_as_over_one_at_a_time():
     num_compared = num_ghosts = 0
     for seed in range(200):
         numbers = random.Random(seed)
@@ -179,7 +178,7 @@ def _num_learned(policy, new):
 
 
 @pytest.mark.parametrize("use", ["touch", "load"])
-def test_arc_counts_a_use_of_either_kind(use):
+def test_arc_counts_touches_and_loads_as_uses(use):
     policy = ARCCachePolicy(4)
     kept(policy, *"abc")
     if use == "touch":
@@ -191,7 +190,7 @@ def test_arc_counts_a_use_of_either_kind(use):
     assert policy.evict(3, (), "xyz") == ["b", "c", "d"]
 
 
-def test_arc_survives_a_scan_that_lru_does_not():
+def test_arc_keeps_its_hits_through_a_scan_and_lru_does_not():
     found = {}
     for name in ("lru", "arc"):
         policy, cached = policy_class(name)(10), set()
@@ -214,10 +213,10 @@ def test_arc_survives_a_scan_that_lru_does_not():
 # -- by name
 
 
-def test_the_names():
+def test_policies_are_found_by_name_and_by_place():
     assert policy_class("lru") is LRUCachePolicy
     assert policy_class("arc") is ARCCachePolicy
-    place = "wtransfer.specs.policies.lru:LRUCachePolicy"
+    place = "wtransfer.specs.policies:LRUCachePolicy"
     assert policy_class(place) is LRUCachePolicy
 
 
@@ -229,16 +228,110 @@ def test_the_names():
         ("LRU", "Did you mean 'lru'?"),
         ("fifo", "Unknown eviction policy 'fifo'"),
         ("", "Unknown eviction policy ''"),
-        (None, "The eviction policy is None; expected one of"),
         ("nowhere_at_all:Policy", "cannot be loaded: ModuleNotFoundError: No module named"),
         ("wtransfer.config:Policy", "cannot be loaded: AttributeError"),
         (":Policy", "cannot be loaded: ValueError"),
-        ("wtransfer.config:KVCacheConfig", "expected a subclass of wtransfer.specs.policies.inter"),
-        ("wtransfer.specs.policies.choice:policy_class", "expected a subclass of"),
-        (f"{CachePolicy.__module__}:CachePolicy", "abstract methods left: evict, insert, pin"),
+        ("wtransfer.config:KVCacheConfig", "expected a subclass of wtransfer.specs.policies.C"),
+        ("wtransfer.specs.policies:policy_class", "expected a subclass of"),
+        ("wtransfer.specs.policies:CachePolicy", "abstract methods left: evict, insert, pin"),
     ],
 )
-def test_a_policy_that_cannot_be_used(name, text):
+def test_unusable_policy_is_refused_with_its_reason(name, text):
     with pytest.raises(OffloadingOptionError) as caught:
         CPUOffloadingManager(4, policy=name)
     assert text in str(caught.value)
+
+
+# -- policies that break the contract
+
+A, B, C, D, E, F = (make_offload_key(name.encode() * 16) for name in "ABCDEF")
+ONE = ReqContext("one")
+
+
+class TooFew(LRUCachePolicy):
+    def evict(self, count, protected, incoming):
+        return (super().evict(count, protected, incoming) or [])[:-1]
+
+
+class Twice(LRUCachePolicy):
+    def evict(self, count, protected, incoming):
+        return [super().evict(count, protected, incoming)[0]] * count
+
+
+class Unknown(LRUCachePolicy):
+    def evict(self, count, protected, incoming):
+        return [F] * count
+
+
+class Protected(LRUCachePolicy):
+    def evict(self, count, protected, incoming):
+        return super().evict(count, (), incoming)
+
+
+class Refuses(LRUCachePolicy):
+    def evict(self, count, protected, incoming):
+        return None
+
+
+class Raises(LRUCachePolicy):
+    def evict(self, count, protected, incoming):
+        raise IndexError("pop from an empty deque")
+
+
+class Pinned(LRUCachePolicy):
+    def pin(self, keys): ...
+
+
+def kept_in(manager):
+    return [k for k in (A, B, C, D, E, F) if manager.lookup(k, ONE) is LookupResult.HIT]
+
+
+def store(manager, *keys):
+    prepared = manager.prepare_store(keys, ONE)
+    manager.complete_store(prepared.keys_to_store, ONE)
+    return prepared.evicted_keys
+
+
+@pytest.mark.parametrize(
+    ("policy", "did"),
+    [
+        (TooFew, "returned 1 keys, not all of them candidates"),
+        (Twice, "returned 2 keys, not all of them candidates"),
+        (Unknown, "returned 2 keys, not all of them candidates"),
+        (Protected, "returned 2 keys, not all of them candidates"),
+        (Pinned, "returned 2 keys, not all of them candidates"),
+        (Refuses, "returned None"),
+        (Raises, r"raised IndexError\('pop from an empty deque'\)"),
+    ],
+)
+def test_policy_that_breaks_its_contract_is_an_error_and_evicts_nothing(policy, did, monkeypatch):
+    monkeypatch.setitem(POLICIES, "bad", policy)
+    manager = CPUOffloadingManager(4, policy="bad")
+    store(manager, A, B, C, D)
+    manager.prepare_load([D], ONE)
+    before = dict(manager.get_stats())
+    with pytest.raises(EvictionPolicyError, match=f"{policy.__name__} was asked for 2 .* {did}; "):
+        manager.prepare_store([C, E, F], ONE)
+    assert kept_in(manager) == [A, B, C, D]
+    assert dict(manager.get_stats()) == before
+
+
+def test_candidates_of_earlier_cohorts_stay_candidates_if_a_later_policy_fails(monkeypatch):
+    class FailsOnce(LRUCachePolicy):
+        num_failures = 1
+
+        def evict(self, count, protected, incoming):
+            if C in self._order and FailsOnce.num_failures:
+                FailsOnce.num_failures -= 1
+                return None
+            return super().evict(count, protected, incoming)
+
+    monkeypatch.setitem(POLICIES, "bad", FailsOnce)
+    manager = CPUOffloadingManager(4, policy="bad")
+    store(manager, A, B)
+    manager.weights_changed()
+    store(manager, C, D)
+    with pytest.raises(EvictionPolicyError):
+        store(manager, E, F, make_offload_key(b"G" * 16))
+    assert kept_in(manager) == [A, B, C, D]
+    assert store(manager, E, F) == [B, A]

@@ -2,8 +2,7 @@
 
 # ruff: noqa: N801 - classes that stand where the kit expects an attribute
 
-from wtransfer.specs.policies.arc import ARCCachePolicy
-from wtransfer.specs.policies.lru import LRUCachePolicy
+from wtransfer.specs.policies import ARCCachePolicy, LRUCachePolicy
 from wtransfer.testing.policy import PolicyConformance
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from wtransfer.specs.interface import LookupResult, PrepareStoreOutput
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 from wtransfer.testing.memory_spec import MemorySpec, MemoryWorker
 from wtransfer.testing.spec import SpecConformance
 

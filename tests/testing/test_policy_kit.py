@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.specs.policies.lru import LRUCachePolicy
+from wtransfer.specs.policies import LRUCachePolicy
 from wtransfer.testing.policy import PolicyConformance
 
 BROKEN = Path(__file__).with_name("broken_policies.py")

@@ -177,6 +177,8 @@ def test_a_mapping_outlives_the_descriptor_it_was_made_from():
 def test_a_segment_smaller_than_announced_is_refused_not_sigbus(segment, beyond):
     with pytest.raises(TruncatedError, match=f"of {NBYTES + beyond:,} bytes was announced, it has"):
         map_private(segment.fd, NBYTES + beyond)
+    with pytest.raises(TruncatedError, match=f"of {NBYTES + beyond:,} bytes was announced, it has"):
+        Segment.of(os.dup(segment.fd), NBYTES + beyond)
 
 
 def test_populating_maps_the_range_and_copies_nothing(segment, pages):

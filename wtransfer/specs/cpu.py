@@ -1,6 +1,6 @@
 """Spec ``CPUOffloadingSpec``: KV cache in host memory, in an arena that the ranks of a host share.
 
-1. S (`CPUOffloadingManager`) gives blocks slots, and takes them back by a policy.
+1. S (`CPUOffloadingManager`) gives blocks slots, and evicts them by a policy.
 2. W (`CPUOffloadingWorker`) copies a rank's part of each block, with a header and a checksum.
 3. A load is compared with header and checksum before a byte of it reaches the cache.
 
@@ -10,24 +10,77 @@ Linux, one host, one user. Nothing has a name in the file system, so nothing can
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, ClassVar
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from wtransfer.errors import OffloadingOptionError
-from wtransfer.specs.arena.headers import HeaderForm
-from wtransfer.specs.arena.layout import ArenaLayout
-from wtransfer.specs.arena.seat import Seat
+import msgspec
+import numpy as np
+
+from wtransfer.errors import ForkedError, OffloadingOptionError
 from wtransfer.specs.copying.caches import geometries_of, pages_of
+from wtransfer.specs.copying.chunks import Bounds, MalformedJobError, chunks_of
 from wtransfer.specs.copying.copier import Copier
-from wtransfer.specs.cpu_options import CPUOffloadingOptions
-from wtransfer.specs.cpu_worker import CPUOffloadingWorker
-from wtransfer.specs.interface import OffloadingSpec
+from wtransfer.specs.copying.device_pages import Pinned
+from wtransfer.specs.copying.jobs import Job, Jobs
+from wtransfer.specs.interface import OffloadingSpec, OffloadingWorker
 from wtransfer.specs.manager import CPUOffloadingManager
+from wtransfer.specs.shared_region import ArenaLayout, HeaderForm, SharedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from typing_extensions import Self
 
     from wtransfer.config import OffloadingConfig
-    from wtransfer.specs.interface import CanonicalKVCaches
+    from wtransfer.specs.copying.jobs import Kind
+    from wtransfer.specs.interface import (
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        LoadStoreSpec,
+        TransferResult,
+    )
+
+logger = logging.getLogger(__name__)
+
+_OF_THE_HOST = ("spec_name", "spec_module_path", "block_size")
+"""Options that stand beside a spec's own."""
+
+
+class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """What a user may set, in ``kv_connector_extra_config``."""
+
+    cpu_bytes_to_use: Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
+    """Host memory for all ranks of the instance together, headers included."""
+    eviction_policy: str = "lru"
+    """``lru``, ``arc`` or ``module:Class``."""
+    verify_checksums: bool = True
+    """Whether bytes are digested when they are stored, and compared when they are loaded."""
+    num_copy_threads: Annotated[int, msgspec.Meta(gt=0, le=64)] = 2
+    """Threads of each rank, for each direction."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 30.0
+    """Longest wait for other ranks, or for a copy that makes no progress, in seconds."""
+
+    @classmethod
+    def of(cls, extra_config: Mapping[str, Any]) -> Self:
+        """Read the options.
+
+        Raises:
+            OffloadingOptionError: One is missing, unknown, or cannot be used.
+        """
+        own = {name: value for name, value in extra_config.items() if name not in _OF_THE_HOST}
+        for name, value in own.items():
+            if isinstance(value, float) and value.is_integer():
+                own[name] = int(value)  # 8e9, as people write bytes
+        try:
+            return msgspec.convert(own, cls)
+        except msgspec.ValidationError as error:
+            raise OffloadingOptionError(
+                f"kv_connector_extra_config of CPUOffloadingSpec: {error}; the options are "
+                f"{', '.join(cls.__struct_fields__)}. cpu_bytes_to_use, the bytes of host memory "
+                "that all ranks of the instance may use together, is required"
+            ) from error
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -37,17 +90,39 @@ class CPUOffloadingSpec(OffloadingSpec):
         config: Options in ``extra_config``: see `CPUOffloadingOptions`.
 
     Raises:
-        OffloadingOptionError: An option is missing or cannot be used, or is too small for a block.
+        OffloadingOptionError: An option is missing, unknown or cannot be used, or there is too
+            little memory for a block.
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {"cpu_bytes_to_use": 8 << 30}
+    options_cls: ClassVar[type[CPUOffloadingOptions]] = CPUOffloadingOptions
+    """The options; a subclass of the spec may have more."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self.options = CPUOffloadingOptions.of(config.extra_config)
-        """What the user said."""
-        self.layout = _layout(config, self.options.cpu_bytes_to_use)
+        self.options = self.options_cls.of(config.extra_config)
+        """What the user set."""
+        rank, num_ranks = config.parallel.rank, config.parallel.world_size
+        if not 0 <= rank < num_ranks:
+            raise OffloadingOptionError(f"rank {rank} of {num_ranks}: ranks begin with 0")
+        part_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+        if part_nbytes <= 0:
+            raise OffloadingOptionError(
+                f"worker_kv_bytes_per_block={config.worker_kv_bytes_per_block}, blocks_per_chunk="
+                f"{config.cache.blocks_per_chunk}: the spec divides cpu_bytes_to_use into blocks, "
+                "and does not know how large one is. Set KVCacheConfig(bytes_per_block=...) in the "
+                "serving config's cache_config, or OffloadingConfig(worker_kv_bytes_per_block="
+                "...): the bytes of one block in the KV caches of one rank, all layers together"
+            )
+        nbytes = self.options.cpu_bytes_to_use
+        self.layout = ArenaLayout.within(nbytes, part_nbytes, num_ranks)
         """How the arena is laid out."""
+        if not self.layout.num_slots:
+            least = ArenaLayout(1, part_nbytes, num_ranks).used_nbytes
+            raise OffloadingOptionError(
+                f"cpu_bytes_to_use={nbytes:,} is too little for one block, which takes {least:,} "
+                f"bytes on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+            )
         self._manager: CPUOffloadingManager | None = None
         self._worker: CPUOffloadingWorker | None = None
 
@@ -66,28 +141,25 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
-        """Take this rank's memory, meet the other ranks, and return the worker.
+        """Attach this rank's region of the arena, and return the worker.
 
         Raises:
             OffloadingOptionError: The cache is not what the config says of it.
-            WTransferError: The arena cannot be had: see `Seat`.
+            WTransferError: The arena cannot be had: see `SharedRegion.attach`.
 
         Cost: 0.5 s per GiB of this rank, once: all memory is taken before it returns.
         """
-        if self._worker is None:
-            self._worker = self._make_worker(kv_caches)
-        return self._worker
-
-    def _make_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
+        if self._worker is not None:
+            return self._worker
         config, options, rank = self.config, self.options, self.config.parallel.rank
         groups = pages_of(kv_caches)
         geometries = geometries_of(config, kv_caches, self.layout.part_nbytes)
         with contextlib.ExitStack() as on_error:
-            seat = Seat(config.engine_id, rank, self.layout, options.deadline_s)
-            on_error.callback(seat.close)
+            region = SharedRegion.attach(config.engine_id, rank, self.layout, options.deadline_s)
+            on_error.callback(region.detach)
             copiers = [
                 Copier(
-                    seat.part,
+                    region,
                     pages,
                     HeaderForm(geometry.digest, rank),
                     config.cache.blocks_per_chunk,
@@ -95,31 +167,139 @@ class CPUOffloadingSpec(OffloadingSpec):
                 )
                 for pages, geometry in zip(groups, geometries, strict=True)
             ]
-            worker = CPUOffloadingWorker(
-                seat, copiers, options.num_copy_threads, options.deadline_s
-            )
+            name = f"rank {rank} of engine {config.engine_id!r}"
+            self._worker = CPUOffloadingWorker(name, region, copiers, options)
             on_error.pop_all()
-        return worker
+        return self._worker
 
 
-def _layout(config: OffloadingConfig, nbytes: int) -> ArenaLayout:
-    rank, num_ranks = config.parallel.rank, config.parallel.world_size
-    if not 0 <= rank < num_ranks:
-        raise OffloadingOptionError(f"rank {rank} of {num_ranks}: ranks begin with 0")
-    part_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-    if part_nbytes <= 0:
-        raise OffloadingOptionError(
-            f"worker_kv_bytes_per_block={config.worker_kv_bytes_per_block}, blocks_per_chunk="
-            f"{config.cache.blocks_per_chunk}: the spec divides cpu_bytes_to_use into blocks, and "
-            "does not know how large one is. Set KVCacheConfig(bytes_per_block=...) in the serving "
-            "config's cache_config, or OffloadingConfig(worker_kv_bytes_per_block=...): the bytes "
-            "of one block in the KV caches of one rank, all layers together"
+class CPUOffloadingWorker(OffloadingWorker):
+    """Copies between one rank's cache and the arena. Made by `CPUOffloadingSpec.get_worker`.
+
+    Args:
+        name: Of the rank, for errors.
+        region: The rank's region of the arena; the worker's from here on.
+        copiers: For each group of the cache.
+        options: Threads and deadline.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        region: SharedRegion,
+        copiers: Sequence[Copier],
+        options: CPUOffloadingOptions,
+    ) -> None:
+        layout = region.layout
+        self.part = region
+        """This rank's region of the arena; has no slots after `shutdown`."""
+        self._name = name
+        self._copiers = tuple(copiers)
+        self._num_threads = options.num_copy_threads
+        self._jobs = Jobs(name, layout.num_slots, options.num_copy_threads, options.deadline_s)
+        self._pinned = [
+            Pinned(device, region.address, layout.region_nbytes)
+            for device in {copier.pages.device for copier in copiers}
+        ]
+        self._bounds = Bounds(
+            layout.num_slots,
+            tuple(copier.pages.num_blocks for copier in copiers),
+            copiers[0].blocks_per_chunk,
         )
-    layout = ArenaLayout.within(nbytes, part_nbytes, num_ranks)
-    if not layout.num_slots:
-        least = ArenaLayout(1, part_nbytes, num_ranks).used_nbytes
-        raise OffloadingOptionError(
-            f"cpu_bytes_to_use={nbytes:,} is too little for one block, which takes {least:,} bytes "
-            f"on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        )
-    return layout
+        self._pid = os.getpid()
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Begin to copy blocks of the cache into slots.
+
+        Returns:
+            False after `shutdown`, and while a job of this number runs. A malformed job is begun,
+            and fails.
+
+        Raises:
+            ForkedError: This is a forked child.
+        """
+        return self._submit(job_id, "store", src_spec, dst_spec)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
+    ) -> bool:
+        """Begin to copy blocks from slots into the cache; as `submit_store`."""
+        return self._submit(job_id, "load", dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that have ended since the last call, each once.
+
+        Raises:
+            ForkedError: This is a forked child.
+        """
+        self._check_process()
+        return self._jobs.finished()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these jobs have ended.
+
+        Raises:
+            StallError: They made no progress within the deadline.
+            ForkedError: This is a forked child.
+        """
+        self._check_process()
+        self._jobs.wait(job_ids)
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return how many jobs, bytes and failures there were, the latter also by reason."""
+        return self._jobs.counts()
+
+    def shutdown(self) -> None:
+        """End within a second; jobs that have not ended fail. A second call does nothing.
+
+        Where a copy hangs, this rank keeps its name and its memory until the process ends: no other
+        process may write where that copy still might.
+        """
+        if os.getpid() != self._pid or not self._copiers:
+            return
+        # They hold views of the arena, and of the cache.
+        self._copiers = ()
+        if not self._jobs.shutdown():
+            logger.warning("%s: a copy hangs; its region of the arena stays its own", self._name)
+            return
+        for pinned in self._pinned:
+            pinned.close()
+        self.part.detach()
+
+    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, arena: object) -> bool:
+        self._check_process()
+        if not self._copiers:
+            return False
+        try:
+            job_chunks = chunks_of(cache, arena, self._bounds)
+            slots = np.concatenate([np.empty(0, np.int64), *(each.slots for each in job_chunks)])
+            if kind == "store":
+                if len(np.unique(slots)) != len(slots):
+                    raise MalformedJobError("two blocks for one slot")
+                if any((each.blocks[:, -1] < 0).any() for each in job_chunks):
+                    raise MalformedJobError("a chunk without its last block cannot be stored")
+        except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
+            logger.warning("%s: %s job %d cannot be done: %s", self._name, kind, job_id, error)
+            return self._jobs.fail(job_id, kind, "malformed")
+        steps: list[Callable[[], int]] = []
+        for chunks in job_chunks:
+            copier = self._copiers[chunks.group]
+            # The copy comes after all that the model was told to do until now.
+            mark = copier.pages.mark()
+            copy = copier.store if kind == "store" else copier.load
+            tasks = copier.tasks(chunks, self._num_threads)
+            steps += [functools.partial(copy, task, mark) for task in tasks]
+        # A job of no blocks ends like any other.
+        return self._jobs.submit(Job(job_id, kind, steps or [lambda: 0], slots))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"{self._name} belongs to the parent process; make a worker after fork()"
+            )

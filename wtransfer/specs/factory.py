@@ -1,6 +1,6 @@
 """Make offloading specs by name. A thin face over the registry.
 
-Source: names, signatures and texts are those of vLLM's factory, in the seed and today.
+Source: names, signatures and texts are those of vLLM's factory, of the seed and the current one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer.registry import hooks
 from wtransfer.registry.registry import registry
-from wtransfer.specs.configs import (
+from wtransfer.specs.seed_adapter import (
+    adapt_spec,
+    construct,
     extra_config_of,
     is_serving_config,
-    to_offloading_config,
-    to_serving_config,
 )
-from wtransfer.specs.constructors import constructor_of
-from wtransfer.specs.older.spec import todays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,66 +68,58 @@ class OffloadingSpecFactory:
     def create_spec(cls, config: Any, kv_cache_config: Any = None) -> OffloadingSpec:
         """Make the spec that a config names.
 
-        The signature of its constructor decides what it is given; either kind of config is turned
-        into the other where that is needed. Hooks of the spec, and of the manager and the worker
-        that it makes, are called until their ``shutdown``.
+        The signature of its constructor decides what it is given; either kind of config is
+        converted into the other where that is needed. Hooks of the spec, and of the manager and the
+        worker that it makes, are called until their ``shutdown``.
 
         Args:
             config: A serving engine's config, with ``kv_transfer_config``, as in the seed; or an
-                `OffloadingConfig`, as in today's vLLM.
+                `OffloadingConfig`, as in the current vLLM.
             kv_cache_config: Shape of the KV cache, with the former.
 
         Returns:
-            The spec. A host that gives an `OffloadingConfig` gets one of today's shape, also where
-            the class has the seed's; any other host gets the object as it was made.
+            The spec. A host that gives an `OffloadingConfig` gets one of the current API, also
+            where the class has the seed's; any other host gets the object as it was made.
 
         Raises:
             KVTransferConfigError: The config has no ``kv_transfer_config``; an `AssertionError`,
                 too.
             PluginError: As for `get_spec_cls`.
         """
-        as_in_the_seed = is_serving_config(config)
         extra_config = extra_config_of(config)
         spec_cls = cls.get_spec_cls(extra_config)
         logger.info(
             "Creating offloading spec with name: %s", extra_config.get("spec_name", DEFAULT)
         )
-        constructor = constructor_of(spec_cls)
-        arguments: tuple[Any, ...]
-        if constructor.style == "seed":
-            arguments = (config, kv_cache_config) if as_in_the_seed else to_serving_config(config)
-        elif as_in_the_seed:
-            arguments = (to_offloading_config(config, kv_cache_config),)
-        else:
-            arguments = (config,)
-        spec = constructor.call(spec_cls, arguments)
-        listen(spec)
-        return spec if as_in_the_seed else todays(spec)
+        spec = construct(spec_cls, config, kv_cache_config)
+        _observe(spec)
+        return spec if is_serving_config(config) else adapt_spec(spec, config)
 
 
-def listen(spec: Any) -> None:
-    """Let hooks of a spec, of its manager and its worker be called, if they have any.
+def _observe(spec: Any) -> None:
+    """Call the hooks of a spec and of its sides, of each side until its ``shutdown``.
 
-    Each side until its ``shutdown``, and the spec until that of either side.
+    Those of the spec until the ``shutdown`` of either side.
     """
     if hooks.board.hears(spec):
         hooks.board.register_backend(spec)
+
+    def observed(make: Callable[..., Any]) -> Callable[..., Any]:
+        known: list[Any] = []
+
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            side = make(*args, **kwargs)
+            # The same object in every call: its shutdown is replaced once.
+            if hasattr(side, "shutdown") and not any(side is each for each in known):
+                known.append(side)
+                hooks.board.attach(side)
+                hooks.board.attach(side, spec)
+            return side
+
+        return made
+
     for name in ("get_manager", "get_worker"):
         # An object without a dictionary cannot have its sides registered.
         with contextlib.suppress(AttributeError):
-            setattr(spec, name, _listening(spec, getattr(spec, name)))
-
-
-def _listening(spec: Any, make: Callable[..., Any]) -> Callable[..., Any]:
-    known: list[Any] = []
-
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        side = make(*args, **kwargs)
-        if hasattr(side, "shutdown") and not any(side is each for each in known):
-            known.append(side)
-            hooks.board.attach(side)
-            hooks.board.attach(side, spec)
-        return side
-
-    return made
+            setattr(spec, name, observed(getattr(spec, name)))

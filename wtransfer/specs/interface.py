@@ -25,8 +25,8 @@ A spec knows nothing of weights. `OffloadingConnector`, which drives any spec, p
 of the weights into the keys and compares each job with the weights that the worker holds
 (`wtransfer.kv.fence`). A serving loop that drives a spec itself does the same.
 
-Source: names and signatures are those of vLLM's ``v1.kv_offload``, of today and of the seed
-(``get_handlers``).
+Source: names and signatures are those of vLLM's ``v1.kv_offload``, of the current release and of
+the seed (``get_handlers``).
 """
 
 from __future__ import annotations
@@ -257,16 +257,16 @@ class CanonicalKVCaches:
 class OffloadingManager(ABC):
     """Decides what is kept, and where. One thread calls it; nothing in it may block.
 
-    A manager in the seed's style is asked for many blocks at once, ``lookup(block_hashes)``, and
-    hears of no requests; `wtransfer.specs.older.spec` lets hosts of today ask it.
+    A manager of the seed's API looks up many blocks at once, ``lookup(block_hashes)``, and is told
+    of no requests; `wtransfer.specs.seed_adapter` adapts it to current hosts.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let managers in the seed's style hear of no requests."""
+        """Accept managers of the seed's API, without `on_new_request`."""
         super().__init_subclass__(**kwargs)
         missing = getattr(cls.on_new_request, "__isabstractmethod__", False)
-        if missing and _is_asked_for_many(cls.lookup):
-            cls.on_new_request = _hear_nothing  # type: ignore[method-assign]
+        if missing and _looks_up_many(cls.lookup):
+            cls.on_new_request = _accept_request  # type: ignore[method-assign]
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -344,8 +344,8 @@ class OffloadingManager(ABC):
         """Let go of everything. A second call does nothing."""
 
 
-def _is_asked_for_many(lookup: Any) -> bool:
-    """Whether it takes hashes alone, and no request."""
+def _looks_up_many(lookup: Any) -> bool:
+    """Return whether a method takes hashes alone, and no request."""
     try:
         parameters = inspect.signature(lookup).parameters
     except (TypeError, ValueError):
@@ -353,7 +353,7 @@ def _is_asked_for_many(lookup: Any) -> bool:
     return len(parameters) == len(("self", "block_hashes"))
 
 
-def _hear_nothing(self: OffloadingManager, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG001
+def _accept_request(self: OffloadingManager, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG001
     """Ask for what a request computes."""
     return RequestOffloadingContext()
 
@@ -430,23 +430,23 @@ class OffloadingHandler(ABC):
 class OffloadingSpec(ABC):
     """Names both sides of a tier.
 
-    The constructor takes one argument, an `wtransfer.config.OffloadingConfig`, as in today's vLLM,
-    or two, ``(config, kv_cache_config)``, as in the seed: its signature decides. It must be cheap:
-    memory is taken by `get_worker`.
+    The constructor takes one argument, an `wtransfer.config.OffloadingConfig`, as in the current
+    vLLM, or two, ``(config, kv_cache_config)``, as in the seed: its signature decides. It must be
+    cheap: memory is taken by `get_worker`.
 
-    A spec in the seed's style defines ``get_handlers(kv_caches, attn_backends)`` instead of
-    `get_worker`, and a manager that is asked for many blocks at once; `wtransfer.specs.older` lets
-    hosts of today drive it.
+    A spec of the seed's API defines ``get_handlers(kv_caches, attn_backends)`` instead of
+    `get_worker`, and a manager that looks up many blocks at once; `wtransfer.specs.seed_adapter`
+    adapts it to current hosts.
 
     Args:
         config: As above.
-        kv_cache_config: Shape of the KV cache, in the seed's style.
+        kv_cache_config: Shape of the KV cache, in the seed's API.
     """
 
     config: Any
     """What the spec was made with."""
     kv_cache_config: Any = None
-    """Shape of the KV cache, in the seed's style."""
+    """Shape of the KV cache, in the seed's API."""
     extra_config: Mapping[str, Any]
     """Options: ``kv_connector_extra_config``."""
 
@@ -457,7 +457,7 @@ class OffloadingSpec(ABC):
         if transfer_config is None:
             self.extra_config = config.extra_config
             self.tokens_per_block = tuple(group.tokens_per_block for group in config.groups)
-            """Tokens per block of each group; in today's style only, as the next two."""
+            """Tokens per block of each group; in the current API only, as the next two."""
             self.tokens_per_hash: int = config.cache.tokens_per_hash
             """Tokens per block hash."""
             self.blocks_per_chunk: int = config.cache.blocks_per_chunk
@@ -465,7 +465,7 @@ class OffloadingSpec(ABC):
         else:
             self.extra_config = transfer_config.kv_connector_extra_config or {}
             self.vllm_config = config
-            """The same as `config`; in the seed's style only, as the next two."""
+            """The same as `config`; in the seed's API only, as the next two."""
             self.gpu_block_size = tokens_per_block(config, kv_cache_config)
             """Tokens per block of the model's own cache."""
             self.offloaded_block_size = int(
@@ -498,5 +498,5 @@ def _only_handlers(self: OffloadingSpec, kv_caches: CanonicalKVCaches) -> Offloa
     """Say that this spec has handlers."""
     raise NotImplementedError(
         f"{type(self).__qualname__} is a spec in the seed's style, with get_handlers and without "
-        "get_worker: wrap it with wtransfer.specs.older.spec.todays(spec)"
+        "get_worker: wrap it with wtransfer.specs.seed_adapter.adapt_spec(spec)"
     )

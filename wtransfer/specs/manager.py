@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
-from wtransfer.specs.generations import STORING, Block, Generations
 from wtransfer.specs.interface import (
     LookupResult,
     Medium,
@@ -25,8 +24,8 @@ from wtransfer.specs.interface import (
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
-from wtransfer.specs.policies.choice import policy_class
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.policies import STORING, Block, EvictionOrder, policy_class
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -95,7 +94,7 @@ class CPUOffloadingManager(OffloadingManager):
         # Slots from this number on were never used; of the others these are free, the last first.
         self._num_used = 0
         self._free: list[int] = []
-        self._generations = Generations(self._policy_cls, num_slots, self._blocks)
+        self._eviction = EvictionOrder(self._policy_cls, num_slots, self._blocks)
 
     # -- what is known
 
@@ -114,7 +113,7 @@ class CPUOffloadingManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note that blocks are in use; those that are pinned or not kept are passed over."""
         self._extend(keys, req_context)
-        self._generations.touch(
+        self._eviction.touch(
             [key for key in dict.fromkeys(_tail_first(keys)) if self._is_idle(key)]
         )
 
@@ -135,7 +134,7 @@ class CPUOffloadingManager(OffloadingManager):
         loads = self._jobs_of(req_context).loads
         # Before it is counted: a block may be named twice.
         idle = {key: None for key, block in zip(keys, blocks, strict=True) if not block.num_loads}
-        self._generations.pin(list(idle))
+        self._eviction.pin(list(idle))
         for key, block in zip(keys, blocks, strict=True):
             block.num_loads += 1
             loads[key] = loads.get(key, 0) + 1
@@ -157,7 +156,7 @@ class CPUOffloadingManager(OffloadingManager):
             block.num_loads -= 1
             if not block.num_loads and not self._went(key, block):
                 ended.append(key)
-        self._generations.release(ended)
+        self._eviction.release(ended)
         self._forget_jobs_if_done(req_context)
         self._order(req_context)
 
@@ -186,9 +185,9 @@ class CPUOffloadingManager(OffloadingManager):
             self._counters["stores_refused_total"] += len(new)
             return None
         slots = self._take_slots(len(new))
-        generation = self._generations.insert(new)
+        cohort = self._eviction.insert(new)
         for key, slot in zip(new, slots, strict=True):
-            blocks[key] = Block(slot, generation)
+            blocks[key] = Block(slot, cohort)
         self._jobs_of(req_context).stores.update(new)
         self._num_storing += len(new)
         self._counters["stores_total"] += len(new)
@@ -214,13 +213,13 @@ class CPUOffloadingManager(OffloadingManager):
         kept = [key for key in keys if not self._went(key, self._blocks[key])]
         for key in kept:
             self._blocks[key].num_loads = 0
-        self._generations.release(kept[::-1])
+        self._eviction.release(kept[::-1])
         self._note(kept, removed=False)
 
     def _discard(self, keys: Sequence[OffloadKey]) -> None:
         self._counters["stores_failed_total"] += len(keys)
         failed = [key for key in keys if not self._went(key, self._blocks[key])]
-        self._generations.remove(failed)
+        self._eviction.remove(failed)
         for key in failed:
             self._free_slot(key)
 
@@ -232,7 +231,7 @@ class CPUOffloadingManager(OffloadingManager):
             return []
         # What the caller has besides the new ones shall be kept, too.
         others = {key for key in keys if self._is_idle(key)} if len(new) < len(keys) else set()
-        evicted = self._generations.evict(count, others, new)
+        evicted = self._eviction.evict(count, others, new)
         if evicted:
             for key in evicted:
                 self._free_slot(key)
@@ -265,9 +264,7 @@ class CPUOffloadingManager(OffloadingManager):
         is_done = sequence.ended and req_context.req_id not in self._jobs
         if is_done or len(sequence.keys) >= 2 * sequence.num_ordered:
             sequence.num_ordered = len(sequence.keys)
-            self._generations.reorder(
-                [key for key in reversed(sequence.keys) if self._is_idle(key)]
-            )
+            self._eviction.reorder([key for key in reversed(sequence.keys) if self._is_idle(key)])
         if is_done:
             del self._sequences[req_context.req_id]
 
@@ -275,7 +272,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def weights_changed(self) -> None:
         """Let what is kept now give way first. Cost: the same, however much that is."""
-        self._generations.begin()
+        self._eviction.begin_cohort()
 
     def reset_cache(self) -> None:
         """Forget every block; those that are pinned keep their slots until their completion."""
@@ -286,7 +283,7 @@ class CPUOffloadingManager(OffloadingManager):
         known = [k for k, b in before.items() if b.num_loads != STORING and not b.forgotten]
         for block in self._blocks.values():
             block.forgotten = True
-        self._generations = Generations(self._policy_cls, self._num_slots, self._blocks)
+        self._eviction = EvictionOrder(self._policy_cls, self._num_slots, self._blocks)
         self._note(known, removed=True)
 
     def shutdown(self) -> None:
@@ -296,7 +293,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._sequences.clear()
         self._blocks.clear()
         self._free = []
-        self._generations = Generations(self._policy_cls, 0, self._blocks)
+        self._eviction = EvictionOrder(self._policy_cls, 0, self._blocks)
 
     # -- what is told
 
@@ -307,13 +304,13 @@ class CPUOffloadingManager(OffloadingManager):
 
     def get_stats(self) -> Mapping[str, float]:
         """Return counters, whose names end in ``_total``, and how the slots are used."""
-        num_loading = len(self._blocks) - self._num_storing - self._generations.num_idle
+        num_loading = len(self._blocks) - self._num_storing - self._eviction.num_idle
         return {
             "slots": self._num_slots,
             "slots_free": self._num_slots - len(self._blocks),
             "blocks_storing": self._num_storing,
             "blocks_loading": num_loading,
-            "blocks_idle": self._generations.num_idle,
+            "blocks_idle": self._eviction.num_idle,
             **self._counters,
         }
 

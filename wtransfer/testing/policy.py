@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from wtransfer.specs.policies.choice import policy_class
+from wtransfer.specs.policies import policy_class
 from wtransfer.testing.excuses import check_excused
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from wtransfer.specs.policies.interface import CachePolicy
+    from wtransfer.specs.policies import CachePolicy
 
     MakePolicy = Callable[[int], CachePolicy]
 

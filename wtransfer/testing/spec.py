@@ -31,7 +31,7 @@ from wtransfer.errors import BlockNotKeptError
 from wtransfer.registry.registry import registry
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import LookupResult
-from wtransfer.specs.older.spec import OlderSpec
+from wtransfer.specs.seed_adapter import SeedSpecAdapter
 from wtransfer.testing.excuses import check_excused
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.spec_host import Geometry, Shelf, SpecHost, config_of, key_of
@@ -510,7 +510,7 @@ class SpecConformance:
         assert made.config is not None
         given = config.extra_config
         assert {name: made.extra_config[name] for name in given} == given
-        if not isinstance(made, OlderSpec):
+        if not isinstance(made, SeedSpecAdapter):
             assert made.tokens_per_block == (geometry.block_size,) * geometry.num_groups
             assert made.tokens_per_hash == geometry.block_size
             assert made.blocks_per_chunk == geometry.blocks_per_chunk

@@ -10,7 +10,7 @@ import socket
 import torch
 
 from wtransfer.connectors.naming import BlockNaming
-from wtransfer.specs.arena.layout import ArenaLayout
+from wtransfer.specs.shared_region import ArenaLayout
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
 from wtransfer.testing.mini_engine.reference import (  # noqa: F401
     reference_model,

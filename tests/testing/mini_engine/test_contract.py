@@ -7,7 +7,7 @@ import pytest
 
 from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
 from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.contract import (
     ConnectorOutput,

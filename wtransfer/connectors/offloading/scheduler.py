@@ -29,7 +29,7 @@ from wtransfer.specs.interface import (
     ReqContext,
     ScheduleEndContext,
 )
-from wtransfer.specs.older.spec import todays
+from wtransfer.specs.seed_adapter import adapt_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -88,7 +88,7 @@ class OffloadingScheduler(ConnectorScheduler):
         super().__init__(config, kv_cache_config)
         instance = Instance.of(config)
         spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
-        self._manager = todays(spec).get_manager()
+        self._manager = adapt_spec(spec).get_manager()
         self._num_ranks = instance.num_ranks
         self._fence = SchedulerFence(self._num_ranks)
         self._invalidated = InvalidatedKeys()

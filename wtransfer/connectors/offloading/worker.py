@@ -17,7 +17,7 @@ from wtransfer.specs.interface import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from wtransfer.specs.older.spec import todays
+from wtransfer.specs.seed_adapter import adapt_spec
 from wtransfer.transport.pages import byte_rows
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class OffloadingSide(ConnectorWorker):
         super().__init__(config, kv_cache_config)
         self._rank = Instance.of(config).rank
         spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
-        self._spec = todays(spec)
+        self._spec = adapt_spec(spec)
         self._fence = WorkerFence(self._rank)
         self._made: OffloadingWorker | None = None
         self._loading: dict[int, Job] = {}

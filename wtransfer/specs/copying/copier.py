@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from wtransfer.blocks import CHECKSUM_NBYTES, Mismatch, checksum
-from wtransfer.specs.arena.headers import checksums, differ, payload_nbytes
+from wtransfer.specs.shared_region import checksums, differ, payload_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from wtransfer.specs.arena.arena import ArenaPart, Look
-    from wtransfer.specs.arena.headers import HeaderForm
     from wtransfer.specs.copying.chunks import Chunks
     from wtransfer.specs.copying.pages import GroupPages, Numbers, Places
+    from wtransfer.specs.shared_region import HeaderForm, Look, SharedRegion
 
 Reason = Mismatch | Literal["reused", "malformed", "shutdown", "error"]
 """Why a job failed. *reused*: the slot was given to another block meanwhile. *malformed*: its two
@@ -80,7 +79,7 @@ class _Step(NamedTuple):
 class Copier:
     """Copies chunks of one group. Any thread may, for different slots at the same time."""
 
-    part: ArenaPart
+    part: SharedRegion
     """Where they rest."""
     pages: GroupPages
     """The cache."""

@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
-from wtransfer.specs.cpu import CPUOffloadingSpec
+from wtransfer.specs.cpu import CPUOffloadingOptions, CPUOffloadingSpec
+
+
+class HeldOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
+    gate: str
 
 
 class HeldSpec(CPUOffloadingSpec):
+    options_cls = HeldOptions
+
     def get_worker(self, kv_caches):
         worker = super().get_worker(kv_caches)
-        gate = Path(self.config.extra_config["gate"])
+        gate = Path(self.options.gate)
         loads, held = set(), []
         submit_load, get_finished = worker.submit_load, worker.get_finished
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from wtransfer.errors import ForkedError, OffloadingOptionError, StallError
-from wtransfer.specs.cpu_options import CPUOffloadingOptions
+from wtransfer.specs.cpu import CPUOffloadingOptions, CPUOffloadingSpec
 from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.specs.slots import ArenaLoadStoreSpec
+from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 
 def memory_mappings():
@@ -44,56 +44,95 @@ def hang(make_rig):
 # -- options
 
 
-def test_options_have_the_names_and_defaults_that_the_field_knows():
-    options = CPUOffloadingOptions.of({"cpu_bytes_to_use": 1e9, "spec_name": "for others"})
-    assert options == CPUOffloadingOptions(10**9, "lru", True, 2, 30.0)
+def test_options_have_the_names_and_defaults_of_the_field():
+    options = CPUOffloadingOptions.of({"cpu_bytes_to_use": 1e9})
+    assert options == CPUOffloadingOptions(
+        cpu_bytes_to_use=10**9,
+        eviction_policy="lru",
+        verify_checksums=True,
+        num_copy_threads=2,
+        deadline_s=30.0,
+    )
+    assert isinstance(options.cpu_bytes_to_use, int)
+
+
+def test_options_of_the_host_may_stand_beside_those_of_the_spec():
+    of_the_host = {"spec_name": "x", "spec_module_path": "y", "block_size": 64}
+    assert CPUOffloadingOptions.of({"cpu_bytes_to_use": 9, **of_the_host}).cpu_bytes_to_use == 9
 
 
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({}, "cpu_bytes_to_use is missing: set it in kv_connector_extra_config"),
-        ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use='much': expected a number"),
-        ({"cpu_bytes_to_use": 1.5}, "cpu_bytes_to_use=1.5: expected a number"),
-        ({"cpu_bytes_to_use": float("inf")}, "cpu_bytes_to_use=inf: expected a number"),
-        ({"cpu_bytes_to_use": 9, "deadline_s": float("inf")}, "deadline_s=inf: .*at most 86400"),
-        ({"cpu_bytes_to_use": 9, "num_copy_threads": 65}, "num_copy_threads=65: .*at most 64"),
-        ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use=True: expected a number"),
-        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use=0: expected more than 0"),
-        ({"cpu_bytes_to_use": 9, "deadline_s": -1}, r"deadline_s=-1.0: expected more than 0"),
-        ({"cpu_bytes_to_use": 9, "deadline_s": float("nan")}, "deadline_s=nan"),
-        ({"cpu_bytes_to_use": 9, "num_copy_threads": 0}, "num_copy_threads=0: expected more"),
-        ({"cpu_bytes_to_use": 9, "verify_checksums": "no"}, "verify_checksums='no': expected true"),
+        ({"cpu_bytes_to_use": None}, "cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": "much"}, "Expected `int`, got `str` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": 1.5}, "Expected `int`, got `float` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": float("inf")}, "got `float` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": True}, "Expected `int`, got `bool` - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": 0}, "Expected `int` >= 1 - at `$.cpu_bytes_to_use`"),
+        ({"cpu_bytes_to_use": 1 << 61}, "at `$.cpu_bytes_to_use`"),
+        ({"deadline_s": float("inf")}, "Expected `float` <= 86400.0 - at `$.deadline_s`"),
+        ({"deadline_s": -1}, "Expected `float` > 0.0 - at `$.deadline_s`"),
+        ({"deadline_s": float("nan")}, "Expected `float` > 0.0 - at `$.deadline_s`"),
+        ({"num_copy_threads": 65}, "Expected `int` <= 64 - at `$.num_copy_threads`"),
+        ({"num_copy_threads": 0}, "Expected `int` >= 1 - at `$.num_copy_threads`"),
+        ({"verify_checksums": "no"}, "Expected `bool`, got `str` - at `$.verify_checksums`"),
+        ({"evict_policy": "arc"}, "unknown field `evict_policy`; the options are cpu_bytes_to_use"),
+        ({"num_cpu_blocks": 9}, "unknown field `num_cpu_blocks`"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(extra, said):
-    with pytest.raises(OffloadingOptionError, match=said):
-        CPUOffloadingOptions.of(extra)
+def test_unusable_or_unknown_option_is_refused_by_name(extra, said):
+    with pytest.raises(OffloadingOptionError) as caught:
+        CPUOffloadingOptions.of({"cpu_bytes_to_use": 9, **extra})
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("kv_connector_extra_config of CPUOffloadingSpec: ")
 
 
-def test_an_arena_that_holds_no_block_is_refused_with_what_one_takes(arena_rig):
+def test_missing_size_is_refused():
+    with pytest.raises(OffloadingOptionError, match=r"missing required field `cpu_bytes_to_use`"):
+        CPUOffloadingOptions.of({})
+
+
+def test_spec_refuses_a_misspelt_option(arena_rig):
+    with pytest.raises(OffloadingOptionError, match="unknown field `verify_checksum`"):
+        arena_rig.Rig(verify_checksum=False)
+
+
+def test_subclass_of_the_spec_may_have_more_options(make_rig, monkeypatch):
+    class MoreOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
+        folder: str
+
+    class More(CPUOffloadingSpec):
+        options_cls = MoreOptions
+
+    config = make_rig().config
+    config.extra_config["folder"] = "here"
+    assert More(config).options.folder == "here"
+
+
+def test_too_little_memory_for_one_block_is_refused_with_what_it_takes(arena_rig):
     with pytest.raises(
         OffloadingOptionError, match=r"cpu_bytes_to_use=100 is too little for one block.* 8,192"
     ):
         arena_rig.Rig(cpu_bytes_to_use=100)
 
 
-def test_a_rank_that_there_is_not_is_refused(arena_rig):
+def test_rank_out_of_range_is_refused(arena_rig):
     with pytest.raises(OffloadingOptionError, match="rank 2 of 2: ranks begin with 0"):
         arena_rig.Rig(rank=2, world_size=2)
 
 
-def test_an_unknown_policy_is_refused_on_the_schedulers_side(make_rig):
+def test_unknown_policy_is_refused_by_get_manager(make_rig):
     with pytest.raises(OffloadingOptionError, match="mru"):
         make_rig(eviction_policy="mru").spec.get_manager()
 
 
-def test_a_host_that_does_not_say_how_large_blocks_are_is_told(arena_rig):
+def test_unknown_block_size_is_refused_with_where_to_set_it(arena_rig):
     with pytest.raises(OffloadingOptionError, match="worker_kv_bytes_per_block=0"):
         arena_rig.Rig(num_layers=0)
 
 
-def test_a_cache_that_is_larger_than_was_said_is_refused(make_rig, arena_rig):
+def test_cache_with_larger_blocks_than_configured_is_refused(make_rig, arena_rig):
     rig = make_rig(page_nbytes=(512,), num_layers=2)
     larger = arena_rig.Rig(page_nbytes=(1024,), num_layers=2)
     larger.close()
@@ -101,7 +140,7 @@ def test_a_cache_that_is_larger_than_was_said_is_refused(make_rig, arena_rig):
         type(rig.spec)(rig.config).get_worker(larger.caches)
 
 
-def test_a_cache_with_other_groups_is_refused(make_rig):
+def test_cache_with_other_groups_is_refused(make_rig):
     rig, other = make_rig(), make_rig(page_nbytes=(1024, 512))
     with pytest.raises(OffloadingOptionError, match="has 2 groups of layers, the config 1"):
         type(rig.spec)(rig.config).get_worker(other.caches)
@@ -115,13 +154,13 @@ def test_both_sides_are_made_once_and_agree_on_the_slots(make_rig):
     assert rig.part.layout.used_nbytes <= rig.spec.options.cpu_bytes_to_use
 
 
-def test_a_worker_that_cannot_be_made_gives_its_place_back(make_rig, arena_rig, monkeypatch):
+def test_worker_that_cannot_be_made_releases_its_rank(make_rig, arena_rig, monkeypatch):
     def no_threads(*_):
         raise RuntimeError("can't start new thread")
 
     options = {"rank": 0, "world_size": 2, "engine_id": f"engine-{os.getpid()}"}
     with monkeypatch.context() as patch:
-        patch.setattr("wtransfer.specs.cpu_worker.Jobs", no_threads)
+        patch.setattr("wtransfer.specs.cpu.Jobs", no_threads)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             arena_rig.Rig(**options)
     make_rig(**options, deadline_s=0.1)
@@ -141,7 +180,7 @@ def test_every_job_is_reported_once(make_rig, arena_rig):
     rig.worker.wait({*numbers, 12345})
 
 
-def test_a_number_that_is_in_use_is_not_begun_again(hang, arena_rig):
+def test_job_id_in_use_is_refused(hang, arena_rig):
     number = hang.submit_store([1], [1], [arena_rig.key(1)])
     again = ArenaLoadStoreSpec([2], [arena_rig.key(2)])
     assert not hang.worker.submit_store(number, GPULoadStoreSpec([2]), again)
@@ -150,7 +189,7 @@ def test_a_number_that_is_in_use_is_not_begun_again(hang, arena_rig):
     assert hang.worker.get_finished() == []
 
 
-def test_a_load_may_be_said_to_be_waited_for(make_rig, arena_rig):
+def test_expedited_load_is_a_load(make_rig, arena_rig):
     rig = make_rig().fill()
     rig.store([1], [1], [arena_rig.key(1)])
     place = ArenaLoadStoreSpec([1], [arena_rig.key(1)])
@@ -160,7 +199,7 @@ def test_a_load_may_be_said_to_be_waited_for(make_rig, arena_rig):
     assert rig.block(3) == rig.block(1)
 
 
-def test_jobs_are_counted(make_rig, arena_rig):
+def test_jobs_bytes_and_failures_are_counted(make_rig, arena_rig):
     rig = make_rig().fill()
     nbytes = len(rig.block(0))
     rig.store([1, 2], [1, 2], [arena_rig.key(1), arena_rig.key(2)])
@@ -177,7 +216,7 @@ def test_jobs_are_counted(make_rig, arena_rig):
     }
 
 
-def test_a_job_without_progress_is_named_at_the_deadline(hang, arena_rig):
+def test_wait_names_a_job_without_progress_at_the_deadline(hang, arena_rig):
     number = hang.submit_store([1], [1], [arena_rig.key(1)])
     with pytest.raises(StallError) as caught:
         hang.worker.wait({number})
@@ -185,7 +224,7 @@ def test_a_job_without_progress_is_named_at_the_deadline(hang, arena_rig):
     assert caught.value.seconds == 0.2
 
 
-def test_progress_of_one_job_is_progress(make_rig, arena_rig):
+def test_wait_goes_on_while_a_job_makes_progress(make_rig, arena_rig):
     rig = make_rig(deadline_s=0.5, num_copy_threads=1).fill()
     pages = rig.worker._copiers[0].pages
     gather = pages.gather
@@ -200,7 +239,7 @@ def test_progress_of_one_job_is_progress(make_rig, arena_rig):
     assert len(rig.worker.get_finished()) == 5
 
 
-def test_a_job_that_hangs_is_named_though_others_go_on(make_rig, arena_rig):
+def test_wait_names_a_job_that_hangs_though_others_end(make_rig, arena_rig):
     rig = make_rig(deadline_s=0.5).fill()
     pages = rig.worker._copiers[0].pages
     gather, go_on, stop = pages.gather, threading.Event(), threading.Event()
@@ -251,7 +290,7 @@ def test_shutdown_leaves_neither_memory_nor_threads(arena_rig):
     assert rig.worker.get_stats()["stores_total"] == 1
 
 
-def test_shutdown_with_jobs_in_flight_ends_them(make_rig, arena_rig, monkeypatch):
+def test_shutdown_fails_jobs_in_flight(make_rig, arena_rig, monkeypatch):
     monkeypatch.setattr("wtransfer.specs.copying.copier.TASK_NBYTES", 1)
     rig = make_rig(num_blocks=64, num_slots=64, num_copy_threads=1).fill()
     pages = rig.worker._copiers[0].pages
@@ -275,7 +314,7 @@ def test_shutdown_with_jobs_in_flight_ends_them(make_rig, arena_rig, monkeypatch
     rig.worker.wait({many, behind})
 
 
-def test_shutdown_does_not_wait_for_a_copy_that_hangs(hang, arena_rig, caplog):
+def test_shutdown_leaves_a_hanging_copy_and_keeps_its_memory(hang, arena_rig, caplog):
     hang.submit_store([1], [1], [arena_rig.key(1)])
     assert hang.copying.wait(10)
     began = time.monotonic()
@@ -286,7 +325,7 @@ def test_shutdown_does_not_wait_for_a_copy_that_hangs(hang, arena_rig, caplog):
     hang.close()
 
 
-def test_a_fork_has_no_worker_and_its_end_harms_nobody(make_rig, arena_rig):
+def test_forked_child_has_no_worker_and_the_parent_goes_on(make_rig, arena_rig):
     rig = make_rig().fill()
     rig.store([2], [3], [arena_rig.key(0)])
     pid = os.fork()
@@ -310,7 +349,7 @@ def test_a_fork_has_no_worker_and_its_end_harms_nobody(make_rig, arena_rig):
     assert rig.block(5) == rig.block(2)
 
 
-def test_stores_step_back_behind_serving_and_loads_do_not(make_rig):
+def test_store_threads_are_niced_and_load_threads_are_not(make_rig):
     make_rig()
     nice = {}
     for thread in threads():

@@ -1,1 +1,0 @@
-"""Slots of shared memory that the ranks of one host have in common."""

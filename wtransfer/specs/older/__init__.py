@@ -1,1 +1,0 @@
-"""Specs in the shape of the seed, as specs of today."""

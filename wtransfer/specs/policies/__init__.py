@@ -1,1 +1,0 @@
-"""Which of the blocks that are kept give way when room is needed."""
