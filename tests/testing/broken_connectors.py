@@ -12,7 +12,7 @@ import pytest
 from wtransfer.connectors.fence import WorkerStamps
 from wtransfer.connectors.shm import SharedMemoryConnector, SharedMemoryScheduler
 from wtransfer.testing.connector import ConnectorConformance
-from wtransfer.testing.connector_memory import (
+from wtransfer.testing.fakes import (
     SHELVES,
     Item,
     Kept,
@@ -39,8 +39,8 @@ class Kit(ConnectorConformance):
     def options_in(self, folder):
         return {"shelf": str(folder), "outlasts": self.outlasts}
 
-    def damage(self, site):
-        for kept in SHELVES[str(site.folder)].values():
+    def damage(self, bed):
+        for kept in SHELVES[str(bed.folder)].values():
             next(iter(kept.pages.values())).numpy().reshape(-1)[3] += 1
         return True
 
@@ -577,6 +577,28 @@ class TestBelievesHashes(Kit):
     connector_cls = connector(scheduler=BelievesHashes)
 
 
+# -- salts and adapters
+
+
+def ignoring(attribute):
+    class Ignores(MemoryScheduler):
+        def on_new_request(self, request):
+            kept = getattr(request, attribute)
+            setattr(request, attribute, None)
+            super().on_new_request(request)
+            setattr(request, attribute, kept)
+
+    return Ignores
+
+
+class TestIgnoresSalts(Kit):
+    connector_cls = connector(scheduler=ignoring("cache_salt"))
+
+
+class TestIgnoresAdapters(Kit):
+    connector_cls = connector(scheduler=ignoring("lora_request"))
+
+
 # -- weights
 
 
@@ -767,7 +789,7 @@ class TestSharesAProcess(Kit):
     """Its sides have one dictionary, and so one process."""
 
     connector = "MemoryConnector"
-    module_path = "wtransfer.testing.connector_memory"
+    module_path = "wtransfer.testing.fakes"
     in_processes = True
 
 
@@ -775,5 +797,5 @@ class TestExcuses(Kit):
     connector_cls = connector(worker=BelievesBytes)
 
     @pytest.mark.xfail(reason="nobody damages what lies in memory", strict=True)
-    def test_what_is_damaged_is_a_miss(self, site):
-        super().test_what_is_damaged_is_a_miss(site)
+    def test_damaged_blocks_are_a_miss(self, bed):
+        super().test_damaged_blocks_are_a_miss(bed)

@@ -1,4 +1,4 @@
-"""What a request must come to, whatever was loaded for it: computed afresh, and nothing else."""
+"""Reference output: what a model computes for one request alone, with nothing loaded."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ if TYPE_CHECKING:
 _BLOCK_SIZE = 16
 
 
-class Truth(NamedTuple):
-    """One answer."""
+class Reference(NamedTuple):
+    """Reference output of one request."""
 
     output: list[int]
-    """What follows the prompt."""
+    """The tokens that follow the prompt."""
     pages: list[torch.Tensor]
     """Keys and values of all positions but the last, by layer: ``(key or value, head, position,
     head width)``."""
 
 
-def truth(prompt: Sequence[int], num_new: int, seed: int, shape: ServedShape) -> Truth:
-    """Return what a model says that has no connector, and nothing else to do.
+def reference_output(
+    prompt: Sequence[int], num_new: int, seed: int, shape: ServedShape
+) -> Reference:
+    """Compute a request with a model that has no connector and serves nothing else.
 
     Args:
         prompt: Tokens.
-        num_new: How many follow.
+        num_new: Number of tokens to generate.
         seed: Of the model's weights.
         shape: Of the model.
     """
-    return _truth(tuple(prompt), num_new, seed, shape)
+    return _reference_output(tuple(prompt), num_new, seed, shape)
 
 
 def some_prompts(count: int, *, unit: int = _BLOCK_SIZE, seed: int = 0) -> list[list[int]]:
@@ -67,7 +69,9 @@ def _model(seed: int, shape: ServedShape) -> PagedTransformer:
 
 
 @functools.lru_cache(maxsize=512)
-def _truth(prompt: tuple[int, ...], num_new: int, seed: int, shape: ServedShape) -> Truth:
+def _reference_output(
+    prompt: tuple[int, ...], num_new: int, seed: int, shape: ServedShape
+) -> Reference:
     model, tokens, start = _model(seed, shape), list(prompt), 0
     num_blocks = (len(prompt) + num_new) // _BLOCK_SIZE + 1
     cache = PagedCache(shape, CacheShape(_BLOCK_SIZE, num_blocks), shape.num_kv_heads)
@@ -77,4 +81,4 @@ def _truth(prompt: tuple[int, ...], num_new: int, seed: int, shape: ServedShape)
         start = len(tokens)
         tokens.append(token)
     pages = [cache.read(layer, table, start, start) for layer in range(shape.num_layers)]
-    return Truth(tokens[len(prompt) :], pages)
+    return Reference(tokens[len(prompt) :], pages)
