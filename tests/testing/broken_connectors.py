@@ -473,6 +473,20 @@ class TestKeepsBlocks(Kit):
     connector_cls = connector(scheduler=KeepsBlocks)
 
 
+class KeepsSentBlocks(SharedMemoryScheduler):
+    def request_finished(self, request, block_ids):
+        _, told = super().request_finished(request, block_ids)
+        return bool(told), told
+
+
+class TestKeepsSentBlocks(Kit):
+    kind = "transfer"
+    connector_cls = type("Broken", (SharedMemoryConnector,), {"scheduler_cls": KeepsSentBlocks})
+
+    def options_in(self, folder):
+        return {"shelf_bytes": 2**22}
+
+
 class KeepsBlocksOfAborted(MemoryScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)

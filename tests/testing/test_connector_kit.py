@@ -45,6 +45,7 @@ CAUGHT_BY = {
     "TestKnowsEverybody": "test_unknown_notices_are_ignored",
     "TestAnswersAboutNobody": "test_unknown_notices_are_ignored",
     "TestKeepsBlocks": "test_unclaimed_blocks_are_freed",
+    "TestKeepsSentBlocks": "test_unclaimed_blocks_are_freed",
     "TestKeepsBlocksOfAborted": "test_abort_after_any_step[producer]",
     "TestSavesWhatWasNotComputed": "test_refused_step_saves_nothing",
     "TestKeepsLayerByLayer": "test_step_with_late_load_errors_saves_nothing",
