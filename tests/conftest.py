@@ -152,7 +152,7 @@ def engine_faults():
 def engines(engine_faults):
     """Names of engines: ``memory`` copies on arrival, ``shm`` hands out views; both may fail."""
     from wtransfer.engines.factory import WeightTransferEngineFactory
-    from wtransfer.testing.memory import MemoryEngine
+    from wtransfer.testing.fakes import MemoryEngine
 
     names = {"memory": "tests-memory", "shm": "tests-shm"}
     WeightTransferEngineFactory.register_engine(names["memory"], engine_faults.wrap(MemoryEngine))

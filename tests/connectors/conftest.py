@@ -42,3 +42,12 @@ def zygote():
     """Forks processes that have torch, and the modules of this folder."""
     with Zygote(preload=["torch"], paths=[HERE]) as made:
         yield made
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name.startswith("test_weights_change_before_every_call"):
+            item.cls.exhaustive = True
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.nightly)

@@ -18,8 +18,8 @@ class Kit(ConnectorConformance):
     module_path = "tokens_connector"
     is_shared = True
 
-    def damage(self, site):
-        files = list(site.folder.iterdir())
+    def damage(self, bed):
+        files = list(bed.folder.iterdir())
         for file in files:
             os.truncate(file, file.stat().st_size - 1)
         return bool(files)

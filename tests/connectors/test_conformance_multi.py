@@ -27,8 +27,8 @@ class TestMultiConnector(ConnectorConformance):
         }
         return {"connectors": [offloading, storage]}
 
-    def damage(self, site):
-        files = [each for each in site.folder.rglob("*") if each.is_file()]
+    def damage(self, bed):
+        files = [each for each in bed.folder.rglob("*") if each.is_file()]
         for file in files:
             kept = bytearray(file.read_bytes())
             kept[len(kept) // 2] ^= 1

@@ -15,6 +15,6 @@ class TestOffloadingConnector(ConnectorConformance):
     connector = "OffloadingConnector"
     options: ClassVar = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**23}
 
-    def damage(self, site):
-        site.leaver.workers[0].side.side._made.part.slots[:, 100] ^= 1
+    def damage(self, bed):
+        bed.producer.workers[0].side.side._made.part.slots[:, 100] ^= 1
         return True

@@ -20,8 +20,8 @@ class TestProcessGroupConnector(ConnectorConformance):
         "token": "known to both instances",
     }
 
-    def damage(self, site):
-        shelf = site.leaver.workers[0].side.side._shelf
+    def damage(self, bed):
+        shelf = bed.producer.workers[0].side.side._shelf
         for number in range(shelf.num_slots):
             slot = shelf.slot(number)
             slot[len(slot) // 2] ^= 1

@@ -16,8 +16,8 @@ class TestSharedStorageConnector(ConnectorConformance):
     def options_in(self, folder):
         return {"shared_storage_path": str(folder)}
 
-    def damage(self, site):
-        files = [each for each in site.folder.rglob("*") if each.is_file()]
+    def damage(self, bed):
+        files = [each for each in bed.folder.rglob("*") if each.is_file()]
         for file in files:
             kept = bytearray(file.read_bytes())
             kept[len(kept) // 2] ^= 1

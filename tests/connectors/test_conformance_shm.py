@@ -12,8 +12,8 @@ class TestSharedMemoryConnector(ConnectorConformance):
     kind = "transfer"
     options: ClassVar = {"shelf_bytes": 2**22, "lease_s": 2.0, "deadline_s": 5.0}
 
-    def damage(self, site):
-        shelf = site.leaver.workers[0].side.side._shelf
+    def damage(self, bed):
+        shelf = bed.producer.workers[0].side.side._shelf
         for number in range(shelf.num_slots):
             slot = shelf.slot(number)
             slot[len(slot) // 2] ^= 1

@@ -14,7 +14,6 @@ from driver import BLOCK_SIZE, Blocks, Instance, Request, answer, transfer_confi
 
 from wtransfer.connectors.storage.store import FORMAT
 from wtransfer.errors import ConnectorOptionError, StorageError
-from wtransfer.testing.leftovers import Leftovers
 from wtransfer.weights import process_weights
 
 pytestmark = pytest.mark.usefixtures("weights", "leaves_nothing")
@@ -22,15 +21,6 @@ pytestmark = pytest.mark.usefixtures("weights", "leaves_nothing")
 PROMPT = list(range(30))
 """Seven whole blocks, and two tokens."""
 NUM_BLOCKS = 7
-
-
-@pytest.fixture
-def leaves_nothing():
-    """As for all tests, but for the names in /dev/shm: those are other processes'."""
-    leftovers = Leftovers()
-    yield
-    found = leftovers.found(within_s=5.0)
-    assert [each for each in found if "file /dev/shm/" not in each] == []
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from wtransfer.blocks import FENCE_NBYTES
 from wtransfer.connectors.fenced import WeightReport
 from wtransfer.connectors.shm import SharedMemoryConnector, SharedMemoryScheduler
 from wtransfer.testing.connector import ConnectorConformance
-from wtransfer.testing.connector_memory import (
+from wtransfer.testing.fakes import (
     SHELVES,
     Item,
     Kept,
@@ -40,8 +40,8 @@ class Kit(ConnectorConformance):
     def options_in(self, folder):
         return {"shelf": str(folder), "outlasts": self.outlasts}
 
-    def damage(self, site):
-        for kept in SHELVES[str(site.folder)].values():
+    def damage(self, bed):
+        for kept in SHELVES[str(bed.folder)].values():
             next(iter(kept.pages.values())).numpy().reshape(-1)[3] += 1
         return True
 
@@ -329,7 +329,7 @@ class SaidByTheLast(WeightReport):
 
 class SpeaksLast(MemoryWorker):
     def build_connector_worker_meta(self):
-        return SaidByTheLast(self.fence.say(), [self.rank])
+        return SaidByTheLast(self.fence.report(), [self.rank])
 
 
 class TestSpeaksLast(Kit):
@@ -474,6 +474,20 @@ class TestKeepsBlocks(Kit):
     connector_cls = connector(scheduler=KeepsBlocks)
 
 
+class KeepsSentBlocks(SharedMemoryScheduler):
+    def request_finished(self, request, block_ids):
+        _, told = super().request_finished(request, block_ids)
+        return bool(told), told
+
+
+class TestKeepsSentBlocks(Kit):
+    kind = "transfer"
+    connector_cls = type("Broken", (SharedMemoryConnector,), {"scheduler_cls": KeepsSentBlocks})
+
+    def options_in(self, folder):
+        return {"shelf_bytes": 2**22}
+
+
 class KeepsBlocksOfAborted(MemoryScheduler):
     def request_finished(self, request, block_ids):
         super().request_finished(request, block_ids)
@@ -576,6 +590,28 @@ class BelievesHashes(MemoryScheduler):
 
 class TestBelievesHashes(Kit):
     connector_cls = connector(scheduler=BelievesHashes)
+
+
+# -- salts and adapters
+
+
+def ignoring(attribute):
+    class Ignores(MemoryScheduler):
+        def on_new_request(self, request):
+            kept = getattr(request, attribute)
+            setattr(request, attribute, None)
+            super().on_new_request(request)
+            setattr(request, attribute, kept)
+
+    return Ignores
+
+
+class TestIgnoresSalts(Kit):
+    connector_cls = connector(scheduler=ignoring("cache_salt"))
+
+
+class TestIgnoresAdapters(Kit):
+    connector_cls = connector(scheduler=ignoring("lora_request"))
 
 
 # -- weights
@@ -768,7 +804,7 @@ class TestSharesAProcess(Kit):
     """Its sides have one dictionary, and so one process."""
 
     connector = "MemoryConnector"
-    module_path = "wtransfer.testing.connector_memory"
+    module_path = "wtransfer.testing.fakes"
     in_processes = True
 
 
@@ -776,5 +812,5 @@ class TestExcuses(Kit):
     connector_cls = connector(worker=BelievesBytes)
 
     @pytest.mark.xfail(reason="nobody damages what lies in memory", strict=True)
-    def test_what_is_damaged_is_a_miss(self, site):
-        super().test_what_is_damaged_is_a_miss(site)
+    def test_damaged_blocks_are_a_miss(self, bed):
+        super().test_damaged_blocks_are_a_miss(bed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wtransfer.testing.engine import EngineConformance
-from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
+from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 
 
 class Kit(EngineConformance):

@@ -11,7 +11,7 @@ import pytest
 from wtransfer.specs.interface import LookupResult, PrepareStoreOutput
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.shared_region import ArenaLoadStoreSpec
-from wtransfer.testing.memory_spec import MemorySpec, MemoryWorker
+from wtransfer.testing.fakes import MemorySpec, MemoryTierWorker
 from wtransfer.testing.spec import SpecConformance
 
 
@@ -23,14 +23,14 @@ class Kit(SpecConformance):
         return memoryview(worker.slots[where.slots[0]].pages[0, 1].numpy())
 
 
-def spec(*, manager=CPUOffloadingManager, worker=MemoryWorker):
+def spec(*, manager=CPUOffloadingManager, worker=MemoryTierWorker):
     return type("Broken", (MemorySpec,), {"manager_cls": manager, "worker_cls": worker})
 
 
 # -- workers
 
 
-class LosesTheLastLayer(MemoryWorker):
+class LosesTheLastLayer(MemoryTierWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         pages = self._pages
         self._pages = [layers[:-1] for layers in pages]
@@ -44,7 +44,7 @@ class TestLosesTheLastLayer(Kit):
     spec_cls = spec(worker=LosesTheLastLayer)
 
 
-class SortsBlocks(MemoryWorker):
+class SortsBlocks(MemoryTierWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         dst_spec.block_ids.sort()
         return super().submit_load(job_id, src_spec, dst_spec)
@@ -54,7 +54,7 @@ class TestSortsBlocks(Kit):
     spec_cls = spec(worker=SortsBlocks)
 
 
-class WritesBesideTheBlock(MemoryWorker):
+class WritesBesideTheBlock(MemoryTierWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         begun = super().submit_load(job_id, src_spec, dst_spec)
         for block in dst_spec.block_ids:
@@ -66,7 +66,7 @@ class TestWritesBesideTheBlock(Kit):
     spec_cls = spec(worker=WritesBesideTheBlock)
 
 
-class KeepsViews(MemoryWorker):
+class KeepsViews(MemoryTierWorker):
     def submit_store(self, job_id, src_spec, dst_spec):
         super().submit_store(job_id, src_spec, dst_spec)
         for move in self.moves(src_spec, dst_spec):
@@ -82,7 +82,7 @@ class TestKeepsViews(Kit):
     spec_cls = spec(worker=KeepsViews)
 
 
-class LoadsOnce(MemoryWorker):
+class LoadsOnce(MemoryTierWorker):
     def submit_load(self, job_id, src_spec, dst_spec):
         begun = super().submit_load(job_id, src_spec, dst_spec)
         for slot in src_spec.slots:
@@ -94,7 +94,7 @@ class TestLoadsOnce(Kit):
     spec_cls = spec(worker=LoadsOnce)
 
 
-class KnowsOneGroup(MemoryWorker):
+class KnowsOneGroup(MemoryTierWorker):
     def moves(self, gpu, where):
         for move in super().moves(gpu, where):
             yield move._replace(group=0)
@@ -104,7 +104,7 @@ class TestKnowsOneGroup(Kit):
     spec_cls = spec(worker=KnowsOneGroup)
 
 
-class BeginsAtTheBeginning(MemoryWorker):
+class BeginsAtTheBeginning(MemoryTierWorker):
     def moves(self, gpu, where):
         gpu.block_indices = [0] * len(gpu.group_sizes)
         return super().moves(gpu, where)
@@ -114,7 +114,7 @@ class TestBeginsAtTheBeginning(Kit):
     spec_cls = spec(worker=BeginsAtTheBeginning)
 
 
-class BelievesBytes(MemoryWorker):
+class BelievesBytes(MemoryTierWorker):
     def fits(self, move):
         kept = self.slots.get(move.slot)
         return kept is not None and kept.key == move.key
@@ -124,7 +124,7 @@ class TestBelievesBytes(Kit):
     spec_cls = spec(worker=BelievesBytes)
 
 
-class BelievesNumbers(MemoryWorker):
+class BelievesNumbers(MemoryTierWorker):
     def fits(self, move):
         return move.slot in self.slots
 
@@ -133,7 +133,7 @@ class TestBelievesNumbers(Kit):
     spec_cls = spec(worker=BelievesNumbers)
 
 
-class FailsNowAndThen(MemoryWorker):
+class FailsNowAndThen(MemoryTierWorker):
     loads = 0
 
     def fits(self, move):
@@ -145,7 +145,7 @@ class TestFailsNowAndThen(Kit):
     spec_cls = spec(worker=FailsNowAndThen)
 
 
-class HasFourSlots(MemoryWorker):
+class HasFourSlots(MemoryTierWorker):
     def moves(self, gpu, where):
         for move in super().moves(gpu, where):
             yield move._replace(slot=move.slot % 4)
@@ -155,7 +155,7 @@ class TestHasFourSlots(Kit):
     spec_cls = spec(worker=HasFourSlots)
 
 
-class ReportsTwice(MemoryWorker):
+class ReportsTwice(MemoryTierWorker):
     said = ()
 
     def get_finished(self):
@@ -168,7 +168,7 @@ class TestReportsTwice(Kit):
     spec_cls = spec(worker=ReportsTwice)
 
 
-class ForgetsToReport(MemoryWorker):
+class ForgetsToReport(MemoryTierWorker):
     def get_finished(self):
         return [result for result in super().get_finished() if result.job_id % 7]
 
@@ -177,7 +177,7 @@ class TestForgetsToReport(Kit):
     spec_cls = spec(worker=ForgetsToReport)
 
 
-class DoesNotWait(MemoryWorker):
+class DoesNotWait(MemoryTierWorker):
     """Jobs end a while after they were begun, and it does not wait for them."""
 
     def get_finished(self):
@@ -190,7 +190,7 @@ class TestDoesNotWait(Kit):
     spec_cls = spec(worker=DoesNotWait)
 
 
-class WaitsForKnownJobsOnly(MemoryWorker):
+class WaitsForKnownJobsOnly(MemoryTierWorker):
     def wait(self, job_ids):
         known = {result.job_id for result in self._finished}
         assert job_ids <= known
@@ -200,7 +200,7 @@ class TestWaitsForKnownJobsOnly(Kit):
     spec_cls = spec(worker=WaitsForKnownJobsOnly)
 
 
-class CountsBackwards(MemoryWorker):
+class CountsBackwards(MemoryTierWorker):
     def get_stats(self):
         return {"room_total": -self._num_bytes}
 
@@ -209,7 +209,7 @@ class TestCountsBackwards(Kit):
     spec_cls = spec(worker=CountsBackwards)
 
 
-class TalksInWords(MemoryWorker):
+class TalksInWords(MemoryTierWorker):
     def get_stats(self):
         return {"state": "fine"}
 
@@ -218,7 +218,7 @@ class TestTalksInWords(Kit):
     spec_cls = spec(worker=TalksInWords)
 
 
-class ShutsDownOnce(MemoryWorker):
+class ShutsDownOnce(MemoryTierWorker):
     def shutdown(self):
         del self.slots
 
@@ -227,7 +227,7 @@ class TestShutsDownOnce(Kit):
     spec_cls = spec(worker=ShutsDownOnce)
 
 
-class Lingers(MemoryWorker):
+class Lingers(MemoryTierWorker):
     def shutdown(self):
         time.sleep(0.5)
 
@@ -237,7 +237,7 @@ class TestLingers(Kit):
     ends_within_s = 0.3
 
 
-class LeavesAThread(MemoryWorker):
+class LeavesAThread(MemoryTierWorker):
     def shutdown(self):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wtransfer.testing.engine import EngineConformance
-from wtransfer.testing.memory import MemoryEngine
+from wtransfer.testing.fakes import MemoryEngine
 
 BROKEN = Path(__file__).with_name("broken_engines.py")
 CAUGHT_BY = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from wtransfer.config import ParallelConfig, WeightTransferConfig
+from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 from wtransfer.testing.faults import Fault, Faults
-from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
 
 TENSORS = {name: torch.arange(4.0) + 10 * i for i, name in enumerate("abc")}
 A, B, C = ([float(x) for x in tensor] for tensor in TENSORS.values())

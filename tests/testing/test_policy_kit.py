@@ -11,30 +11,30 @@ from wtransfer.testing.policy import PolicyConformance
 
 BROKEN = Path(__file__).with_name("broken_policies.py")
 CAUGHT_BY = {
-    "TestForgetsTheLast": "test_every_candidate_gives_way_at_last",
-    "TestNamesTheSameTwice": "test_as_many_give_way_as_are_asked_for[5]",
-    "TestGivesWhatItHas": "test_every_candidate_gives_way_at_last",
-    "TestReleasesAtOnce": "test_blocks_that_are_being_stored_stay",
-    "TestReordersByPinning": "test_an_order_of_their_own_loses_no_candidate",
-    "TestPinsNothing": "test_blocks_that_are_being_loaded_stay",
-    "TestPinsForEver": "test_blocks_that_are_being_loaded_stay",
-    "TestProtectsNobody": "test_protected_blocks_stay",
-    "TestProtectsTheFirstOnly": "test_protected_blocks_stay",
-    "TestTouchesTwice": "test_touching_leaves_candidates_candidates",
-    "TestRemovesCandidatesOnly": "test_removed_blocks_are_never_named",
-    "TestNeverTakesBack": "test_what_went_may_come_back",
-    "TestEvictsBeforeItCounts": "test_a_refusal_changes_nothing",
-    "TestLearnsFromRefusals": "test_a_refusal_changes_nothing",
-    "TestSorts": "test_effort_does_not_grow_with_the_number_of_blocks",
-    "TestRemembersEverything": "test_memory_does_not_grow_with_time",
-    "TestForgetsUnderLoad": "test_a_long_day[0]",
+    "TestForgetsTheLast": "test_every_candidate_is_evicted_once",
+    "TestNamesTheSameTwice": "test_evict_returns_the_count_asked_for[5]",
+    "TestGivesWhatItHas": "test_every_candidate_is_evicted_once",
+    "TestReleasesAtOnce": "test_inserted_blocks_are_evicted_only_after_release",
+    "TestReordersByPinning": "test_reorder_keeps_candidates",
+    "TestPinsNothing": "test_pinned_blocks_are_evicted_only_after_release",
+    "TestPinsForEver": "test_pinned_blocks_are_evicted_only_after_release",
+    "TestProtectsNobody": "test_protected_blocks_are_not_evicted",
+    "TestProtectsTheFirstOnly": "test_protected_blocks_are_not_evicted",
+    "TestTouchesTwice": "test_touch_keeps_candidates",
+    "TestRemovesCandidatesOnly": "test_removed_blocks_are_not_evicted",
+    "TestNeverTakesBack": "test_evicted_and_removed_blocks_may_return",
+    "TestEvictsBeforeItCounts": "test_refused_eviction_changes_nothing",
+    "TestLearnsFromRefusals": "test_refused_eviction_changes_nothing",
+    "TestSorts": "test_lookups_do_not_grow_with_capacity",
+    "TestRemembersEverything": "test_memory_is_bounded",
+    "TestForgetsUnderLoad": "test_random_calls[0]",
 }
 PASSED_BY = [
-    ("TestSorts", "test_a_long_day[0]"),
-    ("TestRemembersEverything", "test_a_long_day[1]"),
-    ("TestProtectsNobody", "test_every_candidate_gives_way_at_last"),
-    ("TestFifo", "test_a_long_day[0]"),
-    ("TestFifo", "test_a_refusal_changes_nothing"),
+    ("TestSorts", "test_random_calls[0]"),
+    ("TestRemembersEverything", "test_random_calls[1]"),
+    ("TestProtectsNobody", "test_every_candidate_is_evicted_once"),
+    ("TestFifo", "test_random_calls[0]"),
+    ("TestFifo", "test_refused_eviction_changes_nothing"),
 ]
 WANTED = [*CAUGHT_BY.items(), *PASSED_BY]
 
@@ -57,10 +57,10 @@ def test_every_test_of_the_kit_catches_something():
 
 
 def test_a_test_cannot_be_overridden_without_a_reason():
-    with pytest.raises(TypeError, match="overrides test_a_long_day of the conformance kit"):
+    with pytest.raises(TypeError, match="overrides test_random_calls of the conformance kit"):
 
         class TestMine(PolicyConformance):
             policy_cls = LRUCachePolicy
 
-            def test_a_long_day(self, make, seed):
+            def test_random_calls(self, make, seed):
                 """It surely would pass."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.testing.memory_spec import MemorySpec
+from wtransfer.testing.fakes import MemorySpec
 from wtransfer.testing.spec import SpecConformance
 
 BROKEN = Path(__file__).with_name("broken_specs.py")
@@ -14,51 +14,51 @@ CAUGHT_BY = {
     "TestLosesTheLastLayer": "test_blocks_come_back_as_they_were[many layers of small pages]",
     "TestSortsBlocks": "test_blocks_come_back_as_they_were[one token per block]",
     "TestWritesBesideTheBlock": "test_blocks_come_back_as_they_were[one layer]",
-    "TestKeepsViews": "test_what_is_stored_later_is_another_block",
+    "TestKeepsViews": "test_store_copies_the_block",
     "TestLoadsOnce": "test_one_block_may_be_loaded_many_times",
     "TestKnowsOneGroup": "test_groups_of_layers_are_kept_apart",
-    "TestBeginsAtTheBeginning": "test_several_blocks_may_be_kept_as_one",
+    "TestBeginsAtTheBeginning": "test_chunks_of_several_blocks",
     "TestBelievesBytes": "test_a_damaged_block_is_not_loaded",
-    "TestBelievesNumbers": "test_a_load_from_a_place_that_was_given_away_gives_no_other_bytes",
-    "TestFailsNowAndThen": "test_a_busy_day",
-    "TestHasFourSlots": "test_room_is_made_and_what_is_left_is_right",
+    "TestBelievesNumbers": "test_load_from_reused_slot_gives_no_other_bytes",
+    "TestFailsNowAndThen": "test_random_requests",
+    "TestHasFourSlots": "test_evictions_leave_hits_intact",
     "TestReportsTwice": "test_every_job_is_reported_once",
     "TestForgetsToReport": "test_every_job_is_reported_once",
     "TestDoesNotWait": "test_every_job_is_reported_once",
-    "TestWaitsForKnownJobsOnly": "test_waiting_for_what_is_not_there_ends",
-    "TestCountsBackwards": "test_numbers_are_plain_and_counters_rise",
-    "TestTalksInWords": "test_numbers_are_plain_and_counters_rise",
-    "TestShutsDownOnce": "test_shutting_down_twice_does_nothing",
-    "TestLingers": "test_shutting_down_ends_what_runs",
-    "TestLeavesAThread": "test_nothing_is_left",
+    "TestWaitsForKnownJobsOnly": "test_wait_ignores_unknown_jobs",
+    "TestCountsBackwards": "test_stats_are_numbers_and_counters_rise",
+    "TestTalksInWords": "test_stats_are_numbers_and_counters_rise",
+    "TestShutsDownOnce": "test_shutdown_is_idempotent",
+    "TestLingers": "test_shutdown_ends_running_work",
+    "TestLeavesAThread": "test_shutdown_leaves_nothing",
     "TestIsTooEarly": "test_a_block_is_a_hit_when_its_store_is_complete",
-    "TestStoresDuplicates": "test_only_what_is_new_is_stored",
-    "TestKeepsFailedStores": "test_a_failed_store_is_forgotten",
-    "TestPinsBeforeItLooks": "test_what_is_not_kept_cannot_be_loaded",
-    "TestRaisesItsOwn": "test_what_is_not_kept_cannot_be_loaded",
-    "TestPinsNothing": "test_what_is_being_loaded_stays",
-    "TestPinsOnce": "test_what_is_being_loaded_stays",
-    "TestBelievesCompletions": "test_completions_that_come_twice_do_nothing",
-    "TestRaisesForLateCompletions": "test_completions_of_what_never_was_do_nothing",
-    "TestStoresWhatFits": "test_room_is_made_for_all_or_for_none",
-    "TestEvictsBeforeItRefuses": "test_room_is_made_for_all_or_for_none",
-    "TestGivesPlacesAway": "test_what_is_being_stored_stays",
-    "TestTellsNoRemovals": "test_events_say_what_is_kept",
-    "TestTellsOfStoresFirst": "test_events_say_what_is_kept",
-    "TestRemembersAfterAReset": "test_a_reset_forgets_everything",
-    "TestKeepsOldWeights": "test_blocks_of_earlier_weights_are_not_in_the_way",
-    "TestTakesAThread": "test_constructors_take_nothing",
+    "TestStoresDuplicates": "test_only_new_keys_are_stored",
+    "TestKeepsFailedStores": "test_failed_store_is_a_miss",
+    "TestPinsBeforeItLooks": "test_prepare_load_refuses_missing_blocks",
+    "TestRaisesItsOwn": "test_prepare_load_refuses_missing_blocks",
+    "TestPinsNothing": "test_pinned_blocks_are_not_evicted",
+    "TestPinsOnce": "test_pinned_blocks_are_not_evicted",
+    "TestBelievesCompletions": "test_duplicate_completions_are_ignored",
+    "TestRaisesForLateCompletions": "test_unknown_completions_are_ignored",
+    "TestStoresWhatFits": "test_eviction_is_all_or_none",
+    "TestEvictsBeforeItRefuses": "test_eviction_is_all_or_none",
+    "TestGivesPlacesAway": "test_blocks_being_stored_are_not_evicted",
+    "TestTellsNoRemovals": "test_events_match_lookups",
+    "TestTellsOfStoresFirst": "test_events_match_lookups",
+    "TestRemembersAfterAReset": "test_reset_forgets_all_blocks",
+    "TestKeepsOldWeights": "test_store_and_load_after_weights_change",
+    "TestTakesAThread": "test_constructor_takes_no_resources",
     "TestMakesManagers": "test_each_side_is_made_once",
-    "TestSaysNothing": "test_a_spec_says_what_it_was_made_with",
+    "TestSaysNothing": "test_spec_keeps_its_config",
 }
 # What the same specs are good at: a kit that fails everything proves nothing.
 PASSED_BY = {
-    "TestKnowsOneGroup": "test_a_busy_day",
-    "TestBelievesBytes": "test_a_busy_day",
+    "TestKnowsOneGroup": "test_random_requests",
+    "TestBelievesBytes": "test_random_requests",
     "TestForgetsToReport": "test_one_block_may_be_loaded_many_times",
-    "TestTellsNoRemovals": "test_room_is_made_for_all_or_for_none",
-    "TestPinsOnce": "test_what_is_being_stored_stays",
-    "TestExcuses": "test_a_busy_day",
+    "TestTellsNoRemovals": "test_eviction_is_all_or_none",
+    "TestPinsOnce": "test_blocks_being_stored_are_not_evicted",
+    "TestExcuses": "test_random_requests",
 }
 EXCUSED = ("TestExcuses", "test_a_damaged_block_is_not_loaded")
 WANTED = [*CAUGHT_BY.items(), *PASSED_BY.items(), EXCUSED]
@@ -87,12 +87,12 @@ def test_every_test_of_the_kit_catches_something():
 
 
 def test_a_test_cannot_be_overridden_without_a_reason():
-    with pytest.raises(TypeError, match="overrides test_a_busy_day of the conformance kit"):
+    with pytest.raises(TypeError, match="overrides test_random_requests of the conformance kit"):
 
         class TestMine(SpecConformance):
             spec_cls = MemorySpec
 
-            def test_a_busy_day(self, small_host):
+            def test_random_requests(self, small_host):
                 """It surely would pass."""
 
 

@@ -13,7 +13,7 @@ from wtransfer.engines.interface import TrainerInitInfo
 from wtransfer.errors import EngineError, StallError
 from wtransfer.registry import hooks
 from wtransfer.testing.contents import contents
-from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
+from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 
 BEFORE_A_COMMIT = ["trainer_init", "__init__", "init", "start", "receive", "finish"]
 HARMLESS = ["round_finished", "shutdown", "trainer_shutdown"]

@@ -18,7 +18,7 @@ from wtransfer.errors import (
 )
 from wtransfer.manifest import Manifest, Piece, fingerprint
 from wtransfer.testing.contents import contents
-from wtransfer.testing.memory import MemoryEngine, MemoryTrainerEngine
+from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 from wtransfer.transport.channel import Dialer, Listener
 from wtransfer.transport.digests import digest
 from wtransfer.transport.framing import pack_frame
@@ -83,10 +83,10 @@ class Mail:
 
 @pytest.fixture
 def shelf(monkeypatch):
-    """The shelf from which memory engines take tensors."""
-    import wtransfer.testing.memory as module
+    """Tensors that memory engines deliver."""
+    import wtransfer.testing.fakes as module
 
-    monkeypatch.setitem(module._SHELVES, "rogue", WEIGHTS)
+    monkeypatch.setitem(module._SENT, "rogue", WEIGHTS)
     return {"shelf": "rogue"}
 
 

@@ -22,7 +22,7 @@ from wtransfer.errors import (
     StallError,
 )
 from wtransfer.testing.contents import contents
-from wtransfer.testing.memory import MemoryEngine
+from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
 

@@ -1,8 +1,8 @@
-"""The proving kit for authors: conformance suites, fleets in one process, fault injection.
+"""Proving kit for authors of backends: conformance kits, fakes, fault injection.
 
-`wtransfer.testing.engine` holds the tests that every engine has to pass, `wtransfer.testing.spec`
-those of offloading specs, and `wtransfer.testing.policy` those of eviction policies.
-`wtransfer.testing.faults` makes an engine fail where a test wants it to, and
-`wtransfer.testing.fleet` runs a publisher and its workers in one process. It needs pytest
-(``pip install wtransfer[test]``).
+A kit of each kind (`engine`, `connector`, `spec`, `policy`) holds the tests that every backend of
+that kind has to pass. `fakes` has the smallest backend of each kind, to read before you write one.
+`faults` makes an engine fail where a test wants it to, `fleet` runs a publisher and its workers in
+one process, `communicator` is a process group between threads, and `leftovers` finds what a process
+did not release. It needs pytest (``pip install wtransfer[test]``).
 """

@@ -1,32 +1,30 @@
 """A process group between threads of one process, which fails loudly where a real one would hang.
 
 For tests of engines that move tensors by collectives, and for authors of such engines: NCCL shows
-a mistake as two processes that wait for ever, or as bytes in the wrong place. This one names the
+a mistake as two processes that hang, or as bytes in the wrong place. This one names the
 ranks, the operations and the mistake:
 
 * ranks that begin operations in another order, or with another root, peer or size;
 * a rank that is missing when the time is over, or that closes while others wait for it;
 * memory that is not what the contract says, or is changed, or used by a second operation, before
   the first has been waited for;
-* operations that nobody waits for.
+* operations that are never waited for.
 
 Bytes arrive only when they are waited for, and until then the receiver's memory holds rubbish:
-who reads too early sees it. A mistake breaks the group for all ranks, as an abort does.
+a read that comes too early sees it. A mistake breaks the group for all ranks, as an abort does.
 """
 
 from __future__ import annotations
 
+import collections
 import threading
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import GroupError
-from wtransfer.testing.schedule import Schedule
-
-if TYPE_CHECKING:
-    from wtransfer.testing.schedule import Operation
 
 RUBBISH = 0xA5
 """What memory holds while something is being received into it."""
@@ -109,7 +107,7 @@ class MemoryPending:
     """One rank's part in an operation. Made by `MemoryCommunicator`."""
 
     def __init__(
-        self, table: _Table, rank: int, operation: Operation, tensor: torch.Tensor
+        self, table: _Table, rank: int, operation: _Operation, tensor: torch.Tensor
     ) -> None:
         self.rank = rank
         """The rank whose part it is."""
@@ -171,7 +169,7 @@ class _Table:
         self.size = size
         self.lock = threading.Condition()
         self._timeout_s = timeout_s
-        self._schedule = Schedule(size)
+        self._schedule = _Schedule(size)
         self._under_way: list[list[MemoryPending]] = [[] for _ in range(size)]
         self._closed: set[int] = set()
         self._fault: str | None = None
@@ -266,7 +264,137 @@ class _Table:
                     f"began {what} in memory of {other.operation}, which was not waited for",
                 )
 
-    def _why_late(self, operation: Operation) -> str:
+    def _why_late(self, operation: _Operation) -> str:
         late = operation.missing or list(operation.ranks)
         places = "; ".join(self._schedule.place(rank) for rank in late)
         return f"no progress on {operation} within {self._timeout_s:g} s: {places}"
+
+
+@dataclass(eq=False)
+class _Operation:
+    """One broadcast or message, as all its ranks see it."""
+
+    kind: str
+    """``"broadcast"`` or ``"message"``."""
+    number: int
+    """Of this kind, and for a message between these two ranks; counted from 1."""
+    source: int
+    """Rank that has the bytes."""
+    ranks: tuple[int, ...]
+    """Participants, in ascending order."""
+    nbytes: int
+    """Size."""
+    begun_by: list[int] = field(default_factory=list)
+    """Ranks that have begun it."""
+    payload: torch.Tensor | None = None
+    """A copy of the bytes, from the moment at which the source began."""
+    complete: bool = False
+    """Whether every rank has got to it."""
+
+    def __str__(self) -> str:
+        if self.kind == "broadcast":
+            return f"broadcast {self.number} of {self.nbytes} bytes from rank {self.source}"
+        (target,) = set(self.ranks) - {self.source}
+        return (
+            f"message {self.number} of {self.nbytes} bytes from rank {self.source} to rank {target}"
+        )
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not begun it."""
+        return [rank for rank in self.ranks if rank not in self.begun_by]
+
+
+class _Schedule:
+    """What every rank has begun; its caller holds the lock.
+
+    The rules are NCCL's: a rank's operations run in the order in which it began them; a broadcast
+    runs when it is every rank's turn, a message when it is that of both its ranks. So ranks that
+    disagree about the order would deadlock; here an error says so at once.
+
+    Args:
+        size: Ranks of the group.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._queues: list[collections.deque[_Operation]] = [
+            collections.deque() for _ in range(size)
+        ]
+        self._counts: list[collections.Counter[object]] = [
+            collections.Counter() for _ in range(size)
+        ]
+        self._open: dict[object, _Operation] = {}
+
+    @property
+    def operations(self) -> list[_Operation]:
+        """What is under way."""
+        return list(self._open.values())
+
+    def begin(
+        self, rank: int, kind: str, source: int, ranks: tuple[int, ...], nbytes: int
+    ) -> _Operation:
+        """Note that a rank begins its next operation of a kind.
+
+        Raises:
+            GroupError: Another rank began it as something else.
+        """
+        # A message's place in the order of its two ranks; a broadcast's in that of all.
+        stream = kind if kind == "broadcast" else (source, ranks)
+        self._counts[rank][stream] += 1
+        number = self._counts[rank][stream]
+        mine = _Operation(kind, number, source, ranks, nbytes)
+        operation = self._open.setdefault((stream, number), mine)
+        if str(operation) != str(mine):
+            raise GroupError(f"rank {rank} began {mine}, ranks {operation.begun_by} {operation}")
+        operation.begun_by.append(rank)
+        self._queues[rank].append(operation)
+        return operation
+
+    def advance(self) -> None:
+        """Complete what can be.
+
+        Raises:
+            GroupError: Ranks wait for each other.
+        """
+        while ready := [each for each in self.operations if self._is_ready(each)]:
+            for operation in ready:
+                self._complete(operation)
+        circle = self._circle()
+        if circle:
+            places = "; ".join(f"rank {rank} is at {self._queues[rank][0]}" for rank in circle)
+            raise GroupError(f"these ranks wait for each other for ever: {places}")
+
+    def place(self, rank: int) -> str:
+        """Say what a rank is at."""
+        queue = self._queues[rank]
+        return f"rank {rank} is at {queue[0]}" if queue else f"rank {rank} has nothing under way"
+
+    def _is_ready(self, operation: _Operation) -> bool:
+        queues = [self._queues[rank] for rank in operation.ranks]
+        return all(queue and queue[0] is operation for queue in queues)
+
+    def _complete(self, operation: _Operation) -> None:
+        operation.complete = True
+        for rank in operation.ranks:
+            self._queues[rank].popleft()
+        self._open = {key: each for key, each in self._open.items() if each is not operation}
+
+    def _circle(self) -> list[int]:
+        """Return ranks of which each waits for the next and the last for the first."""
+        # A rank that waits for one that is free, or that waits for such a one, can still go on.
+        # What is left when those are taken away stands in circles, or waits for them.
+        stuck = {rank: self._awaited(rank) for rank, queue in enumerate(self._queues) if queue}
+        while free := [rank for rank, awaited in stuck.items() if not awaited & stuck.keys()]:
+            for rank in free:
+                del stuck[rank]
+        if not stuck:
+            return []
+        path = [min(stuck)]
+        while (following := min(stuck[path[-1]] & stuck.keys())) not in path:
+            path.append(following)
+        return path[path.index(following) :]
+
+    def _awaited(self, rank: int) -> set[int]:
+        first = self._queues[rank][0]
+        queues = {each: self._queues[each] for each in first.ranks}
+        return {each for each, queue in queues.items() if not queue or queue[0] is not first}

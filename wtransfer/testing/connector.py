@@ -1,4 +1,4 @@
-"""The tests that every KV connector has to pass; the built-in ones pass them, too.
+"""The conformance kit of KV connectors; the built-in connectors pass it.
 
 Subclass it in a test module of your own::
 
@@ -12,32 +12,1182 @@ Subclass it in a test module of your own::
         def options_in(self, folder):
             return {"path": str(folder)}
 
-It is served from the mini engine: a real scheduler, a real model whose keys and values are the
-same bits whether they were computed or loaded, and metadata that travels as plain data. Tests
-cannot be overridden, except by one that says why the connector may fail it::
+The connector is served by the mini engine: a real scheduler, a small model whose keys and values
+have the same bits whether they were computed or loaded, and metadata that travels as plain data.
+A test may be overridden only by one that says why the connector may fail it::
 
         @pytest.mark.xfail(reason="it only ever saves")
-        def test_something_is_loaded(self, site):
-            super().test_something_is_loaded(site)
+        def test_something_is_loaded(self, bed):
+            super().test_something_is_loaded(bed)
 """
 
 from __future__ import annotations
 
-from wtransfer.testing.connector_calls import CallTests
-from wtransfer.testing.connector_ends import EndTests
-from wtransfer.testing.connector_faults import FaultTests
-from wtransfer.testing.connector_processes import ProcessTests
-from wtransfer.testing.connector_tokens import TokenTests
-from wtransfer.testing.connector_weights import WeightsTests
-from wtransfer.testing.excuses import check_excused
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+import xxhash
+
+from wtransfer.connectors.factory import KVConnectorFactory
+from wtransfer.connectors.interface import (
+    SCHEDULER_METHODS,
+    WORKER_METHODS,
+    KVConnectorOutput,
+    KVConnectorRole,
+)
+from wtransfer.connectors.naming import BlockNaming
+from wtransfer.errors import ConnectorRoleError
+from wtransfer.testing.connector_host import (
+    NUM_NEW_TOKENS,
+    ConnectorTestBed,
+    LocalInstance,
+    ModelWeights,
+)
+from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
+from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits, ModelShape
+from wtransfer.testing.mini_engine.contract import SchedulerOutput
+from wtransfer.testing.mini_engine.instance import MODULES, Instance
+from wtransfer.testing.mini_engine.reference import reference_output, some_prompts
+from wtransfer.testing.mini_engine.serialize import deserialize, serialize
+from wtransfer.transport.zygote import Zygote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from wtransfer.testing.connector_host import RecordedSide
+    from wtransfer.testing.mini_engine.contract import Request
+    from wtransfer.testing.mini_engine.instance import Answer
+
+    MakeBed = Callable[..., ConnectorTestBed]
+    Moment = tuple[str, str, str, int]
+
+BLOCK_SIZE = 16
+SMALL = ModelShape(width=32, num_heads=2, num_kv_heads=1)
+SIX_HEADS = ModelShape(width=96, num_heads=6, num_kv_heads=6)
+"""A model that two or three ranks can share."""
+CHUNKED = EngineConfig(limits=Limits(max_num_batched_tokens=24))
+"""Settings by which a prompt is computed in several steps."""
+METADATA_METHODS = ("build_connector_meta", "build_connector_worker_meta")
+CHANGES = {"there": (1,), "there and back": (1, 0)}
+"""Seeds from which the weights are drawn, one after the other."""
+QUERIES = ("get_finished_count", "get_stats", "has_pending_push_work", "take_events")
+"""Methods that only answer: no change of weights is tried before them."""
+FOLLOWING = (
+    "clear_connector_metadata",
+    "get_block_ids_with_load_errors",
+    "handle_preemptions",
+    "on_new_request",
+)
+"""Methods before which a change of weights is much the same as before the call that follows."""
+PARTICULARS = {
+    "salt": ("cache_salt", "tenant-1", "tenant-2"),
+    "adapter": (
+        "lora_request",
+        SimpleNamespace(lora_name="one", lora_int_id=1, lora_path="/adapters/one"),
+        SimpleNamespace(lora_name="two", lora_int_id=2, lora_path="/adapters/two"),
+    ),
+}
+"""What else KV cache depends on: an attribute of requests, and two of its values."""
 
 
-class ConnectorConformance(TokenTests, CallTests, FaultTests, WeightsTests, EndTests, ProcessTests):
-    """Subclass it with a name that starts with ``Test``, and say which connector is meant.
+class ConnectorConformance(ConformanceKit):
+    """Subclass it with a name that starts with ``Test``, and state the connector."""
 
-    What can be said stands in `wtransfer.testing.connector_kit.ConnectorKit`.
+    connector: ClassVar[str] = ""
+    """Name of the connector, as a user would write it."""
+    connector_cls: ClassVar[type | None] = None
+    """Instead of a name: the class of a connector that is not installed."""
+    kind: ClassVar[str] = "store"
+    """``store``: a request loads what any request with the same prefix has saved. ``transfer``: a
+    request loads what the request named by its ``kv_transfer_params`` has computed."""
+    is_shared: ClassVar[bool] = False
+    """Whether instances share a store."""
+    options: ClassVar[dict[str, Any]] = {}
+    """The connector's options."""
+    prefill_params: ClassVar[dict[str, Any]] = {"do_remote_decode": True}
+    """For ``transfer``: ``kv_transfer_params`` of the producer's requests."""
+    deadline_s: ClassVar[float] = 10.0
+    """Bound on every wait, in seconds; also on how long unclaimed blocks are held."""
+    ends_within_s: ClassVar[float] = 5.0
+    """Bound on a shutdown while work is running, and on its leftovers, in seconds."""
+    module_path: ClassVar[str | None] = None
+    """Module of a connector whose name is registered nowhere."""
+    in_processes: ClassVar[bool] = True
+    """Whether a fresh process finds the connector by its name."""
+    exhaustive: ClassVar[bool] = False
+    """Whether to change the weights before every single call, which takes minutes."""
+
+    def options_in(self, folder: Path) -> dict[str, Any]:
+        """Return the connector's options.
+
+        Args:
+            folder: A folder of the test's own for the connector's files.
+        """
+        del folder
+        return dict(self.options)
+
+    def damage(self, bed: ConnectorTestBed) -> bool:
+        """Damage all saved blocks.
+
+        Override it, and return True; False: they cannot be reached.
+
+        Args:
+            bed: ``producer.workers[0].side`` is the worker side that has saved them, and
+                ``bed.folder`` the argument of `options_in`.
+        """
+        del bed
+        return False
+
+    def weaken(
+        self, monkeypatch: pytest.MonkeyPatch, hash_function: Callable[[bytes], bytes]
+    ) -> None:
+        """Name blocks by another hash function on all sides that are made from now on.
+
+        Override it where blocks are not named by `wtransfer.connectors.naming.BlockNaming`.
+        """
+        monkeypatch.setattr(BlockNaming.__init__, "__defaults__", (hash_function,))
+
+    # -- fixtures
+
+    @pytest.fixture(autouse=True)
+    def one_thread(self) -> Iterator[None]:
+        """Compute on one thread: the bits do not depend on how work is divided."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+    @pytest.fixture
+    def weights(self) -> Iterator[ModelWeights]:
+        """Provide the weights of all instances of a test."""
+        weights = ModelWeights()
+        yield weights
+        weights.close()
+
+    @pytest.fixture
+    def make_bed(self, tmp_path: Path, weights: ModelWeights) -> Iterator[MakeBed]:
+        """Make test beds that are closed at the end of the test."""
+        beds: list[ConnectorTestBed] = []
+
+        def make(settings: EngineConfig | None = None, **options: Any) -> ConnectorTestBed:
+            settings = self._settings(settings or EngineConfig(), tmp_path / "kept")
+            beds.append(self._bed(settings, weights, tmp_path / "kept", **options))
+            return beds[-1]
+
+        yield make
+        while beds:
+            beds.pop().close()
+
+    @pytest.fixture
+    def bed(self, make_bed: MakeBed) -> ConnectorTestBed:
+        """Make a test bed of the default size."""
+        return make_bed()
+
+    @pytest.fixture
+    def start(self, tmp_path: Path) -> Iterator[Callable[..., Instance]]:
+        """Start instances in processes that end with the test."""
+        if not self.in_processes:
+            pytest.skip("in_processes is not set: other processes do not find the connector")
+        settings = self._settings(EngineConfig(model=SIX_HEADS), tmp_path / "kept")
+        with contextlib.ExitStack() as stack:
+
+            def start(name: str, num_ranks: int, seed: int = 0) -> Instance:
+                named = msgspec.structs.replace(
+                    settings, engine_id=name, num_ranks=num_ranks, seed=seed
+                )
+                return stack.enter_context(Instance(named, _zygote().spawn))
+
+            yield start
+
+    def _settings(self, settings: EngineConfig, folder: Path) -> EngineConfig:
+        folder.mkdir(exist_ok=True)
+        return msgspec.structs.replace(
+            settings,
+            model=SMALL if settings.model == ModelShape() else settings.model,
+            connector=self.connector or registered_name("connectors", self.connector_cls),
+            module_path=self.module_path,
+            options=self.options_in(folder),
+        )
+
+    def _bed(
+        self, settings: EngineConfig, weights: ModelWeights, folder: Path, **options: Any
+    ) -> ConnectorTestBed:
+        producer = consumer = LocalInstance(settings, weights, **options)
+        if self._has_consumer():
+            other = msgspec.structs.replace(settings, engine_id="another")
+            consumer = LocalInstance(other, weights, **options)
+        return ConnectorTestBed(
+            producer,
+            consumer,
+            weights,
+            folder=folder,
+            prefill_params=self.prefill_params if self.kind == "transfer" else None,
+            deadline_s=self.deadline_s,
+        )
+
+    def _has_consumer(self) -> bool:
+        """Return whether the consumer is another instance than the producer."""
+        return self.kind == "transfer" or self.is_shared
+
+    # -- output: tokens, keys and values are the same bits with and without loads
+
+    @pytest.mark.parametrize("block_size", [1, 16, 128])
+    def test_output_equals_reference(self, make_bed: MakeBed, block_size: int) -> None:
+        """Tokens, keys and values equal the reference, computed or loaded."""
+        bed = make_bed(EngineConfig(cache=CacheShape(block_size, 4096 // block_size)))
+        for prompt in some_prompts(2, unit=max(block_size, 16)):
+            bed.transfer(prompt)
+
+    def test_something_is_loaded(self, bed: ConnectorTestBed) -> None:
+        """Each prompt that was saved is loaded."""
+        for prompt in some_prompts(2):
+            before = bed.num_loaded
+            bed.transfer(prompt)
+            assert bed.num_loaded > before
+
+    def test_loads_write_only_to_their_blocks(self, bed: ConnectorTestBed) -> None:
+        """The rest of the cache keeps its bytes."""
+        prompt = some_prompts(1)[0]
+        params = bed.produce(prompt)
+        bed.consumer.clear_cache()
+        before = [[layer.clone() for layer in cache.layers] for cache in bed.consumer.caches]
+        request = bed.submit_to_consumer(prompt, params)
+        bed.run(request)
+        bed.consumer.check(request)
+        for cache, layers in zip(bed.consumer.caches, before, strict=True):
+            for layer, expected in zip(cache.layers, layers, strict=True):
+                expected[request.block_ids] = layer[request.block_ids]
+                assert layer.equal(expected), f"others than {request.block_ids} were written"
+
+    def test_chunked_prefill(self, make_bed: MakeBed) -> None:
+        """Blocks of one step may be sent before the next step computes the rest."""
+        bed = make_bed(CHUNKED)
+        for prompt in some_prompts(2):
+            bed.transfer(prompt)
+
+    def test_concurrent_requests(self, bed: ConnectorTestBed) -> None:
+        """More requests than run at once, some of them with equal prompts."""
+        prompts = [*some_prompts(5), *some_prompts(5)]
+        produced = [bed.submit_to_producer(prompt) for prompt in prompts]
+        bed.run(*produced)
+        for request in produced:
+            bed.producer.check(request)
+        bed.consumer.clear_cache()
+        consumed = [
+            bed.submit_to_consumer(prompt, bed.params_of(request))
+            for prompt, request in zip(prompts, produced, strict=True)
+        ]
+        bed.run(*consumed)
+        for request in consumed:
+            bed.consumer.check(request)
+
+    def test_preempted_requests(self, make_bed: MakeBed) -> None:
+        """Blocks of a preempted request are given to others while the connector works on them."""
+        # Requests begin with two blocks each and end with three. The first one that needs a third
+        # block preempts the last one, in the middle of a block.
+        prompts = [
+            prompt[: 2 * BLOCK_SIZE - 5 - 2 * number]
+            for number, prompt in enumerate(some_prompts(6))
+        ]
+        cache = CacheShape(BLOCK_SIZE, 2 * len(prompts) + 1)
+        bed = make_bed(EngineConfig(cache=cache, limits=Limits(max_num_batched_tokens=40)))
+        produced = [bed.submit_to_producer(prompt) for prompt in prompts]
+        bed.run(*produced)
+        bed.consumer.clear_cache()
+        consumed = [
+            bed.submit_to_consumer(request.prompt_token_ids, bed.params_of(request), 24)
+            for request in produced
+        ]
+        bed.run(*consumed)
+        assert bed.consumer.counts["preemptions"] > 1, "the cache was too large for this test"
+        for request in produced:
+            bed.producer.check_output(request)
+        for request in consumed:
+            bed.consumer.check_output(request)
+        # What preempted requests have saved is right, too.
+        for request in consumed:
+            bed.transfer(request.all_token_ids)
+
+    @pytest.mark.parametrize("num_cached", [1, 2])
+    def test_prefix_in_the_local_cache(self, bed: ConnectorTestBed, num_cached: int) -> None:
+        """The instance's own cache has the first blocks; the connector loads the others."""
+        for prompt in some_prompts(2):
+            params = bed.produce(prompt)
+            bed.consumer.clear_cache()
+            bed.run(bed.consumer.loop.submit([*prompt[: num_cached * BLOCK_SIZE], 1], 1))
+            before = bed.consumer.counts["tokens_cached"]
+            request = bed.submit_to_consumer(prompt, params)
+            bed.run(request)
+            bed.consumer.check(request)
+            assert bed.consumer.counts["tokens_cached"] - before == num_cached * BLOCK_SIZE
+
+    @pytest.mark.parametrize("num_ranks", [2, 3])
+    def test_tensor_parallel_ranks(self, make_bed: MakeBed, num_ranks: int) -> None:
+        """Each rank has its own heads of every block."""
+        bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=num_ranks))
+        for prompt in some_prompts(2):
+            bed.transfer(prompt)
+
+    # -- one side and the other
+
+    @pytest.mark.parametrize("role", KVConnectorRole)
+    def test_methods_of_the_other_side_raise(self, tmp_path: Path, role: KVConnectorRole) -> None:
+        """Each side has the methods of its role only."""
+        side: Any = self._settings(EngineConfig(), tmp_path).make_connector(role)
+        others = {
+            KVConnectorRole.SCHEDULER: WORKER_METHODS,
+            KVConnectorRole.WORKER: SCHEDULER_METHODS,
+        }
+        try:
+            for name in sorted(others[role]):
+                with pytest.raises(ConnectorRoleError):
+                    getattr(side, name)()
+        finally:
+            side.shutdown()
+
+    @pytest.mark.parametrize("role", KVConnectorRole)
+    def test_cache_shape_is_optional(self, tmp_path: Path, role: KVConnectorRole) -> None:
+        """Older hosts pass no ``kv_cache_config``."""
+        config = self._settings(EngineConfig(), tmp_path).serving_config()
+        KVConnectorFactory.create_connector(config, role).shutdown()
+
+    # -- lookups
+
+    def test_lookups_change_nothing(self, bed: ConnectorTestBed) -> None:
+        """Repeated lookups agree, count whole blocks, and leave a token to compute."""
+        found = 0
+
+        def ask(own: Any, request: Request, num_computed: int) -> Any:
+            nonlocal found
+            answers = [own(request, num_computed) for _ in range(3)]
+            number, is_async = answers[-1]
+            if number is not None:
+                known = [answer for answer in answers if answer[0] is not None]
+                assert known == [(number, is_async)] * len(known)
+                assert number % BLOCK_SIZE == 0
+                assert 0 <= number < request.num_tokens - num_computed
+                found += number
+            return number, is_async
+
+        bed.consumer.scheduler.instead["get_num_new_matched_tokens"] = ask
+        for prompt in [*some_prompts(2), some_prompts(1)[0][: 2 * BLOCK_SIZE]]:
+            bed.transfer(prompt)
+        assert found > 0, "nothing was found"
+        bed.drain()
+
+    def test_abort_after_lookup_leaves_nothing(self, bed: ConnectorTestBed) -> None:
+        """A request that is aborted before it has blocks is not waited for, nor reported."""
+        prompt = some_prompts(1)[0]
+        params = bed.produce(prompt)
+        bed.consumer.clear_cache()
+
+        def postpone(own: Any, request: Request, num_computed: int) -> Any:
+            own(request, num_computed)
+            return None, False
+
+        bed.consumer.scheduler.instead["get_num_new_matched_tokens"] = postpone
+        request = bed.submit_to_consumer(prompt, params)
+        for _ in range(3):
+            bed.step()
+        bed.consumer.loop.scheduler.abort(request)
+        del bed.consumer.scheduler.instead["get_num_new_matched_tokens"]
+        bed.drain()
+        assert request.request_id not in _reported(bed.consumer)
+        bed.transfer(prompt)
+
+    def test_host_may_decline_a_hit(self, bed: ConnectorTestBed) -> None:
+        """The host computes the tokens, and nothing is loaded into its blocks."""
+        prompt = some_prompts(1)[0]
+        params = bed.produce(prompt)
+
+        def decline(own: Any, request: Request, num_computed: int) -> Any:
+            own(request, num_computed)
+            return 0, False
+
+        bed.consumer.scheduler.instead["get_num_new_matched_tokens"] = decline
+        before = bed.num_loaded
+        bed.consume(prompt, params)
+        assert bed.num_loaded == before
+        assert _received(bed.consumer) == [Counter()]
+        del bed.consumer.scheduler.instead["get_num_new_matched_tokens"]
+        bed.transfer(prompt)
+        bed.drain()
+
+    # -- metadata
+
+    def test_metadata_is_not_repeated(self, bed: ConnectorTestBed) -> None:
+        """Building metadata again without new work gives that of an idle step."""
+        steps = []
+
+        def build(own: Any, output: SchedulerOutput) -> Any:
+            first = own(output)
+            idle = [own(SchedulerOutput()) for _ in range(2)]
+            steps.append([_settled(each) for each in (first, *idle)])
+            return first
+
+        prompt = some_prompts(1)[0]
+        params = bed.produce(prompt)
+        bed.consumer.scheduler.instead["build_connector_meta"] = build
+        bed.consume(prompt, params)
+        assert [each for each in steps if each[0] != each[1]], "all metadata was that of idle steps"
+        for number, (_, second, third) in enumerate(steps):
+            assert _without_numbers(second) == _without_numbers(third), f"of step {number}"
+
+    def test_metadata_is_plain_data(self, bed: ConnectorTestBed) -> None:
+        """Metadata is numbers, text and collections; ``kv_transfer_params`` can be JSON."""
+        for prompt in some_prompts(2):
+            bed.transfer(prompt)
+        for side in bed.sides:
+            for name in (*METADATA_METHODS, "get_handshake_metadata"):
+                for metadata in side.results(name):
+                    assert _settled(deserialize(serialize(metadata))) == _settled(metadata)
+        for instance in bed.instances:
+            for _, params in instance.scheduler.results("request_finished"):
+                assert json.loads(json.dumps(params)) == params
+
+    def test_metadata_is_not_changed_after_return(self, bed: ConnectorTestBed) -> None:
+        """A host may send metadata some time after it was built."""
+        returned: list[tuple[str, Any, Any]] = []
+
+        def note(own: Any, *args: Any) -> Any:
+            metadata = own(*args)
+            returned.append((type(metadata).__name__, metadata, _settled(metadata)))
+            return metadata
+
+        for side in bed.sides:
+            side.instead |= dict.fromkeys(METADATA_METHODS, note)
+        for prompt in some_prompts(2):
+            bed.transfer(prompt)
+        for name, metadata, before in returned:
+            assert _settled(metadata) == before, f"{name} was changed after it was returned"
+
+    def test_metadata_passed_without_copy(self, bed: ConnectorTestBed) -> None:
+        """A host whose sides share a process may pass the very objects."""
+        for instance in bed.instances:
+            _pass_objects(instance)
+        for prompt in some_prompts(2):
+            bed.transfer(prompt)
+            bed.transfer(prompt)
+        bed.drain()
+
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3])
+    def test_aggregation_is_independent_of_order(self, make_bed: MakeBed, num_ranks: int) -> None:
+        """Worker metadata adds up to the same in any order and grouping."""
+        bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=num_ranks))
+        bed.transfer(some_prompts(1)[0])
+        for instance in bed.instances:
+            steps = zip(
+                *(side.results("build_connector_worker_meta") for side in instance.workers),
+                strict=True,
+            )
+            for each in steps:
+                # A host leaves out the ranks that return None.
+                metas = [serialize(meta) for meta in each if meta is not None]
+                sums = [_aggregated(order) for order in itertools.permutations(metas) if order]
+                sums += (
+                    [
+                        _aggregated([one, _aggregated([*others])])
+                        for one, *others in [metas]
+                        if others
+                    ]
+                    if metas
+                    else []
+                )
+                assert all(_sorted_sets(one) == _sorted_sets(sums[0]) for one in sums)
+
+    # -- reports of loads
+
+    def test_every_load_is_reported_once(self, make_bed: MakeBed) -> None:
+        """Every rank reports each load that outlasts its step, and no other load."""
+        bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=2, limits=CHUNKED.limits))
+        for prompt in some_prompts(3):
+            bed.transfer(prompt)
+        assert _received(bed.consumer) == [_loads(bed.consumer)] * 2
+
+    def test_refused_load_is_reported(self, bed: ConnectorTestBed) -> None:
+        """The load ends, and its blocks are reported before it or with it."""
+        prompt = some_prompts(1)[0]
+        params = bed.produce(prompt)
+        bed.consumer.clear_cache()
+        request = bed.submit_to_consumer(prompt, params)
+        plan = bed.consumer.loop.scheduler.plan()
+        # The weights are the same again, but not those that the plan was made under.
+        bed.weights.change(1, 0)
+        bed.consumer.loop.scheduler.update(plan, bed.consumer.ranks.step(plan))
+        bed.run(request)
+        bed.consumer.check(request)
+        assert _received(bed.consumer) == [_loads(bed.consumer)]
+        _check_errors_in_time(bed.consumer)
+        bed.drain()
+
+    def test_requests_without_loads_are_not_reported(self, bed: ConnectorTestBed) -> None:
+        """Prompts shorter than a block, and prompts that were never saved."""
+        for prompt in ([1, 2, 3], *some_prompts(1, seed=5)):
+            request = bed.submit_to_consumer(prompt, None)
+            bed.run(request)
+            bed.consumer.check(request)
+        assert _received(bed.consumer) == [Counter()]
+        assert all(not each for each in _load_errors(bed.consumer))
+
+    def test_stats_are_numbers_and_counters_rise(self, bed: ConnectorTestBed) -> None:
+        """Statistics are names and numbers; those that end in ``_total`` never fall."""
+        before: dict[str, float] = {}
+        for prompt in some_prompts(3):
+            bed.transfer(prompt)
+            after: dict[str, float] = {}
+            for number, side in enumerate(bed.sides):
+                after |= checked_stats(side.get_stats(), f"{number} {side.name}")
+            assert fallen_counters(before, after) == []
+            before = after
+
+    # -- notices to the scheduler side
+
+    def test_duplicate_notices_are_ignored(self, bed: ConnectorTestBed) -> None:
+        """Notices come twice, late, and in any order (FAULTS 28)."""
+        for instance in bed.instances:
+            instance.scheduler.instead["update_connector_output"] = _repeat_notices()
+        prompts = [*some_prompts(3), *some_prompts(3)]
+        for prompt in prompts:
+            bed.transfer(prompt)
+        assert bed.num_loaded > 0
+        bed.weights.change(1)
+        for prompt in prompts:
+            bed.transfer(prompt)
+        bed.drain()
+
+    def test_unknown_notices_are_ignored(self, bed: ConnectorTestBed) -> None:
+        """Notices name requests that never were, and blocks that no request has."""
+        unknown = {"unknown", "request-0-of-an-earlier-process"}
+
+        def update_more(own: Any, output: KVConnectorOutput) -> None:
+            own(KVConnectorOutput(set(unknown), set(unknown), None, {0, 10**6}, set(unknown)))
+            own(output)
+
+        prompts = some_prompts(3)
+        for instance in bed.instances:
+            instance.scheduler.instead["update_connector_output"] = update_more
+            for side in instance.workers:
+                side.instead["get_finished"] = lambda own, finished: own(finished | unknown)
+        for prompt in [*prompts, *prompts]:
+            bed.transfer(prompt)
+        assert not {each for host in bed.instances for each in unknown & _reported(host)}
+        for instance in bed.instances:
+            del instance.scheduler.instead["update_connector_output"]
+        bed.transfer(prompts[0])
+        assert bed.num_loaded > 0
+        bed.drain()
+
+    # -- ends of requests
+
+    @pytest.mark.parametrize("where", ["producer", "consumer"])
+    def test_abort_after_any_step(self, make_bed: MakeBed, where: str) -> None:
+        """An abort, given twice, leaks no block and harms no later request."""
+        bed = make_bed(CHUNKED)
+        instance: LocalInstance = getattr(bed, where)
+        prompts = some_prompts(8)
+        for num_steps, prompt in enumerate(prompts):
+            if where == "consumer":
+                params = bed.produce(prompt)
+                bed.consumer.clear_cache()
+                request = bed.submit_to_consumer(prompt, params)
+            else:
+                request = bed.submit_to_producer(prompt)
+            for _ in range(num_steps):
+                bed.step()
+            for _ in range(2):
+                instance.loop.scheduler.abort(request)
+            # Blocks that are free by now are overwritten, also while the connector reads them.
+            instance.clear_cache()
+            bed.run(request)
+        for prompt in prompts:
+            bed.transfer(prompt)
+        bed.drain()
+
+    def test_unclaimed_blocks_are_freed(self, make_bed: MakeBed) -> None:
+        """Blocks are freed though no consumer comes for them."""
+        bed = make_bed(CHUNKED)
+        for prompt in some_prompts(4):
+            bed.produce(prompt)
+        bed.drain()
+
+    # -- steps that are not executed
+
+    def test_refused_step_saves_nothing(self, bed: ConnectorTestBed) -> None:
+        """Blocks that a refused step would have computed are a miss."""
+        request, plan = _planned(bed)
+        bed.weights.change(1, 0)
+        _check_not_saved(bed, request, plan)
+
+    def test_step_with_late_load_errors_saves_nothing(self, bed: ConnectorTestBed) -> None:
+        """All layers were computed, from blocks that turned out to be wrong."""
+        request, plan = _planned(bed)
+        # Other tokens stand for wrong blocks: the layers compute wrong keys and values.
+        spans = [
+            msgspec.structs.replace(span, tokens=[token ^ 1 for token in span.tokens])
+            for span in plan.spans
+        ]
+        plan = msgspec.structs.replace(plan, loads_first=True, spans=spans)
+        worker: Any = bed.producer.ranks.workers[0]
+        failed, answers = worker.has_load_errors, itertools.chain([False], itertools.repeat(True))
+        worker.has_load_errors = lambda: failed() or next(answers)
+        _check_not_saved(bed, request, plan)
+
+    # -- damage
+
+    def test_damaged_blocks_are_a_miss(self, bed: ConnectorTestBed) -> None:
+        """Damaged blocks are computed afresh (FAULTS 32) and saved again. Needs `damage`."""
+        prompts = some_prompts(3)
+        produced = [bed.produce(prompt) for prompt in prompts]
+        if not self.damage(bed):
+            pytest.skip("damage() is not overridden: saved blocks cannot be damaged")
+        before = bed.num_loaded
+        for prompt, params in zip(prompts, produced, strict=True):
+            bed.consume(prompt, params)
+        whole = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts)
+        assert bed.num_loaded - before < whole, "damage() has damaged no block that was loaded"
+        assert _received(bed.consumer) == [_loads(bed.consumer)]
+        for prompt in prompts if self.kind == "store" else ():
+            bed.transfer(prompt)
+            before = bed.num_loaded
+            bed.transfer(prompt)
+            assert bed.num_loaded > before, "the damaged blocks were not replaced"
+        bed.drain()
+
+    @pytest.mark.parametrize("policy", ["recompute", "fail"])
+    def test_load_failure_policy(self, make_bed: MakeBed, policy: str) -> None:
+        """A request whose load failed is recomputed, or fails. Needs `damage`."""
+        bed = make_bed(EngineConfig(on_load_failure=policy))
+        prompt = some_prompts(1)[0]
+        params = bed.produce(prompt)
+        if not self.damage(bed):
+            pytest.skip("damage() is not overridden: saved blocks cannot be damaged")
+        bed.consumer.clear_cache()
+        request = bed.submit_to_consumer(prompt, params)
+        bed.run(request)
+        if policy == "fail" and bed.consumer.counts["loads_failed"]:
+            assert request.state == "failed"
+        else:
+            bed.consumer.check(request)
+        _check_errors_in_time(bed.consumer)
+        bed.drain()
+
+    # -- names of blocks
+
+    def test_hash_collision_is_a_miss(
+        self, make_bed: MakeBed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Equal hashes do not prove equal blocks (FAULTS 30). Needs `weaken` for other names."""
+        seen: dict[bytes, bytes] = {}
+
+        def weak(data: bytes) -> bytes:
+            return seen.setdefault(data, xxhash.xxh3_64_digest(data)[:1] + b"\0")
+
+        self.weaken(monkeypatch, weak)
+        bed = make_bed(hash_function=xxhash.xxh3_128_digest)
+        prompts = [prompt for seed in range(12) for prompt in some_prompts(1, seed=seed)]
+        for prompt in [*prompts, *prompts]:
+            bed.transfer(prompt)
+        if not seen:
+            pytest.skip("weaken() is not overridden: blocks are not named by this hash function")
+        assert len(set(seen.values())) < len(seen), "there was no collision"
+
+    @pytest.mark.parametrize(
+        ("attribute", "one", "other"), PARTICULARS.values(), ids=PARTICULARS.keys()
+    )
+    def test_other_salt_or_adapter_is_a_miss(
+        self, bed: ConnectorTestBed, attribute: str, one: Any, other: Any
+    ) -> None:
+        """Requests share KV cache only under the same salt and adapter, or none at all."""
+        current = None
+
+        def set_and_pass_on(own: Any, request: Request) -> None:
+            setattr(request, attribute, current)
+            own(request)
+
+        for instance in bed.instances:
+            instance.scheduler.instead["on_new_request"] = set_and_pass_on
+        for number, (produced, consumed) in enumerate(((None, one), (one, None), (one, other))):
+            prompt = some_prompts(1, seed=number)[0]
+            current = produced
+            params = bed.produce(prompt)
+            current, before = consumed, bed.num_loaded
+            bed.consume(prompt, params)
+            assert bed.num_loaded == before, f"{consumed!r} has loaded blocks of {produced!r}"
+        # With an adapter, a connector need not load anything.
+        for seed, current in enumerate((None, one) if attribute == "cache_salt" else (None,)):
+            before = bed.num_loaded
+            bed.transfer(some_prompts(1, seed=100 + seed)[0])
+            assert bed.num_loaded > before, f"{current!r} does not load its own blocks"
+
+    # -- weights may change at any time (FAULTS 31, 47)
+
+    def test_other_weights_are_a_miss(self, bed: ConnectorTestBed) -> None:
+        """Blocks computed with other weights are not loaded; after a change back they may be."""
+        prompt = some_prompts(1)[0]
+        params = bed.produce(prompt)
+        for seed in (1, 2):
+            bed.weights.change(seed)
+            # First the scheduler does not know of the change when it looks up; then it does.
+            for _ in range(seed - 1):
+                bed.step()
+            before = bed.num_loaded
+            bed.consume(prompt, params)
+            assert bed.num_loaded == before
+        _consume_under(bed, prompt, params, 0)
+        bed.transfer(prompt)
+
+    @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)], ids=["in one order", "in the other"])
+    def test_store_outlives_its_weights(
+        self, make_bed: MakeBed, weights: ModelWeights, seeds: tuple[int, int]
+    ) -> None:
+        """An instance that never had the weights of a block does not load it (FAULTS 50)."""
+        prompt, params = some_prompts(1)[0], None
+        for seed in seeds:
+            weights.change(seed)
+            bed = make_bed()
+            bed.consume(prompt, params)
+            assert bed.num_loaded == 0
+            params = bed.produce(prompt)
+        # An instance with the first weights shares the first one's blocks, if instances share.
+        weights.change(seeds[0])
+        bed = make_bed()
+        bed.consume(prompt)
+        assert bed.num_loaded > 0 or not self.is_shared
+
+    @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
+    def test_weights_change_within_a_request(
+        self, make_bed: MakeBed, seeds: tuple[int, ...]
+    ) -> None:
+        """Blocks of such a request are of the old weights, of the new ones, and of both."""
+        bed = make_bed(CHUNKED)
+        for num_steps, prompt in enumerate(some_prompts(6), start=1):
+            bed.weights.change(0)
+            request = bed.submit_to_producer(prompt)
+            for _ in range(num_steps):
+                bed.step()
+            for seed in seeds:
+                bed.weights.change(seed)
+                # The first step is refused, the second computes some of the request.
+                bed.step()
+                bed.step()
+            bed.run(request)
+            _consume_under(bed, prompt, bed.params_of(request), seeds[-1], 1, 0)
+
+    @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
+    def test_weights_change_between_plan_and_step(
+        self, bed: ConnectorTestBed, seeds: tuple[int, ...]
+    ) -> None:
+        """The scheduler plans a load before it knows of the change: the worker refuses it."""
+        for prompt in some_prompts(2):
+            bed.weights.change(0)
+            params = bed.produce(prompt)
+            bed.consumer.clear_cache()
+            request = bed.submit_to_consumer(prompt, params)
+            plan = bed.consumer.loop.scheduler.plan()
+            bed.weights.change(*seeds)
+            planned = list(request.block_ids[: request.num_external_tokens // BLOCK_SIZE])
+            bed.consumer.loop.scheduler.update(plan, bed.consumer.ranks.step(plan))
+            bed.run(request)
+            # Nothing of it had been computed, so it began anew under the new weights.
+            bed.consumer.check(request)
+            assert _load_errors(bed.consumer)[0].issuperset(planned), "they were loaded"
+            _consume_under(bed, prompt, params, seeds[-1], 1, 0)
+
+    def test_weights_change_between_calls(self, make_bed: MakeBed) -> None:
+        """Once before each kind of call of either side, while a prompt is produced and consumed."""
+        bed = make_bed(CHUNKED)
+        moments = _moments(bed)
+        # A side has something to do before its second call, where there is one.
+        kinds = dict.fromkeys(moment[:3] for moment in moments if moment[2] not in FOLLOWING)
+        chosen = [(*kind, min(2, max(m[3] for m in moments if m[:3] == kind))) for kind in kinds]
+        for number, moment in enumerate(chosen):
+            # There and back within a call of the model's thread: nothing is computed in between.
+            goes_back = number % 2 and " S" in moment[1]
+            _change_at(bed, moment, CHANGES["there and back" if goes_back else "there"], number)
+        bed.transfer(some_prompts(1)[0])
+
+    @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
+    def test_weights_change_before_every_call(
+        self, make_bed: MakeBed, seeds: tuple[int, ...]
+    ) -> None:
+        """Before every single call. Needs `exhaustive`."""
+        if not self.exhaustive:
+            pytest.skip("exhaustive is not set: this takes minutes")
+        bed = make_bed(CHUNKED)
+        for number, moment in enumerate(_moments(bed)):
+            _change_at(bed, moment, seeds, number)
+
+    # -- shutdown
+
+    @pytest.mark.parametrize("role", KVConnectorRole)
+    def test_shutdown_before_use(self, tmp_path: Path, role: KVConnectorRole) -> None:
+        """Twice, before caches are registered."""
+        side = self._settings(EngineConfig(), tmp_path).make_connector(role)
+        assert side is not None
+        for _ in range(2):
+            side.shutdown()
+
+    def test_shutdown_is_idempotent(self, bed: ConnectorTestBed) -> None:
+        """On either side, in either order."""
+        bed.transfer(some_prompts(1)[0])
+        for instance in bed.instances:
+            for recorded in (*instance.sides, *reversed(instance.sides)):
+                recorded.side.shutdown()
+
+    @pytest.mark.parametrize("where", ["producer", "consumer"])
+    def test_shutdown_ends_running_work(self, make_bed: MakeBed, where: str) -> None:
+        """Work ends, successful or not, within `ends_within_s`."""
+        for num_steps in (1, 2, 4):
+            bed = make_bed(CHUNKED)
+            for prompt in some_prompts(4):
+                if where == "producer":
+                    bed.submit_to_producer(prompt)
+                else:
+                    bed.submit_to_consumer(prompt, bed.produce(prompt))
+            for _ in range(num_steps):
+                bed.step()
+            begun = time.monotonic()
+            bed.close()
+            assert time.monotonic() - begun < self.ends_within_s
+
+    def test_shutdown_leaves_nothing(
+        self, tmp_path: Path, weights: ModelWeights, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No thread, descriptor, memory, or file but where the options say."""
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        monkeypatch.chdir(elsewhere)
+        monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+        settings = self._settings(CHUNKED, tmp_path / "kept")
+
+        def live() -> None:
+            bed = self._bed(settings, weights, tmp_path / "kept")
+            try:
+                for prompt in some_prompts(2):
+                    bed.transfer(prompt)
+                    bed.produce(prompt)
+                request = bed.submit_to_consumer(some_prompts(1)[0], None)
+                bed.step()
+                bed.consumer.loop.scheduler.abort(request)
+                bed.submit_to_producer(some_prompts(1, seed=1)[0])
+                bed.step()
+            finally:
+                bed.close()
+
+        # What is made once per process and kept, such as a pool of threads, is no leftover.
+        live()
+        leftovers = Leftovers()
+        live()
+        live()
+        assert leftovers.found(self.ends_within_s) == []
+        assert os.listdir(elsewhere) == []  # noqa: PTH208 - names are enough
+
+    # -- sides in processes of their own
+
+    def test_ranks_in_processes(self, start: Callable[..., Instance]) -> None:
+        """Scheduler and ranks share nothing but metadata."""
+        producer = start("producer", 2)
+        consumer = start("consumer", 2) if self._has_consumer() else producer
+        num_loaded = 0
+        for prompt in some_prompts(2):
+            params = self._produce(producer, prompt)
+            consumer.forget_cache()
+            answer = consumer.ask(prompt, NUM_NEW_TOKENS, params, self.deadline_s)
+            _check_answer(prompt, answer)
+            num_loaded += answer.counts["tokens_loaded"]
+        assert num_loaded > 0
+
+    def test_killed_producer_is_a_miss(self, start: Callable[..., Instance]) -> None:
+        """Blocks that ended with the producer are a miss, without a long wait (FAULTS 27)."""
+        if not self._has_consumer():
+            pytest.skip("no instance loads what another one has saved")
+        producer, consumer = start("producer", 1), start("consumer", 1)
+        prompts = some_prompts(2)
+        params = [self._produce(producer, prompt) for prompt in prompts]
+        # The consumer is connected for the first request, and only has parameters of the second.
+        consumer.ask(prompts[0], NUM_NEW_TOKENS, params[0], self.deadline_s)
+        producer.kill()
+        consumer.forget_cache()
+        for prompt, each in zip(prompts, params, strict=True):
+            _check_answer(prompt, consumer.ask(prompt, NUM_NEW_TOKENS, each, self.deadline_s))
+
+    def test_instances_with_other_weights_share_nothing(
+        self, start: Callable[..., Instance]
+    ) -> None:
+        """Over one store, in both orders; instances with equal weights share it."""
+        one, other = start("one", 1), start("other", 1, 1)
+        instances = [(one, other), (other, one)]
+        instances += [(one, start("equal", 1))] if self._has_consumer() else []
+        for number, (producer, consumer) in enumerate(instances):
+            prompt = some_prompts(1, seed=number)[0]
+            params = self._produce(producer, prompt)
+            answer = consumer.ask(prompt, NUM_NEW_TOKENS, params, self.deadline_s)
+            _check_answer(prompt, answer, consumer.config.seed)
+            is_equal = producer.config.seed == consumer.config.seed
+            assert bool(answer.counts.get("tokens_loaded")) == is_equal
+
+    def _produce(self, producer: Instance, prompt: list[int]) -> dict[str, Any] | None:
+        """Serve a prompt in the producer's process, and return the consumer's parameters."""
+        transfers = self.kind == "transfer"
+        params = dict(self.prefill_params) if transfers else None
+        answer = producer.ask(prompt, 1 if transfers else NUM_NEW_TOKENS, params, self.deadline_s)
+        _check_answer(prompt, answer, producer.config.seed)
+        return answer.kv_transfer_params
+
+
+# -- processes
+
+
+@functools.cache
+def _zygote() -> Zygote:
+    """Return the process whose children are instances and ranks: one for all connectors."""
+    zygote = Zygote(preload=["torch", *MODULES])
+    atexit.register(zygote.close)
+    return zygote
+
+
+def _check_answer(prompt: list[int], answer: Answer, seed: int = 0) -> None:
+    assert answer.state == "finished", answer.error
+    expected = reference_output(prompt, len(answer.tokens), seed, SIX_HEADS).output
+    assert answer.tokens == expected
+
+
+# -- recorded calls
+
+
+def _received(instance: LocalInstance) -> list[Counter[str]]:
+    """Return how often each rank has reported each request as received."""
+    return [
+        Counter(each for _, names in side.results("get_finished") for each in names or ())
+        for side in instance.workers
+    ]
+
+
+def _reported(instance: LocalInstance) -> set[str]:
+    """Return all requests that any rank has reported as sent or received."""
+    return {
+        each
+        for side in instance.workers
+        for pair in side.results("get_finished")
+        for names in pair
+        for each in names or ()
+    }
+
+
+def _loads(instance: LocalInstance) -> Counter[str]:
+    """Return how often each request was to be loaded beyond its step."""
+    is_async, loads = {}, Counter[str]()
+    for call in instance.scheduler.calls:
+        if call.name == "get_num_new_matched_tokens":
+            is_async[call.args[0].request_id] = call.result[1]
+        elif call.name == "update_state_after_alloc" and call.args[2]:
+            request_id = call.args[0].request_id
+            loads[request_id] += is_async[request_id]
+    return +loads
+
+
+def _load_errors(instance: LocalInstance) -> list[set[int]]:
+    """Return all blocks that each rank has reported as not loaded."""
+    return [
+        set().union(*side.results("get_block_ids_with_load_errors")) for side in instance.workers
+    ]
+
+
+def _check_errors_in_time(instance: LocalInstance) -> None:
+    """Fail if a rank reports blocks in a later step than their request's load."""
+    for side in instance.workers:
+        is_received = is_over = False
+        for call in side.calls:
+            if call.name == "get_finished":
+                is_received |= bool(call.result[1])
+            elif call.name == "clear_connector_metadata":
+                is_over = is_received
+            elif call.name == "get_block_ids_with_load_errors":
+                assert not (is_over and call.result), "blocks were reported after their request"
+
+
+# -- metadata
+
+
+def _settled(metadata: Any) -> Any:
+    """Return metadata in a form that can be compared: sets and dictionaries are sorted."""
+    return _sorted_sets(serialize(metadata))
+
+
+def _sorted_sets(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {name: _sorted_sets(each) for name, each in plain.items()}
+    if not isinstance(plain, list):
+        return plain
+    kind, *rest = map(_sorted_sets, plain)
+    return [kind, *(sorted(rest, key=repr) if kind in ("set", "frozenset", "dict") else rest)]
+
+
+def _without_numbers(settled: Any) -> Any:
+    """Return metadata with all numbers as 0, as steps may be counted."""
+    if isinstance(settled, dict):
+        return {name: _without_numbers(each) for name, each in settled.items()}
+    if isinstance(settled, list):
+        return [_without_numbers(each) for each in settled]
+    return 0 if type(settled) is int else settled
+
+
+def _aggregated(metas: Any) -> Any:
+    """Return the sum of the metadata of several ranks, in plain form."""
+    total, *others = map(deserialize, metas)
+    for each in others:
+        total = total.aggregate(each)
+    return serialize(total)
+
+
+def _pass_objects(instance: LocalInstance) -> None:
+    """Pass metadata between both sides of an instance of one rank without a copy."""
+    (worker,) = instance.workers
+    latest: dict[str, Any] = {}
+
+    def keep(own: Any, *args: Any) -> Any:
+        latest["of the worker" if not args else "of the scheduler"] = metadata = own(*args)
+        return metadata
+
+    def pass_on(own: Any, _: Any) -> Any:
+        return own(latest["of the scheduler"])
+
+    def pass_back(own: Any, output: Any) -> Any:
+        output.kv_connector_worker_meta = latest["of the worker"]
+        return own(output)
+
+    instance.scheduler.instead |= {
+        "build_connector_meta": keep,
+        "update_connector_output": pass_back,
+    }
+    worker.instead |= {
+        "build_connector_worker_meta": keep,
+        "handle_preemptions": pass_on,
+        "bind_connector_metadata": pass_on,
+    }
+
+
+def _repeat_notices() -> Any:
+    """Return a replacement that passes every notice twice, and earlier ones again and again."""
+    passed: list[Any] = []
+    drawn = random.Random(3)  # noqa: S311  # no secret
+
+    def update(own: Any, output: KVConnectorOutput) -> None:
+        passed.append(serialize(vars(output)))
+        for each in (passed[-1], passed[-1], *drawn.sample(passed, min(3, len(passed)))):
+            own(KVConnectorOutput(**deserialize(each)))
+        # The notice of this step comes last: the latest worker metadata is what holds.
+        own(output)
+
+    return update
+
+
+# -- steps that are not executed
+
+
+def _planned(bed: ConnectorTestBed) -> tuple[Request, Any]:
+    """Return a request on the producer, and the plan of the step that computes it."""
+    # An instance knows its weights after the first step.
+    bed.step()
+    request = bed.submit_to_producer(some_prompts(1)[0])
+    plan = bed.producer.loop.scheduler.plan()
+    assert plan.spans
+    return request, plan
+
+
+def _check_not_saved(bed: ConnectorTestBed, request: Request, plan: Any) -> None:
+    """Run a step that is not executed, abort its request, and find nothing of it."""
+    producer, prompt = bed.producer, request.prompt_token_ids
+    producer.overwrite(request.block_ids)
+    results = producer.ranks.step(plan)
+    assert all(result.tokens is None for result in results)
+    vars(producer.ranks.workers[0]).pop("has_load_errors", None)
+    producer.overwrite(request.block_ids)
+    producer.loop.scheduler.update(plan, results)
+    producer.loop.scheduler.abort(request)
+    bed.run(request)
+    before = bed.num_loaded
+    bed.consume(prompt, bed.params_of(request))
+    assert bed.num_loaded == before
+    bed.transfer(prompt)
+
+
+# -- changes of weights
+
+
+def _consume_under(
+    bed: ConnectorTestBed, prompt: list[int], params: dict[str, object] | None, *seeds: int
+) -> None:
+    """Consume a prompt under several weights, one after the other."""
+    for seed in seeds:
+        if seed != bed.weights.seed:
+            bed.weights.change(seed)
+        # A scheduler that does not know of a change yet has no hits for the first request.
+        bed.step()
+        bed.consume(prompt, params)
+
+
+def _moments(bed: ConnectorTestBed) -> list[Moment]:
+    """Return all calls while one prompt is produced and consumed: phase, side, method, number."""
+    met: list[Moment] = []
+    _transfer_and_notify(bed, some_prompts(1)[0], met.append)
+    return met
+
+
+def _change_at(bed: ConnectorTestBed, moment: Moment, seeds: tuple[int, ...], number: int) -> None:
+    """Change the weights before one call, and check what was saved around it."""
+    if bed.weights.seed:
+        bed.weights.change(0)
+    prompt = some_prompts(1, seed=1000 + number)[0]
+    params = _transfer_and_notify(
+        bed, prompt, lambda now: bed.weights.change(*seeds) if now == moment else None
+    )
+    # There and back, whatever was saved is of the weights of now, or wrong.
+    _consume_under(bed, prompt, params, *dict.fromkeys((seeds[-1], 0)))
+
+
+def _transfer_and_notify(
+    bed: ConnectorTestBed, prompt: list[int], notify: Callable[[Moment], None]
+) -> dict[str, object] | None:
+    """Produce and consume a prompt unchecked, with a notice before each call of the busy instance.
+
+    Returns:
+        The consumer's parameters.
     """
+    counted: Counter[tuple[str, str, str]] = Counter()
+    phase, busy = "producing", bed.producer
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        check_excused(cls, ConnectorConformance)
+    def before(where: int, side: RecordedSide, method: str) -> None:
+        if method in QUERIES or bed.instances[where] is not busy:
+            return
+        kind = phase, f"{where} {side.name}", method
+        counted[kind] += 1
+        notify((*kind, counted[kind]))
+
+    for where, instance in enumerate(bed.instances):
+        for side in instance.sides:
+            side.before.append(functools.partial(before, where))
+    request = bed.submit_to_producer(prompt)
+    bed.run(request)
+    params = bed.params_of(request)
+    phase, busy = "consuming", bed.consumer
+    bed.consumer.clear_cache()
+    bed.run(bed.submit_to_consumer(prompt, params))
+    for side in bed.sides:
+        side.before.clear()
+    return params

@@ -1,14 +1,17 @@
-"""What the conformance kit serves from: the mini engine, every call of which can be heard."""
+"""Serving instances in this process that a connector is tested in: a producer and a consumer."""
 
 from __future__ import annotations
 
 import functools
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 
 from wtransfer.connectors.interface import KVConnectorRole
+from wtransfer.deadline import Deadline
 from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.mini_engine.engine import MiniEngine
 from wtransfer.testing.mini_engine.model import PagedTransformer
@@ -20,6 +23,7 @@ from wtransfer.weights import process_weights
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from wtransfer.connectors.interface import KVConnectorBase_V1
     from wtransfer.testing.mini_engine.cache import PagedCache
@@ -27,24 +31,22 @@ if TYPE_CHECKING:
     from wtransfer.testing.mini_engine.contract import Request, StepPlan, StepResult
     from wtransfer.transport.communicator import Communicator
 
+NUM_NEW_TOKENS = 3
+"""Tokens to generate, unless a test asks for another number."""
 PATIENCE_S = 60.0
-"""Longest wait for a rank in a thread, in seconds."""
-_RUBBISH = 7.0
+"""Bound on a step of a rank in a thread, in seconds."""
 
 
 class Call(NamedTuple):
-    """One call of a side that has returned."""
+    """One call of a connector that has returned."""
 
     name: str
-    """The method."""
     args: tuple[Any, ...]
-    """What it was given."""
     result: Any
-    """What it returned."""
 
 
-class Tap:
-    """One side of a connector, as the host has it: every call is noted, and may be altered.
+class RecordedSide:
+    """One side of a connector whose calls are recorded, and may be replaced.
 
     Args:
         side: The side.
@@ -53,50 +55,46 @@ class Tap:
 
     def __init__(self, side: KVConnectorBase_V1, name: str) -> None:
         self.side = side
-        """The side."""
         self.name = name
-        """Which it is."""
         self.calls: list[Call] = []
-        """What was called so far."""
-        self.before: list[Callable[[Tap, str], None]] = []
+        self.before: list[Callable[[RecordedSide, str], None]] = []
         """Called before each call with this object and the method's name."""
         self.instead: dict[str, Callable[..., Any]] = {}
-        """By method: called with the side's own method, and its arguments."""
+        """By method: called with the side's own method and its arguments."""
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self.side, name)
         return functools.partial(self._call, name, own) if callable(own) else own
 
     def results(self, name: str) -> list[Any]:
-        """Return what one method has returned, in order."""
+        """Return the results of one method, in order."""
         return [call.result for call in self.calls if call.name == name]
 
     def _call(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for hear in list(self.before):
-            hear(self, name)
-        altered = self.instead.get(name)
-        result = own(*args, **kwargs) if altered is None else altered(own, *args, **kwargs)
+        for notify in list(self.before):
+            notify(self, name)
+        replacement = self.instead.get(name)
+        result = own(*args, **kwargs) if replacement is None else replacement(own, *args, **kwargs)
         self.calls.append(Call(name, args, result))
         return result
 
 
-class Weights:
-    """The weights of all hosts of a test: those of one seed, which can be changed at any time."""
+class ModelWeights:
+    """The weights of all instances of a test, drawn from a seed that can change at any time."""
 
     def __init__(self) -> None:
         self.seed = 0
-        """What they were drawn from."""
         self._models: list[PagedTransformer] = []
         self._held = process_weights.hold(self._name)
 
     def model(self, settings: EngineConfig) -> PagedTransformer:
-        """Return one more model."""
+        """Return a new model with these weights."""
         model = PagedTransformer(settings.model, self.seed)
         self._models.append(model)
         return model
 
     def change(self, *seeds: int) -> None:
-        """Change the weights, as a commit does, once for each seed."""
+        """Change the weights as a commit does, once for each seed."""
         for seed in seeds:
             with self._held.changing(lambda: self._name):
                 for model in self._models:
@@ -104,7 +102,7 @@ class Weights:
                 self.seed = seed
 
     def close(self) -> None:
-        """Let the process have no such models."""
+        """Withdraw the weights from this process."""
         self._held.close()
 
     @property
@@ -112,8 +110,8 @@ class Weights:
         return f"drawn from {self.seed}"
 
 
-class Ranks:
-    """All ranks of a host in this process; where there are several, each in a thread.
+class LocalRanks:
+    """All ranks of an instance in this process; several ranks run in a thread each.
 
     Args:
         makers: Each makes a worker.
@@ -124,18 +122,17 @@ class Ranks:
             ThreadPoolExecutor(1, f"rank-{rank}") for rank in range(len(makers)) if len(makers) > 1
         ]
         self.workers = self._each(makers)
-        """The workers."""
 
     def handshakes(self) -> list[Any]:
-        """Return what each rank's side says before the first step."""
+        """Return the handshake metadata of each rank."""
         return self._each([worker.handshake for worker in self.workers])
 
     def step(self, plan: StepPlan) -> list[StepResult]:
-        """Let every rank take a step."""
+        """Run a step on every rank."""
         return self._each([functools.partial(worker.step, plan) for worker in self.workers])
 
     def close(self) -> None:
-        """End them."""
+        """Close the workers and end the threads."""
         try:
             self._each([worker.close for worker in self.workers])
         finally:
@@ -149,115 +146,217 @@ class Ranks:
         return [future.result(PATIENCE_S) for future in futures]
 
 
-class KitHost:
-    """A serving instance with the connector that is tested.
+class LocalInstance:
+    """A serving instance in this process with the connector that is tested.
 
     Args:
-        settings: Of the host.
-        weights: What it computes with.
-        hash_function: What the host's own cache names blocks by; None: the usual one.
+        settings: Its settings.
+        weights: Weights of its model.
+        hash_function: Hash of the instance's own prefix cache; None: the default.
     """
 
     def __init__(
         self,
         settings: EngineConfig,
-        weights: Weights,
+        weights: ModelWeights,
         hash_function: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self.settings = settings
-        """Of the host."""
-        self._made: dict[int, tuple[Tap, PagedCache]] = {}
         self._weights = weights
+        made: dict[int, tuple[RecordedSide, PagedCache]] = {}
+
+        def make_worker(group: Communicator | None, model: PagedTransformer) -> Worker:
+            rank = group.rank if group else 0
+            side = settings.make_connector(KVConnectorRole.WORKER, rank)
+            assert side is not None
+            recorded: Any = RecordedSide(side, f"W{rank}")
+            worker = Worker(settings, model, recorded, group)
+            made[rank] = recorded, worker.cache
+            return worker
+
         num_ranks = settings.num_ranks
         groups = memory_group(num_ranks, PATIENCE_S) if num_ranks > 1 else [None]
-        models = [weights.model(settings) for _ in groups]
-        self.ranks = Ranks(
-            [
-                functools.partial(self._make_worker, *each)
-                for each in zip(groups, models, strict=True)
-            ]
+        self.ranks = LocalRanks(
+            [functools.partial(make_worker, group, weights.model(settings)) for group in groups]
         )
-        """The workers."""
-        self.workers = [self._made[rank][0] for rank in range(num_ranks)]
-        """The workers' sides, in order of rank."""
-        self.caches = [self._made[rank][1] for rank in range(num_ranks)]
-        """Their caches."""
+        self.workers = [made[rank][0] for rank in range(num_ranks)]
+        """Worker sides of the connector, by rank."""
+        self.caches = [made[rank][1] for rank in range(num_ranks)]
+        """Paged caches, by rank."""
         side = settings.make_connector(KVConnectorRole.SCHEDULER)
         assert side is not None
-        self.scheduler = Tap(side, "S")
-        """The scheduler's side."""
-        scheduler = Scheduler(settings, self.scheduler, hash_function)  # type: ignore[arg-type]
-        self.loop = MiniEngine(scheduler, self.ranks)
-        """The host."""
-
-    def _make_worker(self, group: Communicator | None, model: PagedTransformer) -> Worker:
-        rank = group.rank if group else 0
-        side = self.settings.make_connector(KVConnectorRole.WORKER, rank)
-        assert side is not None
-        tap = Tap(side, f"W{rank}")
-        worker = Worker(self.settings, model, tap, group)  # type: ignore[arg-type]
-        self._made[rank] = tap, worker.cache
-        return worker
+        recorded: Any = RecordedSide(side, "S")
+        self.scheduler: RecordedSide = recorded
+        """Scheduler side of the connector."""
+        self.loop = MiniEngine(Scheduler(settings, recorded, hash_function), self.ranks)
 
     @property
     def counts(self) -> Counter[str]:
-        """What the host has done so far."""
+        """Counters of the instance's scheduler."""
         return self.loop.scheduler.counts
 
     @property
-    def taps(self) -> list[Tap]:
-        """All sides."""
+    def sides(self) -> list[RecordedSide]:
+        """All sides of the connector."""
         return [self.scheduler, *self.workers]
 
     @property
-    def num_held(self) -> int:
-        """Blocks that somebody holds."""
+    def num_used(self) -> int:
+        """Blocks of the cache that are not free."""
         pool = self.loop.scheduler.pool
         return pool.num_blocks - pool.num_free
 
-    def wipe(self) -> None:
-        """Let the host's own cache forget everything, and whatever nobody holds be overwritten."""
+    def clear_cache(self) -> None:
+        """Empty the instance's own prefix cache, and overwrite all free blocks."""
         pool = self.loop.scheduler.pool
         pool.reset()
         free = pool.allocate(pool.num_free) or []
-        self.spoil(free)
+        self.overwrite(free)
         pool.release(free)
 
-    def spoil(self, blocks: Sequence[int]) -> None:
-        """Overwrite blocks."""
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks of all ranks."""
         for cache in self.caches:
             for layer in cache.layers:
-                layer[list(blocks)] = _RUBBISH
+                layer[list(blocks)] = 7.0
 
-    def check(self, request: Request, *, seed: int | None = None) -> None:
-        """Compare an ended request, and what it has in the cache, with the reference output.
+    def check(self, request: Request) -> None:
+        """Compare the output of an ended request, and its KV cache, with the reference output.
 
-        The blocks must still have what they had when it ended: nothing else was served since.
-
-        Args:
-            request: The request.
-            seed: Of the weights; None: those of now.
+        Its blocks must not have been reused: no other request was served since.
         """
-        self.check_output(request, seed=seed)
-        num_new = request.max_new_tokens
-        expected = self._reference(request.prompt_token_ids, num_new, seed).pages
+        self.check_output(request)
         known = request.num_tokens - 1
         table = torch.tensor(request.block_ids)
-        for layer, pages in enumerate(expected):
+        for layer, pages in enumerate(self._expected(request).pages):
             got = [cache.read(layer, table, known, known) for cache in self.caches]
             assert torch.cat(got, dim=1).equal(pages), f"layer {layer} has other keys or values"
 
-    def check_output(self, request: Request, *, seed: int | None = None) -> None:
-        """Compare the output of a request with the reference output.
-
-        Args:
-            request: The request.
-            seed: Of the weights; None: those of now.
-        """
+    def check_output(self, request: Request) -> None:
+        """Compare the output of an ended request with the reference output."""
         assert request.state == "finished", f"{request.state}: {request.error}"
-        expected = self._reference(request.prompt_token_ids, request.max_new_tokens, seed).output
-        assert request.output == expected
+        assert request.output == self._expected(request).output
 
-    def _reference(self, prompt: list[int], num_new: int, seed: int | None) -> Any:
-        seed = self._weights.seed if seed is None else seed
-        return reference_output(prompt, num_new, seed, self.settings.model)
+    def _expected(self, request: Request) -> Any:
+        prompt, num_new = request.prompt_token_ids, request.max_new_tokens
+        return reference_output(prompt, num_new, self._weights.seed, self.settings.model)
+
+
+class ConnectorTestBed:
+    """An instance that produces KV cache, and one that consumes it; they may be the same.
+
+    Args:
+        producer: Saves or sends KV cache.
+        consumer: Loads it.
+        weights: Weights of both.
+        folder: The folder that the connector's options were made with.
+        prefill_params: ``kv_transfer_params`` of a request whose KV cache another instance
+            consumes; None: the connector is a store, and requests have none.
+        deadline_s: Bound on every wait, in seconds.
+    """
+
+    def __init__(
+        self,
+        producer: LocalInstance,
+        consumer: LocalInstance,
+        weights: ModelWeights,
+        *,
+        folder: Path,
+        prefill_params: dict[str, Any] | None,
+        deadline_s: float,
+    ) -> None:
+        self.producer = producer
+        self.consumer = consumer
+        self.weights = weights
+        self.folder = folder
+        self.prefill_params = prefill_params
+        self.deadline_s = deadline_s
+
+    @property
+    def instances(self) -> list[LocalInstance]:
+        """The instances."""
+        return [self.producer] if self.producer is self.consumer else [self.producer, self.consumer]
+
+    @property
+    def sides(self) -> list[RecordedSide]:
+        """All sides of the connector in all instances."""
+        return [side for instance in self.instances for side in instance.sides]
+
+    @property
+    def num_loaded(self) -> int:
+        """Tokens that the consumer has loaded."""
+        return self.consumer.counts["tokens_loaded"]
+
+    def transfer(self, prompt: list[int]) -> Request:
+        """Produce and consume the KV cache of a prompt, and return the consumer's request."""
+        return self.consume(prompt, self.produce(prompt))
+
+    def produce(self, prompt: list[int]) -> dict[str, Any] | None:
+        """Serve a prompt on the producer, check it, and return the consumer's parameters."""
+        request = self.submit_to_producer(prompt)
+        self.run(request)
+        self.producer.check(request)
+        return self.params_of(request)
+
+    def consume(self, prompt: list[int], params: dict[str, Any] | None = None) -> Request:
+        """Serve a prompt on the consumer, whose own prefix cache is emptied, and check it."""
+        self.consumer.clear_cache()
+        request = self.submit_to_consumer(prompt, params)
+        self.run(request)
+        self.consumer.check(request)
+        return request
+
+    def submit_to_producer(self, prompt: list[int]) -> Request:
+        """Submit a prompt to the producer."""
+        if self.prefill_params is None:
+            return self.producer.loop.submit(prompt, NUM_NEW_TOKENS)
+        return self.producer.loop.submit(prompt, 1, dict(self.prefill_params))
+
+    def submit_to_consumer(
+        self, prompt: list[int], params: dict[str, Any] | None, num_new: int = NUM_NEW_TOKENS
+    ) -> Request:
+        """Submit a prompt to the consumer."""
+        return self.consumer.loop.submit(prompt, num_new, params)
+
+    def run(self, *requests: Request) -> None:
+        """Step all instances until requests have ended, and a store has nothing left to do."""
+        deadline = Deadline(self.deadline_s)
+        while not all(request.state in ("finished", "failed", "aborted") for request in requests):
+            self.step()
+            deadline.check("requests of this test")
+        # The connector is told of their end in the steps that follow.
+        self.step()
+        self.step()
+        # A transfer may hold blocks for a consumer that is yet to come.
+        while self.prefill_params is None and any(
+            instance.loop.scheduler.is_busy for instance in self.instances
+        ):
+            self.step()
+            deadline.check("work after the requests of this test")
+
+    def step(self) -> None:
+        """Run a step on every instance."""
+        for instance in self.instances:
+            instance.loop.step()
+
+    def drain(self) -> None:
+        """Step all instances until all blocks are free and the connector has nothing to do."""
+        end = time.monotonic() + self.deadline_s
+        while any(each.num_used or each.loop.scheduler.is_busy for each in self.instances):
+            used = [each.num_used for each in self.instances]
+            assert time.monotonic() < end, f"after {self.deadline_s:g} s blocks in use: {used}"
+            self.step()
+
+    def params_of(self, request: Request) -> dict[str, Any] | None:
+        """Return the consumer's parameters as a router passes them on, which is as JSON."""
+        if self.prefill_params is None:
+            return None
+        params: dict[str, Any] = msgspec.json.decode(
+            msgspec.json.encode(request.kv_transfer_params)
+        )
+        return params
+
+    def close(self) -> None:
+        """Close the instances."""
+        for instance in self.instances:
+            instance.loop.close()

@@ -1,4 +1,4 @@
-"""The tests that every weight transfer engine has to pass; the built-in engines pass them, too.
+"""The conformance kit of weight transfer engines; the built-in engines pass it.
 
 Subclass it in a test module of your own::
 
@@ -9,8 +9,8 @@ Subclass it in a test module of your own::
         engine = "mine"
 
 A publisher and its workers run in this process, with the engine between them, so an engine needs
-neither a second process nor a second host to be tested. Tests cannot be overridden, except by one
-that says why the engine may fail it::
+neither a second process nor a second host to be tested. A test may be overridden only by one that
+says why the engine may fail it::
 
         @pytest.mark.xfail(reason="my transport has no 0-dim tensors")
         def test_empty_and_scalar_tensors_arrive(self, fleet):
@@ -28,13 +28,13 @@ import pytest
 import torch
 
 from wtransfer.config import ParallelConfig, WeightTransferConfig
-from wtransfer.engines.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from wtransfer.engines.factory import WeightTransferTrainerFactory
 from wtransfer.errors import RoundAbortedError
 from wtransfer.registry.registry import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
-from wtransfer.testing.excuses import check_excused
 from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet
+from wtransfer.testing.kit import ConformanceKit, registered_name
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.target import StateDictTarget
@@ -50,7 +50,7 @@ NUM_SMALL = 2000
 """Number of small tensors."""
 
 
-class EngineConformance:
+class EngineConformance(ConformanceKit):
     """Subclass it with a name that starts with ``Test``, and say which engine is meant."""
 
     engine: ClassVar[str] = ""
@@ -66,15 +66,11 @@ class EngineConformance:
     deadline_s: ClassVar[float] = 10.0
     """Bound on every wait, in seconds. Raise it for engines that start slowly."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        check_excused(cls, EngineConformance)
-
-    # -- what the tests get
+    # -- fixtures
 
     @pytest.fixture(autouse=True)
     def _tensors_on_device(self) -> Iterator[None]:
-        """What a test makes lies there, unless it says otherwise."""
+        """Create tensors on the device by default."""
         with torch.device(self.device):
             yield
 
@@ -90,7 +86,7 @@ class EngineConformance:
             return self.trainer_cls
         if self.engine_cls is None:
             return WeightTransferTrainerFactory.trainer_class(self.engine)
-        return WeightTransferTrainerFactory.trainer_class(_registered(worker_cls))
+        return WeightTransferTrainerFactory.trainer_class(registered_name("engines", worker_cls))
 
     @pytest.fixture
     def fleet(self, worker_cls: type, twin_cls: type) -> Iterator[MakeFleet]:
@@ -98,7 +94,7 @@ class EngineConformance:
         fleets: list[Fleet] = []
 
         def make(source: Any, *, trainer: type | None = None, engine: str | None = None) -> Fleet:
-            name = engine or self.engine or _registered(worker_cls)
+            name = engine or self.engine or registered_name("engines", worker_cls)
             trainer = trainer or (None if engine else twin_cls)
             made = Fleet(
                 source,
@@ -115,7 +111,7 @@ class EngineConformance:
         while fleets:
             fleets.pop().close()
 
-    # -- what must arrive
+    # -- what arrives
 
     @pytest.mark.parametrize("dtype", TRAVELLING_DTYPES, ids=str)
     def test_every_dtype_arrives(self, fleet: MakeFleet, dtype: torch.dtype) -> None:
@@ -192,7 +188,7 @@ class EngineConformance:
         _publish(made, "v2")
         assert (late.session.version, late.contents) == ("v2", contents(source))
 
-    # -- what must be survived
+    # -- failures
 
     def test_an_aborted_round_changes_nothing(self, fleet: MakeFleet) -> None:
         """An abort in the middle of sending leaves the old version, and the engine usable."""
@@ -220,7 +216,7 @@ class EngineConformance:
         """``load_weights`` raises on one worker; the engine passes that on and works again."""
         faults = Faults()
         source = _model()
-        made = fleet(source, engine=_registered(faults.wrap(worker_cls, twin_cls)))
+        made = fleet(source, engine=registered_name("engines", faults.wrap(worker_cls, twin_cls)))
         members = [made.join(), made.join()]
         _publish(made, "v1")
         before = contents(source)
@@ -344,14 +340,6 @@ class _GatedSource(StateDictSource):
                 self.reached.set()
                 self._gate.wait()
             yield pair
-
-
-def _registered(worker_cls: type) -> str:
-    """Register a class that has no name, once, and return its name."""
-    name = f"conformance of {worker_cls.__qualname__} at {id(worker_cls):x}"
-    if not registry("engines").registered(name):
-        WeightTransferEngineFactory.register_engine(name, worker_cls)
-    return name
 
 
 def _model() -> dict[str, torch.Tensor]:

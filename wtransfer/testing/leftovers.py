@@ -1,38 +1,48 @@
-"""What a process holds that it did not hold before: threads, descriptors, shared memory."""
+"""What this process holds that it did not hold before: threads, descriptors, shared memory."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _POLL_S = 0.02
+_SHM = "/dev/shm/"  # noqa: S108 - looked at, not written
 
 
 class Leftovers:
-    """Notes what this process holds now, to tell later what has come on top.
+    """Record what this process holds now, to tell later what it holds on top.
 
-    Linux only. Descriptors and mappings are counted by kind, since their numbers are reused.
+    Linux only. Descriptors and mappings are counted by kind, since their numbers are reused. A file
+    in ``/dev/shm`` counts if this process has opened it from Python, or if it or one of its
+    children holds it: other processes make and remove files there at any time.
     """
 
     def __init__(self) -> None:
+        _record_opened_files()
         self._threads = set(threading.enumerate())
         self._held = _held()
 
     def found(self, within_s: float = 5.0) -> list[str]:
-        """Return what is held more than at first, once it is nothing or the time is over.
+        """Return what is held on top, once that is nothing or the time is over.
 
         Args:
             within_s: How long to wait for things to go, in seconds.
         """
         end = time.monotonic() + within_s
         while (found := self._more()) and time.monotonic() < end:
-            # What only the garbage collector could free is nobody's any more.
+            # What waits for the garbage collector is no leftover.
             gc.collect()
             time.sleep(_POLL_S)
         return found
@@ -44,13 +54,54 @@ class Leftovers:
 
 
 def _held() -> Counter[str]:
-    held: Counter[str] = Counter()
-    for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, and one of them vanishes
-        with contextlib.suppress(OSError):
-            target = Path(f"/proc/self/fd/{fd}").readlink()
-            held[f"descriptor of {re.sub('[0-9]+', '#', str(target))}"] += 1
-    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
-        if "/memfd:" in line or "/dev/shm/" in line:  # noqa: S108 - looked at, not written
-            held[f"mapping of {line.split(maxsplit=5)[5]}"] += 1
-    held.update(f"file /dev/shm/{name}" for name in os.listdir("/dev/shm"))  # noqa: PTH208, S108
+    own = list(_targets("self"))
+    held = Counter(f"{kind} of {re.sub('[0-9]+', '#', target)}" for kind, target in own)
+    ours = {_opened_name(target) for _, target in own} | _opened
+    for pid in _descendants("self"):
+        ours.update(_opened_name(target) for _, target in _targets(pid))
+    held.update(f"file {_SHM}{name}" for name in os.listdir(_SHM) if name in ours)  # noqa: PTH208
     return held
+
+
+def _targets(pid: str) -> Iterator[tuple[str, str]]:
+    """Yield what a process has open, and what shared memory it has mapped."""
+    with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
+        for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - one of them vanishes
+            with contextlib.suppress(OSError):
+                yield "descriptor", str(Path(f"/proc/{pid}/fd/{fd}").readlink())
+        for line in Path(f"/proc/{pid}/maps").read_text("utf-8").splitlines():
+            if "/memfd:" in line or _SHM in line:
+                yield "mapping", line.split(maxsplit=5)[5]
+
+
+def _descendants(pid: str) -> Iterator[str]:
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in file.read_text("utf-8").split():
+                yield child
+                yield from _descendants(child)
+
+
+_opened: set[str] = set()
+"""Names in ``/dev/shm`` that this process has opened."""
+
+
+def _opened_name(path: str) -> str:
+    """Return the first part of a path below ``/dev/shm``; nothing of any other path."""
+    return path[len(_SHM) :].split("/", maxsplit=1)[0] if path.startswith(_SHM) else ""
+
+
+@functools.cache
+def _record_opened_files() -> None:
+    """Note from now on which files in ``/dev/shm`` this process opens."""
+
+    def note(event: str, args: tuple[Any, ...]) -> None:
+        for path in args:
+            if isinstance(path, str | bytes | os.PathLike):
+                _opened.add(_opened_name(os.fsdecode(path)))
+        # Shared memory is opened without an event, and then truncated or mapped.
+        if event in ("os.truncate", "mmap.__new__") and isinstance(args[0], int):
+            with contextlib.suppress(OSError):
+                _opened.add(_opened_name(str(Path(f"/proc/self/fd/{args[0]}").readlink())))
+
+    sys.addaudithook(note)

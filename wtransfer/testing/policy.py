@@ -1,4 +1,4 @@
-"""The tests that every eviction policy has to pass; the built-in ones pass them, too.
+"""The conformance kit of eviction policies; the built-in policies pass it.
 
 Subclass it in a test module of your own::
 
@@ -8,13 +8,13 @@ Subclass it in a test module of your own::
     class TestMine(PolicyConformance):
         policy = "my_package.policy:MyPolicy"
 
-In which order blocks give way is the policy's affair. That they are candidates, as many as were
-asked for, or none at all, is not. Tests cannot be overridden, except by one that says why the
+The policy decides the order of eviction; the kit checks that evicted blocks are candidates, and as
+many as were asked for, or none. Tests cannot be overridden, except by one that says why the
 policy may fail it::
 
         @pytest.mark.xfail(reason="it looks at all blocks")
-        def test_effort_does_not_grow_with_the_number_of_blocks(self, make):
-            super().test_effort_does_not_grow_with_the_number_of_blocks(make)
+        def test_lookups_do_not_grow_with_capacity(self, make):
+            super().test_lookups_do_not_grow_with_capacity(make)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from wtransfer.specs.policies import policy_class
-from wtransfer.testing.excuses import check_excused
+from wtransfer.testing.kit import ConformanceKit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ class _Key(bytes):
         return super().__eq__(other)
 
 
-class PolicyConformance:
+class PolicyConformance(ConformanceKit):
     """Subclass it with a name that starts with ``Test``, and say which policy is meant."""
 
     policy: ClassVar[str] = ""
@@ -74,34 +74,30 @@ class PolicyConformance:
     policy_cls: ClassVar[type[CachePolicy] | None] = None
     """Instead of a name: the class."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        check_excused(cls, PolicyConformance)
-
     @pytest.fixture
     def make(self) -> MakePolicy:
         """Makes policies of the class that is tested, for a number of blocks."""
         return self.policy_cls or policy_class(self.policy)
 
-    # -- who may give way
+    # -- candidates for eviction
 
-    def test_every_candidate_gives_way_at_last(self, make: MakePolicy) -> None:
-        """Each once; then there is none left."""
+    def test_every_candidate_is_evicted_once(self, make: MakePolicy) -> None:
+        """Each once; then no candidate is left."""
         cache = make(CAPACITY)
         keys = _kept(cache, CAPACITY)
         evicted = [_evict(cache, 1)[0] for _ in keys]
         assert sorted(evicted) == sorted(keys)
         assert _try_evict(cache, 1) is None
 
-    def test_an_order_of_their_own_loses_no_candidate(self, make: MakePolicy) -> None:
-        """Blocks that are reordered stay candidates, each once."""
+    def test_reorder_keeps_candidates(self, make: MakePolicy) -> None:
+        """Reordered blocks stay candidates, each once."""
         cache = make(CAPACITY)
         keys = _kept(cache, CAPACITY)
         cache.reorder(keys[::-2])
         assert sorted(_evict(cache, CAPACITY)) == sorted(keys)
 
     @pytest.mark.parametrize("count", [1, 2, 5, CAPACITY])
-    def test_as_many_give_way_as_are_asked_for(self, make: MakePolicy, count: int) -> None:
+    def test_evict_returns_the_count_asked_for(self, make: MakePolicy, count: int) -> None:
         """All of them different, and none of them named again."""
         cache = make(CAPACITY)
         keys = _kept(cache, CAPACITY)
@@ -111,8 +107,8 @@ class PolicyConformance:
         others = _evict(cache, rest) if rest else []
         assert sorted([*evicted, *others]) == sorted(keys)
 
-    def test_blocks_that_are_being_stored_stay(self, make: MakePolicy) -> None:
-        """They are candidates once they are released."""
+    def test_inserted_blocks_are_evicted_only_after_release(self, make: MakePolicy) -> None:
+        """Inserted blocks are candidates once they are released."""
         cache = make(CAPACITY)
         (old,) = _kept(cache, 1)
         new = _keys(2)
@@ -122,7 +118,7 @@ class PolicyConformance:
         cache.release(new)
         assert sorted(_evict(cache, 2)) == sorted(new)
 
-    def test_blocks_that_are_being_loaded_stay(self, make: MakePolicy) -> None:
+    def test_pinned_blocks_are_evicted_only_after_release(self, make: MakePolicy) -> None:
         """Until they are released, as often as that happens."""
         cache = make(CAPACITY)
         keys = _kept(cache, 3)
@@ -135,8 +131,8 @@ class PolicyConformance:
         cache.release(keys[:2])
         assert sorted(_evict(cache, 2)) == sorted(keys[:2])
 
-    def test_protected_blocks_stay(self, make: MakePolicy) -> None:
-        """Wherever they stand, and they may give way the next time."""
+    def test_protected_blocks_are_not_evicted(self, make: MakePolicy) -> None:
+        """In any position; they may be evicted the next time."""
         cache = make(CAPACITY)
         keys = _kept(cache, 6)
         protected = {keys[0], keys[3], keys[5]}
@@ -144,7 +140,7 @@ class PolicyConformance:
         assert set(_evict(cache, 3, protected)) == set(keys) - protected
         assert set(_evict(cache, 3)) == protected
 
-    def test_touching_leaves_candidates_candidates(self, make: MakePolicy) -> None:
+    def test_touch_keeps_candidates(self, make: MakePolicy) -> None:
         """Each is still one, and only one."""
         cache = make(CAPACITY)
         keys = _kept(cache, 4)
@@ -154,7 +150,7 @@ class PolicyConformance:
         assert sorted(_evict(cache, 4)) == sorted(keys)
         assert _try_evict(cache, 1) is None
 
-    def test_removed_blocks_are_never_named(self, make: MakePolicy) -> None:
+    def test_removed_blocks_are_not_evicted(self, make: MakePolicy) -> None:
         """Whether they were candidates, being stored or being loaded."""
         cache = make(CAPACITY)
         keys = _kept(cache, 4)
@@ -166,8 +162,8 @@ class PolicyConformance:
         assert sorted(_evict(cache, 3)) == sorted([keys[2], keys[3], storing[1]])
         assert _try_evict(cache, 1) is None
 
-    def test_what_went_may_come_back(self, make: MakePolicy) -> None:
-        """After it gave way, and after it was removed."""
+    def test_evicted_and_removed_blocks_may_return(self, make: MakePolicy) -> None:
+        """After eviction, and after removal."""
         cache = make(4)
         keys = _kept(cache, 4)
         for _ in range(4):
@@ -181,8 +177,8 @@ class PolicyConformance:
 
     # -- all or none
 
-    def test_a_refusal_changes_nothing(self, make: MakePolicy) -> None:
-        """Whoever was asked for too much goes on like one that was not."""
+    def test_refused_eviction_changes_nothing(self, make: MakePolicy) -> None:
+        """After a refusal, a policy behaves like one that was not asked."""
         asked, other = make(CAPACITY), make(CAPACITY)
         keys = _keys(CAPACITY)
         coming = _keys(CAPACITY)
@@ -204,13 +200,13 @@ class PolicyConformance:
 
     # -- effort and memory
 
-    def test_effort_does_not_grow_with_the_number_of_blocks(self, make: MakePolicy) -> None:
+    def test_lookups_do_not_grow_with_capacity(self, make: MakePolicy) -> None:
         """Counted in look-ups of keys, over many calls of each method."""
         few, many = (_effort(make(capacity), capacity) for capacity in (64, MANY))
         assert many <= 2 * few + 64, f"{few} look-ups with 64 blocks, {many} with {MANY}"
 
-    def test_memory_does_not_grow_with_time(self, make: MakePolicy) -> None:
-        """Blocks that went may be remembered, but no more than a few times the capacity."""
+    def test_memory_is_bounded(self, make: MakePolicy) -> None:
+        """A policy may remember evicted keys, up to a few times the capacity."""
         before = _Key.alive
         cache = make(CAPACITY)
         for first in range(0, 100 * CAPACITY, CAPACITY):
@@ -227,8 +223,8 @@ class PolicyConformance:
     # -- everything together
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_a_long_day(self, make: MakePolicy, seed: int) -> None:
-        """Any order of calls; who is named is a candidate, in the right number."""
+    def test_random_calls(self, make: MakePolicy, seed: int) -> None:
+        """Any order of calls: evicted blocks are candidates, in the right number."""
         numbers = random.Random(seed)  # noqa: S311  # no secret
         cache = make(CAPACITY)
         keys = _keys(3 * CAPACITY)
@@ -292,7 +288,7 @@ def _evict(
     cache: CachePolicy, count: int, protected: Any = (), incoming: Sequence[Any] | None = None
 ) -> list[Any]:
     evicted = cache.evict(count, protected, incoming or _keys(count))
-    assert evicted is not None, f"{count} candidates were there, and none gave way"
+    assert evicted is not None, f"{count} candidates, and none was evicted"
     assert len(evicted) == count
     return evicted
 

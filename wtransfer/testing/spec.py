@@ -1,4 +1,4 @@
-"""The tests that every offloading spec has to pass; the built-in ones pass them, too.
+"""The conformance kit of offloading specs; the built-in specs pass it.
 
 Subclass it in a test module of your own::
 
@@ -28,16 +28,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from wtransfer.errors import BlockNotKeptError
-from wtransfer.registry.registry import registry
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import LookupResult
 from wtransfer.specs.seed_adapter import SeedSpecAdapter
-from wtransfer.testing.excuses import check_excused
+from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.spec_host import Geometry, Shelf, SpecHost, config_of, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.specs.interface import LoadStoreSpec, OffloadingSpec, OffloadingWorker
@@ -58,7 +57,7 @@ NUM_FEW = 8
 """About so many of its blocks are given room where blocks shall give way."""
 
 
-class SpecConformance:
+class SpecConformance(ConformanceKit):
     """Subclass it with a name that starts with ``Test``, and say which spec is meant."""
 
     spec: ClassVar[str] = ""
@@ -76,10 +75,6 @@ class SpecConformance:
     """Longest that a shutdown may take while jobs are under way, and that something of it may be
     left afterwards, in seconds."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        check_excused(cls, SpecConformance)
-
     def reach(self, worker: OffloadingWorker, where: LoadStoreSpec) -> memoryview | None:
         """Return bytes of the one block that is kept there, to be damaged by a test.
 
@@ -88,12 +83,12 @@ class SpecConformance:
         del worker, where
         return None
 
-    # -- what the tests get
+    # -- fixtures
 
     @pytest.fixture
     def make_spec(self) -> Callable[[OffloadingConfig], OffloadingSpec]:
         """Makes specs of the class that is tested."""
-        name = self.spec or _registered(self.spec_cls)
+        name = self.spec or registered_name("specs", self.spec_cls)
 
         def make(config: OffloadingConfig) -> OffloadingSpec:
             assert isinstance(config.extra_config, dict)
@@ -156,7 +151,7 @@ class SpecConformance:
             assert made.load([key_of(1)] * len(blocks), blocks)
             assert {made.read(block) for block in blocks} == {made.read(0)}
 
-    def test_what_is_stored_later_is_another_block(self, host: MakeHost) -> None:
+    def test_store_copies_the_block(self, host: MakeHost) -> None:
         """The cache's block is free once its store has finished."""
         made = host()
         made.write(0, seed=1)
@@ -188,7 +183,7 @@ class SpecConformance:
         assert made.succeeded(made.submit_load([1, 2, 2], where, group_sizes=[2, 1]))
         assert made.everything() == expected
 
-    def test_several_blocks_may_be_kept_as_one(self, host: MakeHost) -> None:
+    def test_chunks_of_several_blocks(self, host: MakeHost) -> None:
         """And only the later ones of them be loaded."""
         made = host(Geometry(blocks_per_chunk=2))
         blocks = [3, 8, 1, 5]
@@ -218,10 +213,10 @@ class SpecConformance:
         assert not made.load([key_of(1)], [1])
         assert made.everything() == before
 
-    # -- who is kept
+    # -- lookups and completed stores
 
     def test_a_block_is_a_hit_when_its_store_is_complete(self, host: MakeHost) -> None:
-        """Neither before nor without it."""
+        """Not before completion, nor without it."""
         made = host()
         ctx, key = made.request(), key_of(1)
         assert made.manager.lookup(key, ctx) is LookupResult.MISS
@@ -235,7 +230,7 @@ class SpecConformance:
         assert made.manager.lookup(key, ctx) is LookupResult.HIT
         assert made.manager.lookup(key_of(2), ctx) is LookupResult.MISS
 
-    def test_only_what_is_new_is_stored(self, host: MakeHost) -> None:
+    def test_only_new_keys_are_stored(self, host: MakeHost) -> None:
         """In the order that was asked for, each once."""
         made = host()
         made.store([key_of(1)], [0])
@@ -244,7 +239,7 @@ class SpecConformance:
         assert prepared is not None
         assert prepared.keys_to_store == [key_of(3), key_of(2)]
 
-    def test_a_failed_store_is_forgotten(self, host: MakeHost) -> None:
+    def test_failed_store_is_a_miss(self, host: MakeHost) -> None:
         """And may be done again, with the bytes that are right then."""
         made = host()
         ctx, key = made.request(), key_of(1)
@@ -259,7 +254,7 @@ class SpecConformance:
         assert made.load([key], [1])
         assert made.read(1) == made.read(0)
 
-    def test_what_is_not_kept_cannot_be_loaded(self, host: MakeHost) -> None:
+    def test_prepare_load_refuses_missing_blocks(self, host: MakeHost) -> None:
         """The error is a `BlockNotKeptError`, and the hits beside it are not pinned."""
         made = host()
         made.store([key_of(1)], [0])
@@ -268,10 +263,10 @@ class SpecConformance:
             made.manager.prepare_load([key_of(1), key_of(2)], made.request())
         assert dict(made.manager.get_stats()) == before
 
-    # -- who gives way
+    # -- eviction
 
-    def test_room_is_made_and_what_is_left_is_right(self, small_host: SpecHost) -> None:
-        """Three times as many blocks as there is room for; whatever is a hit has its bytes."""
+    def test_evictions_leave_hits_intact(self, small_host: SpecHost) -> None:
+        """Three times as many blocks as fit are stored; every hit has its bytes."""
         shelf = Shelf(small_host)
         num_kept = len(shelf.fill())
         assert num_kept > 1, "the tier keeps one block only"
@@ -285,8 +280,8 @@ class SpecConformance:
             assert small_host.load([key], [1])
             assert small_host.read(1) == shelf.bytes_of[key]
 
-    def test_what_is_being_loaded_stays(self, small_host: SpecHost) -> None:
-        """Whatever is stored meanwhile, and until the last of several loads has ended."""
+    def test_pinned_blocks_are_not_evicted(self, small_host: SpecHost) -> None:
+        """Until the last of several loads has ended."""
         shelf = Shelf(small_host)
         key = shelf.fill()[0]
         first, second = small_host.request(), small_host.request()
@@ -300,8 +295,8 @@ class SpecConformance:
         assert small_host.succeeded(small_host.submit_load([1], where))
         assert small_host.read(1) == shelf.bytes_of[key]
 
-    def test_room_is_made_for_all_or_for_none(self, small_host: SpecHost) -> None:
-        """A refusal changes nothing: who was kept is kept, and as many blocks fit as before."""
+    def test_eviction_is_all_or_none(self, small_host: SpecHost) -> None:
+        """A refusal evicts nothing, and as many blocks fit as before."""
         shelf = Shelf(small_host)
         kept = shelf.fill()
         small_host.manager.prepare_load(kept[1:], small_host.request())
@@ -317,8 +312,8 @@ class SpecConformance:
         assert prepared is not None
         assert prepared.evicted_keys == [kept[0]]
 
-    def test_what_is_being_stored_stays(self, small_host: SpecHost) -> None:
-        """Its place is nobody else's until the store is complete."""
+    def test_blocks_being_stored_are_not_evicted(self, small_host: SpecHost) -> None:
+        """Its slot is not reused until the store is complete."""
         shelf = Shelf(small_host)
         ctx, key = small_host.request(), key_of(10**6)
         small_host.write(1, seed=10**6)
@@ -335,10 +330,8 @@ class SpecConformance:
             assert small_host.load([other], [2])
             assert small_host.read(2) == shelf.bytes_of[other]
 
-    def test_a_load_from_a_place_that_was_given_away_gives_no_other_bytes(
-        self, small_host: SpecHost
-    ) -> None:
-        """Though the host asks for them: the worker sees what is there."""
+    def test_load_from_reused_slot_gives_no_other_bytes(self, small_host: SpecHost) -> None:
+        """The worker checks which block a slot holds, whatever the host asks for."""
         shelf = Shelf(small_host)
         ctx = small_host.request()
         places = {}
@@ -357,8 +350,8 @@ class SpecConformance:
                 before[1] = shelf.bytes_of[key]
             assert small_host.everything() == before
 
-    def test_a_busy_day(self, small_host: SpecHost) -> None:
-        """Requests that look up, load and store in any order; every hit has its bytes."""
+    def test_random_requests(self, small_host: SpecHost) -> None:
+        """Requests look up, load and store in any order; every hit has its bytes."""
         numbers = random.Random(7)  # noqa: S311  # no secret
         num_blocks = 3 * NUM_FEW
         num_loaded = 0
@@ -383,7 +376,7 @@ class SpecConformance:
 
     # -- completions
 
-    def test_completions_that_come_twice_do_nothing(self, small_host: SpecHost) -> None:
+    def test_duplicate_completions_are_ignored(self, small_host: SpecHost) -> None:
         """Not even where another request holds the same block."""
         shelf = Shelf(small_host)
         key = shelf.fill()[0]
@@ -397,8 +390,8 @@ class SpecConformance:
             shelf.add()
         assert small_host.manager.lookup(key, second) is LookupResult.HIT
 
-    def test_completions_of_what_never_was_do_nothing(self, host: MakeHost) -> None:
-        """They are late, or somebody else's."""
+    def test_unknown_completions_are_ignored(self, host: MakeHost) -> None:
+        """Late completions, and those of other requests."""
         made = host()
         ctx = made.request()
         made.manager.complete_load([key_of(1)], ctx)
@@ -427,8 +420,8 @@ class SpecConformance:
         assert made.collect() == []
         assert all(result.success for result in made.finished.values())
 
-    def test_waiting_for_what_is_not_there_ends(self, host: MakeHost) -> None:
-        """For jobs that nobody began, and for those that were reported already."""
+    def test_wait_ignores_unknown_jobs(self, host: MakeHost) -> None:
+        """Jobs that were never submitted, and jobs that were reported already."""
         made = host()
         prepared = made.store([key_of(1)], [0])
         assert prepared is not None
@@ -438,7 +431,7 @@ class SpecConformance:
 
     # -- all at once
 
-    def test_a_reset_forgets_everything(self, host: MakeHost) -> None:
+    def test_reset_forgets_all_blocks(self, host: MakeHost) -> None:
         """What is being loaded is no hit any more, and its load ends well."""
         made = host()
         keys = [key_of(number) for number in range(3)]
@@ -457,7 +450,7 @@ class SpecConformance:
         assert made.load(keys, [8, 9, 10])
         assert [made.read(block) for block in (8, 9, 10)] == [made.read(b) for b in (2, 1, 0)]
 
-    def test_blocks_of_earlier_weights_are_not_in_the_way(self, small_host: SpecHost) -> None:
+    def test_store_and_load_after_weights_change(self, small_host: SpecHost) -> None:
         """After a change, blocks are stored and loaded as before."""
         shelf = Shelf(small_host)
         shelf.fill()
@@ -470,8 +463,8 @@ class SpecConformance:
 
     # -- what is told
 
-    def test_events_say_what_is_kept(self, small_host: SpecHost) -> None:
-        """Whoever only hears them knows the same as who asks; a spec may leave them out."""
+    def test_events_match_lookups(self, small_host: SpecHost) -> None:
+        """Events give the same set of blocks as lookups; a spec may have no events."""
         shelf = Shelf(small_host)
         shelf.fill()
         for _ in range(10):
@@ -488,7 +481,7 @@ class SpecConformance:
         hits = {k for k in shelf.bytes_of if small_host.manager.lookup(k, ctx) is LookupResult.HIT}
         assert known == hits
 
-    def test_numbers_are_plain_and_counters_rise(self, host: MakeHost) -> None:
+    def test_stats_are_numbers_and_counters_rise(self, host: MakeHost) -> None:
         """Names and numbers; those whose names end in ``_total`` never fall."""
         made = host()
         before = _stats(made)
@@ -496,13 +489,11 @@ class SpecConformance:
             made.store([key_of(number)], [0])
             assert made.load([key_of(number)], [1])
             made.manager.reset_cache()
-        after = _stats(made)
-        fallen = [k for k, v in before.items() if k.endswith("_total") and after.get(k, 0) < v]
-        assert fallen == []
+        assert fallen_counters(before, _stats(made)) == []
 
     # -- beginning and end
 
-    def test_a_spec_says_what_it_was_made_with(self, make_spec: Any) -> None:
+    def test_spec_keeps_its_config(self, make_spec: Any) -> None:
         """Hosts read it: `OffloadingSpec` notes it where its constructor is called."""
         geometry = Geometry(num_groups=2, blocks_per_chunk=2)
         config = config_of(geometry, self._options_for(geometry, NUM_FEW))
@@ -515,7 +506,7 @@ class SpecConformance:
             assert made.tokens_per_hash == geometry.block_size
             assert made.blocks_per_chunk == geometry.blocks_per_chunk
 
-    def test_constructors_take_nothing(self, make_spec: Any, host: MakeHost) -> None:
+    def test_constructor_takes_no_resources(self, make_spec: Any, host: MakeHost) -> None:
         """Neither threads nor memory: a spec is made on the scheduler's side, too."""
         host().close()
         config = config_of(FEW, self._options_for(FEW, NUM_FEW))
@@ -531,7 +522,7 @@ class SpecConformance:
         assert spec.get_manager() is manager
         manager.shutdown()
 
-    def test_shutting_down_twice_does_nothing(self, host: MakeHost) -> None:
+    def test_shutdown_is_idempotent(self, host: MakeHost) -> None:
         """Also in the other order, and before anything was done."""
         made = host()
         made.close()
@@ -542,7 +533,7 @@ class SpecConformance:
         used.close()
         used.close()
 
-    def test_shutting_down_ends_what_runs(self, host: MakeHost) -> None:
+    def test_shutdown_ends_running_work(self, host: MakeHost) -> None:
         """Jobs under way end one way or the other, and soon."""
         made = host(Geometry(num_layers=2, page_nbytes=2**20, num_blocks=16), num_kept=16)
         ctx = made.request()
@@ -553,7 +544,7 @@ class SpecConformance:
         made.close()
         assert time.monotonic() - begun < self.ends_within_s
 
-    def test_nothing_is_left(self, host: MakeHost) -> None:
+    def test_shutdown_leaves_nothing(self, host: MakeHost) -> None:
         """No thread, descriptor or shared memory, a while after everything was closed."""
 
         def live() -> None:
@@ -570,20 +561,6 @@ class SpecConformance:
         assert leftovers.found(self.ends_within_s) == []
 
 
-def _registered(spec_cls: type | None) -> str:
-    """Register a class that has no name, once, and return its name."""
-    assert spec_cls is not None, "state the spec or the spec_cls that is tested"
-    name = f"conformance of {spec_cls.__qualname__} at {id(spec_cls):x}"
-    if not registry("specs").registered(name):
-        registry("specs").register(name, spec_cls)
-    return name
-
-
-def _stats(host: SpecHost) -> Mapping[str, float]:
-    found: dict[str, float] = {}
-    for side in ("manager", "worker"):
-        for name, value in getattr(host, side).get_stats().items():
-            assert isinstance(name, str)
-            assert isinstance(value, (int, float)), f"{name} is {value!r}, which is no number"
-            found[f"{side} {name}"] = value
-    return found
+def _stats(host: SpecHost) -> dict[str, float]:
+    sides = ("manager", "worker")
+    return {k: v for s in sides for k, v in checked_stats(getattr(host, s).get_stats(), s).items()}

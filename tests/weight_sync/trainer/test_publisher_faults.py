@@ -21,7 +21,7 @@ from wtransfer.errors import (
     RoundBusyError,
     SchemaError,
 )
-from wtransfer.testing.memory import MemoryEngine
+from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S

@@ -10,7 +10,7 @@ import pytest
 from wtransfer.calls import Announcer
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import NotInitializedError, RoundAbortedError
-from wtransfer.testing.memory import MemoryEngine
+from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.trainer import engine_runner
 from wtransfer.weight_sync.trainer.engine_runner import RoundClient
 

@@ -10,7 +10,7 @@ import pytest
 
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import RoundAbortedError
-from wtransfer.testing.memory import MemoryEngine
+from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.worker import engine_runner as module
 from wtransfer.weight_sync.worker.engine_runner import EngineRunner

@@ -15,7 +15,7 @@ from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import CommitError, RoundBusyError
 from wtransfer.manifest import Manifest
 from wtransfer.registry import hooks
-from wtransfer.testing.memory import MemoryEngine
+from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.transport import rendezvous
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.rendezvous import host_rendezvous

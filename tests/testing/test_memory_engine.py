@@ -1,6 +1,0 @@
-from wtransfer.testing.engine import EngineConformance
-from wtransfer.testing.memory import MemoryEngine
-
-
-class TestMemory(EngineConformance):
-    engine_cls = MemoryEngine

@@ -1,0 +1,541 @@
+"""In-memory backends of every kind: the smallest engine, spec and connector that keep each promise.
+
+They are fakes in that both sides must live in one process, and real otherwise: the kits pass on
+them. Read the one of your kind before you write a backend; break it to test a kit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+
+from wtransfer.blocks import checksum
+from wtransfer.connectors.fenced import WeightHandshake, WeightReport
+from wtransfer.connectors.interface import (
+    ConnectorScheduler,
+    ConnectorWorker,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
+from wtransfer.connectors.naming import BlockNaming
+from wtransfer.connectors.progress import Progress, Tracked, only_group
+from wtransfer.connectors.settings import Instance
+from wtransfer.engines.interface import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from wtransfer.kv.fence import SchedulerFence, WorkerFence
+from wtransfer.specs.interface import OffloadingSpec, OffloadingWorker, TransferResult
+from wtransfer.specs.manager import CPUOffloadingManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from wtransfer.blocks import OffloadKey
+    from wtransfer.connectors.interface import KVConnectorOutput
+    from wtransfer.connectors.naming import RequestNames
+    from wtransfer.engines.interface import LoadWeights
+    from wtransfer.specs.interface import CanonicalKVCaches, GPULoadStoreSpec
+    from wtransfer.weights import Stamps
+
+# -- engine
+
+_SENT: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@dataclass
+class MemoryInitInfo(WeightTransferInitInfo):
+    """Where the trainer's tensors are."""
+
+    shelf: str
+    """Key in this process's dictionary of sent tensors."""
+
+
+@dataclass
+class MemoryUpdateInfo(WeightTransferUpdateInfo):
+    """Which tensors were sent."""
+
+    names: list[str] = field(default_factory=list)
+    """Their names."""
+
+
+class MemoryTrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):
+    """Copy all tensors into a dictionary."""
+
+    init_info_cls = TrainerInitInfo
+
+    def __init__(self, init_info: TrainerInitInfo, **arguments: Any) -> None:
+        super().__init__(init_info, **arguments)
+        self._shelf = secrets.token_hex(8)
+        _SENT[self._shelf] = {}
+
+    def worker_init_info(self) -> dict[str, Any]:
+        """Return the key of the dictionary."""
+        return {"shelf": self._shelf}
+
+    def send_weights(self) -> None:
+        """Copy the tensors and notify the workers."""
+        assert self.source is not None
+        tensors = {name: tensor.clone() for name, tensor in self.source.iter_full()}
+        _SENT[self._shelf] = tensors
+        self.client.update_weights({"names": list(tensors)})
+
+    def shutdown(self) -> None:
+        """Drop the tensors."""
+        _SENT.pop(self._shelf, None)
+
+
+class MemoryEngine(WeightTransferEngine[MemoryInitInfo, MemoryUpdateInfo]):
+    """Deliver tensors one after the other through one buffer.
+
+    The buffer is overwritten as soon as ``load_weights`` has returned, as real transports do.
+    """
+
+    init_info_cls = MemoryInitInfo
+    update_info_cls = MemoryUpdateInfo
+    trainer_cls: ClassVar[type] = MemoryTrainerEngine
+
+    def init_transfer_engine(self, init_info: MemoryInitInfo) -> None:
+        """Store the key."""
+        self._shelf = init_info.shelf
+
+    def receive_weights(self, update_info: MemoryUpdateInfo, load_weights: LoadWeights) -> None:
+        """Deliver each tensor in the buffer."""
+        tensors = _SENT[self._shelf]
+        largest = max((tensors[name].nbytes for name in update_info.names), default=0)
+        buffer = torch.empty(largest, dtype=torch.uint8, device="cpu")
+        for name in update_info.names:
+            tensor = tensors[name]
+            view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            load_weights([(name, view.copy_(tensor))])
+            buffer.fill_(0xFF)
+
+    def shutdown(self) -> None:
+        """Do nothing: no resource is held."""
+
+
+# -- offloading spec
+
+
+class KeptChunk(NamedTuple):
+    """Content of one slot."""
+
+    key: OffloadKey
+    """Key of the chunk."""
+    pages: dict[tuple[int, int], torch.Tensor]
+    """Place in the chunk and number of the layer -> its page."""
+    checksums: dict[tuple[int, int], bytes]
+    """The same -> checksum of the page."""
+
+
+class Move(NamedTuple):
+    """One block of a job."""
+
+    slot: int
+    """Slot of its chunk."""
+    key: OffloadKey
+    """Key of its chunk."""
+    place: int
+    """Index of the block in the chunk."""
+    group: int
+    """Its group."""
+    block: int
+    """Its number in the cache."""
+
+
+class MemoryTierWorker(OffloadingWorker):
+    """Copy from tensors to a dictionary and back.
+
+    Args:
+        kv_caches: The cache.
+        blocks_per_chunk: Blocks that are kept under one key.
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int = 1) -> None:
+        self.slots: dict[int, KeptChunk] = {}
+        """Chunks by slot."""
+        self._pages = [
+            [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ]
+        self._blocks_per_chunk = blocks_per_chunk
+        self._finished: list[TransferResult] = []
+        self._num_bytes = 0
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
+        """Copy blocks into the dictionary."""
+        chunks: dict[int, KeptChunk] = {}
+        nbytes = 0
+        for move in self.moves(src_spec, dst_spec):
+            kept = chunks.setdefault(move.slot, KeptChunk(move.key, {}, {}))
+            for layer, tensor in enumerate(self._pages[move.group]):
+                page = tensor[move.block].clone()
+                kept.pages[move.place, layer] = page
+                kept.checksums[move.place, layer] = checksum(page.numpy())
+                nbytes += page.nbytes
+        self.slots.update(chunks)
+        self._end(job_id, nbytes, success=True)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
+        """Copy blocks into the cache; fail the job if a slot holds another or damaged block."""
+        moves = list(self.moves(dst_spec, src_spec))
+        success = all(self.fits(move) for move in moves)
+        nbytes = 0
+        for move in moves if success else ():
+            for layer, tensor in enumerate(self._pages[move.group]):
+                tensor[move.block] = self.slots[move.slot].pages[move.place, layer]
+                nbytes += tensor[move.block].nbytes
+        self._end(job_id, nbytes, success=success)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return at once: a submitted job has ended."""
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the number of bytes copied."""
+        return {"bytes_total": self._num_bytes}
+
+    def shutdown(self) -> None:
+        """Drop all chunks."""
+        self.slots.clear()
+
+    def moves(self, gpu: GPULoadStoreSpec, where: Any) -> Iterator[Move]:
+        """Yield the blocks of a job with the chunk and the index in it."""
+        chunks = iter(zip(where.slots, where.keys, strict=True))
+        blocks = iter(gpu.block_ids)
+        for group, (size, first) in enumerate(zip(gpu.group_sizes, gpu.block_indices, strict=True)):
+            slot, key = 0, where.keys[0]
+            for number in range(size):
+                place = (first + number) % self._blocks_per_chunk
+                if number == 0 or place == 0:
+                    slot, key = next(chunks)
+                yield Move(slot, key, place, group, next(blocks))
+
+    def fits(self, move: Move) -> bool:
+        """Return whether a slot holds the block with the bytes that were stored."""
+        kept = self.slots.get(move.slot)
+        if kept is None or kept.key != move.key:
+            return False
+        layers = [(move.place, layer) for layer in range(len(self._pages[move.group]))]
+        return all(
+            at in kept.pages and checksum(kept.pages[at].numpy()) == kept.checksums[at]
+            for at in layers
+        )
+
+    def _end(self, job_id: int, nbytes: int, *, success: bool) -> None:
+        self._num_bytes += nbytes
+        self._finished.append(TransferResult(job_id, success, nbytes))
+
+
+class MemorySpec(OffloadingSpec):
+    """Keep as many blocks as fit into ``memory_bytes_to_use``."""
+
+    manager_cls: type[CPUOffloadingManager] = CPUOffloadingManager
+    """The scheduler's side."""
+    worker_cls: type[MemoryTierWorker] = MemoryTierWorker
+    """The worker's side."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        chunk_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+        self._num_slots = int(config.extra_config["memory_bytes_to_use"]) // chunk_nbytes
+        self._manager: CPUOffloadingManager | None = None
+        self._worker: MemoryTierWorker | None = None
+
+    def get_manager(self) -> CPUOffloadingManager:
+        """Return the scheduler's side."""
+        if self._manager is None:
+            self._manager = self.manager_cls(
+                self._num_slots, enable_events=self.config.enable_kv_cache_events
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> MemoryTierWorker:
+        """Return the worker's side."""
+        if self._worker is None:
+            self._worker = self.worker_cls(kv_caches, self.blocks_per_chunk)
+        return self._worker
+
+
+# -- connector
+
+
+class Kept(NamedTuple):
+    """One block of one rank, by layer."""
+
+    pages: dict[str, torch.Tensor]
+    checksums: dict[str, bytes]
+
+
+SHELVES: defaultdict[str, dict[tuple[bytes, int], Kept]] = defaultdict(dict)
+"""By the option ``shelf``: stored blocks, by name of the block and rank."""
+
+
+@dataclass
+class Item:
+    """Blocks of one request to load or to save."""
+
+    request_id: str
+    names: list[bytes]
+    """Name of each block."""
+    block_ids: list[int]
+    """Its number in the cache."""
+    versions: Stamps
+    """Weights with which the request began, by rank; empty if they have changed since."""
+
+
+@dataclass
+class MemoryMetadata(KVConnectorMetadata):
+    """Loads and saves of one step."""
+
+    loads: list[Item] = field(default_factory=list)
+    saves: list[Item] = field(default_factory=list)
+    """Saved once the step has computed them."""
+
+
+class MemoryScheduler(ConnectorScheduler):
+    """Look blocks up by name."""
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(config, kv_cache_config)
+        self.instance = Instance.of(config)
+        options = config.kv_transfer_config.kv_connector_extra_config
+        self.shelf = SHELVES[options["shelf"]]
+        self.outlasts = bool(options.get("outlasts", False))
+        self.fence = SchedulerFence(self.instance.num_ranks)
+        self.naming = BlockNaming(self.instance.block_size, self.instance.root)
+        self.progress = Progress()
+        self.names: dict[str, RequestNames] = {}
+        self.first: dict[str, int] = {}
+        self.loads: list[Item] = []
+        self.counts = Counter(loads_total=0)
+
+    def on_new_request(self, request: Any) -> None:
+        """Record the request."""
+        self.progress.know(request)
+        self.names[request.request_id] = self.naming.of(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Count the blocks that all ranks have saved."""
+        block_size, request_id = self.instance.block_size, request.request_id
+        first = self.first[request_id] = num_computed_tokens // block_size
+        fingerprint = self.fence.begin(request_id)
+        if fingerprint is None:
+            return 0, False
+        names = self.named(request_id, fingerprint)[first : (request.num_tokens - 1) // block_size]
+        found = sum(1 for _ in itertools.takewhile(self.is_kept, names)) * block_size
+        return found, self.outlasts and found > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Record the blocks to load into."""
+        request_id = request.request_id
+        self.fence.ensure_begun(request_id)
+        if not num_external_tokens:
+            return
+        first = self.first[request_id]
+        part = slice(first, first + num_external_tokens // self.instance.block_size)
+        block_ids = only_group(blocks.get_block_ids())[part]
+        names = self.named(request_id, self.fence.fingerprint(request_id) or "")[part]
+        self.loads.append(Item(request_id, names, block_ids, self.versions(request_id)))
+        self.counts["loads_total"] += 1
+
+    def build_connector_meta(self, scheduler_output: Any) -> MemoryMetadata:
+        """Return the loads, and saves of the blocks that this step fills."""
+        loads, self.loads = self.loads, []
+        saves = [self.save(tracked) for tracked in self.progress.step(scheduler_output)]
+        return MemoryMetadata(loads, [save for save in saves if save is not None])
+
+    def save(self, tracked: Tracked) -> Item | None:
+        """Return the blocks of a request that this step fills; None without any."""
+        request_id, block_size = tracked.request.request_id, self.instance.block_size
+        fingerprint = self.fence.fingerprint(request_id)
+        part = slice(tracked.num_before // block_size, tracked.num_computed // block_size)
+        if fingerprint is None or part.start == part.stop:
+            return None
+        names = self.named(request_id, fingerprint)[part]
+        if not names:
+            # A request with an adapter or the like is uncacheable.
+            return None
+        return Item(request_id, names, tracked.block_ids[part], self.versions(request_id))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Update the fence with the weights of the workers."""
+        said = connector_output.kv_connector_worker_meta
+        if isinstance(said, WeightReport):
+            self.fence.update(said.versions)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Set the fence before the first step."""
+        self.fence.update({rank: each.version for rank, each in metadata.items()})
+
+    def request_finished(
+        self,
+        request: Any,
+        block_ids: list[int],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Drop the request's state; its blocks are free, as saves end within their step."""
+        self.progress.forget(request.request_id)
+        self.fence.forget(request.request_id)
+        self.names.pop(request.request_id, None)
+        self.first.pop(request.request_id, None)
+        return False, None
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return the number of loads."""
+        return self.counts
+
+    # -- overridden by the broken connectors of the kit's own tests
+
+    def named(self, request_id: str, fingerprint: str) -> list[bytes]:
+        """Return the names of a request's blocks."""
+        return [bytes(name) for name in self.names[request_id].under(fingerprint)]
+
+    def versions(self, request_id: str) -> Stamps:
+        """Return the weights with which a request began."""
+        return self.fence.versions(request_id) or ()
+
+    def is_kept(self, name: bytes) -> bool:
+        """Return whether all ranks have saved a block."""
+        return all((name, rank) in self.shelf for rank in range(self.instance.num_ranks))
+
+
+class MemoryWorker(ConnectorWorker):
+    """Copy blocks between the caches and the dictionary."""
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(config, kv_cache_config)
+        options = config.kv_transfer_config.kv_connector_extra_config
+        self.shelf = SHELVES[options["shelf"]]
+        self.outlasts = bool(options.get("outlasts", False))
+        self.rank = Instance.of(config).rank
+        self.fence = WorkerFence(self.rank)
+        self.caches: Mapping[str, torch.Tensor] = {}
+        self.staged: dict[bytes, Kept] = {}
+        self.errors: set[int] = set()
+        self.received: set[str] = set()
+        self.counts = Counter(blocks_loaded_total=0)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Store the caches."""
+        self.caches = kv_caches
+
+    def get_handshake_metadata(self) -> WeightHandshake:
+        """Return the weights of this rank."""
+        return WeightHandshake(self.fence.version())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Load the blocks of this step."""
+        for item in self.metadata.loads:
+            self.load(item)
+
+    def load(self, item: Item) -> None:
+        """Load one request's blocks; report those that cannot be loaded."""
+        admitted = self.admits(item)
+        for name, block in zip(item.names, item.block_ids, strict=False):
+            if not admitted or not self.load_block(name, block):
+                self.errors.add(block)
+        # The names are missing if the weights have changed since.
+        self.errors.update(item.block_ids[len(item.names) :])
+        if self.outlasts:
+            self.received.add(item.request_id)
+
+    def load_block(self, name: bytes, block: int) -> bool:
+        """Load a block; return whether it was stored and is whole."""
+        kept = self.shelf.get((name, self.rank))
+        if kept is None or not self.is_whole(kept):
+            # A later save replaces a damaged block.
+            self.shelf.pop((name, self.rank), None)
+            return False
+        for layer, page in kept.pages.items():
+            self.caches[layer][block] = page
+        self.counts["blocks_loaded_total"] += 1
+        return True
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return at once: loads end in ``start_load_kv``."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """Copy one layer of the blocks that the step fills."""
+        for item in self.metadata.saves:
+            for name, block in zip(item.names, item.block_ids, strict=True):
+                kept = self.staged.setdefault(name, Kept({}, {}))
+                kept.pages[layer_name] = page = kv_layer[block].clone()
+                kept.checksums[layer_name] = checksum(page.numpy())
+
+    def wait_for_save(self) -> None:
+        """Store the copies: the step was computed under the planned weights."""
+        for item in self.metadata.saves:
+            for name in item.names if self.admits(item) else ():
+                self.keep(name, self.staged[name])
+
+    def keep(self, name: bytes, kept: Kept) -> None:
+        """Store a block."""
+        self.shelf[name, self.rank] = kept
+
+    def clear_connector_metadata(self) -> None:
+        """Drop the copies of a step that was not executed."""
+        super().clear_connector_metadata()
+        self.staged = {}
+
+    def get_finished(
+        self,
+        finished_req_ids: set[str],  # noqa: ARG002
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads outlast the step, once loaded."""
+        received, self.received = self.received, set()
+        return None, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that were not loaded."""
+        errors, self.errors = self.errors, set()
+        return errors
+
+    def build_connector_worker_meta(self) -> WeightReport:
+        """Return the weights of this rank."""
+        return WeightReport(self.fence.report())
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return the number of blocks loaded."""
+        return self.counts
+
+    # -- overridden by the broken connectors of the kit's own tests
+
+    def admits(self, item: Item) -> bool:
+        """Return whether the weights are still those of the plan."""
+        return self.fence.admits(item.versions)
+
+    def is_whole(self, kept: Kept) -> bool:
+        """Return whether a block has the bytes that were saved."""
+        return all(
+            checksum(page.numpy()) == kept.checksums[layer] for layer, page in kept.pages.items()
+        )
+
+
+class MemoryConnector(KVConnectorBase_V1):
+    """Keep blocks under ``shelf``; with ``outlasts``, loads end in a later step."""
+
+    scheduler_cls = MemoryScheduler
+    worker_cls = MemoryWorker
+    names_weights = True
