@@ -8,7 +8,7 @@ from wtransfer.bench.jobs.sides import BLOCK_SIZE
 from wtransfer.bench.kinds import MULTI, OFFLOADING, PROCESS_GROUP, SHM, STORAGE
 from wtransfer.bench.offload import NUM_LAYERS
 from wtransfer.blocks import BlockGeometry
-from wtransfer.connectors.relay.layout import SlotLayout
+from wtransfer.connectors.p2p.buffer import SlotLayout
 from wtransfer.connectors.storage.options import DEFAULT_MAX_BYTES
 from wtransfer.specs.arena.layout import stride_of
 
