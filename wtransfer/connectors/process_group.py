@@ -199,15 +199,15 @@ class _Pair:
     def abort(self) -> None:
         """Let every wait in it raise; a second call does nothing."""
         self._rendezvous.cancel()
-        if self._group is not None:
-            self._group.abort()
+        group = self._group
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
         """Release it; only after `meet` has returned or raised."""
         self._rendezvous.cancel()
         if self._group is not None:
             self._group.close()
-            self._group = None
         # Only now: the other end may still connect when this one has.
         self._rendezvous.close()
 

@@ -104,7 +104,7 @@ def test_saved_blocks_have_the_bytes_and_digest_of_the_cache(
     caches, monkeypatch, num_threads, part_nbytes, order
 ):
     """In whatever order layers come, and however many make a part."""
-    monkeypatch.setattr(copier, "PART_NBYTES", part_nbytes)
+    monkeypatch.setattr(copier, "SAVE_PART_NBYTES", part_nbytes)
     for number, each in enumerate(caches.values()):
         each.copy_(torch.arange(BLOCKS).reshape(-1, 1, 1) * LAYERS + number)
     cache = CacheView(caches, Instance.of(SERVING))

@@ -22,7 +22,7 @@ from wtransfer.errors import ConnectorOptionError
 from wtransfer.transport.pages import byte_rows, runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
     import torch
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PART_NBYTES = 512 * 1024
-"""Bytes of a part, at least. The last part of a step is copied when its last layer is computed, so
-it must not be large either."""
+LOAD_PART_NBYTES = 2 * 1024 * 1024
+"""Bytes of a part of a loaded block, at least."""
+SAVE_PART_NBYTES = 512 * 1024
+"""The same of a saved block. Smaller, as a part is copied when its last layer is computed: what is
+left of it then is waited for at the end of the step."""
 TASK_NBYTES = 4 * 1024 * 1024
 """Bytes of a load that are worth another thread. At least one block."""
 
@@ -67,7 +69,8 @@ class CacheView:
         rows = [_block_rows(name, cache) for name, cache in kv_caches.items()]
         self.layers = {name: number for number, name in enumerate(kv_caches)}
         """Number of each layer."""
-        self.parts = list(_parts(rows))
+        self._load_parts = _parts(rows, LOAD_PART_NBYTES)
+        self.save_parts = _parts(rows, SAVE_PART_NBYTES)
         forms = [page_form(name, cache) for name, cache in kv_caches.items()]
         pages = tuple(zip(forms, [each.shape[1] for each in rows], strict=True))
         self.layout = SlotLayout(
@@ -91,7 +94,7 @@ class CacheView:
         its slot are the same before and after this call, the cache has the right bytes.
         """
         digest = xxhash.xxh3_128()
-        for part in self.parts:
+        for part in self._load_parts:
             here = payload[part.where]
             for run in part.runs:
                 np.copyto(run.pages[block], here[run.where].reshape(run.shape))
@@ -100,20 +103,19 @@ class CacheView:
 
     def close(self) -> None:
         """Let go of the caches."""
-        self.parts = []
+        self._load_parts, self.save_parts = [], []
 
 
-def _parts(rows: list[npt.NDArray[np.uint8]]) -> Iterator[_Part]:
-    num_blocks = min(map(len, rows))
-    start = first = 0
-    while first < len(rows):
-        end, nbytes = first, 0
-        while end < len(rows) and nbytes < PART_NBYTES:
-            nbytes += rows[end].shape[1]
-            end += 1
-        runs = list(runs_of(rows[first:end], num_blocks))
-        yield _Part(range(first, end), slice(start, start + nbytes), runs)
-        first, start = end, start + nbytes
+def _parts(rows: list[npt.NDArray[np.uint8]], least: int) -> list[_Part]:
+    parts = []
+    start = first = nbytes = 0
+    for end, row in enumerate(rows, 1):
+        nbytes += row.shape[1]
+        if nbytes >= least or end == len(rows):
+            runs = list(runs_of(rows[first:end], min(map(len, rows))))
+            parts.append(_Part(range(first, end), slice(start, start + nbytes), runs))
+            first, start, nbytes = end, start + nbytes, 0
+    return parts
 
 
 def _block_rows(name: str, cache: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -285,7 +287,7 @@ class BlockSaver:
         """
         if self._step is None:
             self._step = self._begin(saves)
-        step, parts = self._step, self._cache.parts
+        step, parts = self._step, self._cache.save_parts
         if name in self._cache.layers and step.blocks:
             step.layers.add(self._cache.layers[name])
         while step.num_parts < len(parts) and step.layers.issuperset(parts[step.num_parts].layers):
@@ -336,7 +338,7 @@ class BlockSaver:
 
     def _wait(self, step: _Step) -> bool:
         """Wait until nothing is copied any more; return whether all layers were."""
-        is_whole = step.num_parts == len(self._cache.parts)
+        is_whole = step.num_parts == len(self._cache.save_parts)
         for copy in step.copies:
             error = copy.exception()
             if error is not None:
