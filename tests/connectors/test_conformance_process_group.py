@@ -21,8 +21,8 @@ class TestProcessGroupConnector(ConnectorConformance):
     }
 
     def damage(self, bed):
-        shelf = bed.producer.workers[0].side.side._shelf
-        for number in range(shelf.num_slots):
-            slot = shelf.slot(number)
+        buffer = bed.producer.workers[0].side.side._buffer
+        for number in range(buffer.num_slots):
+            slot = buffer.slot(number)
             slot[len(slot) // 2] ^= 1
         return True

@@ -13,8 +13,8 @@ class TestSharedMemoryConnector(ConnectorConformance):
     options: ClassVar = {"shelf_bytes": 2**22, "lease_s": 2.0, "deadline_s": 5.0}
 
     def damage(self, bed):
-        shelf = bed.producer.workers[0].side.side._shelf
-        for number in range(shelf.num_slots):
-            slot = shelf.slot(number)
+        buffer = bed.producer.workers[0].side.side._buffer
+        for number in range(buffer.num_slots):
+            slot = buffer.slot(number)
             slot[len(slot) // 2] ^= 1
         return True

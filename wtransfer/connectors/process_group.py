@@ -1,53 +1,78 @@
 """KV cache from prefill to decode across hosts, over TCP: no GPU and no special network is needed.
 
-Both instances name this connector, and both are given the same token. ``host`` is the address of
-this machine at which the other instance reaches it; nothing listens at any other. The worker of
-rank r listens at ``port + r``, or wherever the kernel likes.
+Both instances name this connector and have the same token. ``host`` is the address of this machine
+at which the other instance reaches it; nothing listens elsewhere. The worker of rank r listens at
+``port + r``, or at a port of the kernel's choice.
 
 The token proves both ends to each other. The bytes are neither encrypted nor bound to that proof:
-let it run on a network of your own, or through a tunnel.
+use a network of your own, or a tunnel.
 
-A request says where its blocks are, and a client that can send ``kv_transfer_params`` can say any
-address. So the scheduler's side compares addresses with ``allowed_peers`` before a load is planned.
-The default, loopback and ``host``, is for instances on one machine; instances on several machines
-list each other, as addresses or networks. A request that names another address is computed here.
+A request names the addresses of its blocks, and a client that can send ``kv_transfer_params`` can
+name any. So the scheduler's side compares them with ``allowed_peers`` before it plans a load. The
+default, loopback and ``host``, suits instances on one machine; instances on several machines list
+each other, as addresses or networks. A request that names another address is computed here.
+
+Bytes travel over a gloo group of two, one for each connection. The control channel carries lookups
+and notices when a peer is lost; the group only moves bytes. P sends the slots of each lookup as
+they are, up to the first missing one. D receives them into memory of its own, and checks them as it
+copies. The side that loses the channel aborts the group, so that no wait in it outlives the peer.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import queue
+import threading
+from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast
 
 import msgspec
+import torch
 
 from wtransfer.connectors.interface import KVConnectorBase_V1
-from wtransfer.connectors.relay.grouped import ReceivingLink, SendingDesk
-from wtransfer.connectors.relay.options import RelayOptions
-from wtransfer.connectors.relay.scheduler import RelayScheduler
-from wtransfer.connectors.relay.worker import RelayWorker
-from wtransfer.errors import ConnectorOptionError
+from wtransfer.connectors.p2p.client import P2PClient
+from wtransfer.connectors.p2p.protocol import P2POptions, until_missing
+from wtransfer.connectors.p2p.scheduler import P2PScheduler
+from wtransfer.connectors.p2p.server import P2PServer
+from wtransfer.connectors.p2p.worker import P2PWorker
+from wtransfer.errors import ConnectorOptionError, GroupError, ProtocolError, WTransferError
 from wtransfer.transport.address import parse_address, tcp_text
-from wtransfer.transport.channel import resolve_token
+from wtransfer.transport.process_group import GlooCommunicator
+from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from wtransfer.connectors.relay.desk import Desk
-    from wtransfer.connectors.relay.link import Here
-    from wtransfer.connectors.relay.shelf import Shelf
+    from wtransfer.connectors.p2p.buffer import StagingBuffer
+    from wtransfer.connectors.p2p.copier import Loaded
+    from wtransfer.connectors.p2p.protocol import Hello
+    from wtransfer.connectors.settings import Instance
+    from wtransfer.transport.channel import Connection
+    from wtransfer.transport.communicator import Pending
+    from wtransfer.transport.tensors import ByteArray
 
+logger = logging.getLogger(__name__)
+
+DEPTH = 4
+"""Slots under way at a time."""
+JOIN_S = 3.0
+"""Longest wait for the host of a rendezvous, which has just named it."""
+
+_SENDER, _RECEIVER, _SIZE = range(3)
+_END_S = 1.0
 _MAX_PORT = 65_535
 _LOOPBACK = ("127.0.0.0/8", "::1")
 _ANYWHERE = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  (refused, not bound)
 
 
-class ProcessGroupOptions(RelayOptions, frozen=True, kw_only=True):
-    """Options of ``kv_connector_extra_config``."""
+class ProcessGroupOptions(P2POptions, frozen=True, kw_only=True):
+    """Options in ``kv_connector_extra_config``."""
 
     host: str = "127.0.0.1"
     """Address of this machine at which the other instance reaches it."""
     port: Annotated[int, msgspec.Meta(ge=0, le=_MAX_PORT)] = 0
-    """Where rank 0 listens, the others behind it; 0: the kernel picks."""
+    """Where rank 0 listens, with the other ranks behind it; 0: the kernel picks."""
     allowed_peers: tuple[str, ...] | None = None
     """Instances from which requests may fetch blocks: IP addresses, networks (``10.0.0.0/24``), or
     either with a port (``10.0.0.5:7000``, ``[fd00::5]:7000``); None: loopback and ``host``."""
@@ -63,14 +88,16 @@ class ProcessGroupOptions(RelayOptions, frozen=True, kw_only=True):
             _read_peer(text)
 
 
-class _Peer(NamedTuple):
-    """An entry of ``allowed_peers``."""
+# -- allowed peers
 
+
+class _Peer(NamedTuple):
     network: ipaddress.IPv4Network | ipaddress.IPv6Network
     port: str
 
 
 def _read_peer(text: str) -> _Peer:
+    """Return an entry of ``allowed_peers``."""
     network, colon, port = text.rpartition(":")
     if not colon or (":" in network and not network.endswith("]")):
         network, port = text, ""
@@ -82,15 +109,28 @@ def _read_peer(text: str) -> _Peer:
         raise ValueError(f"allowed_peers: {text!r} is no IP address or network: {error}") from error
 
 
-class ProcessGroupScheduler(RelayScheduler):
+def _read_address(
+    address: str,
+) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str] | None:
+    """Return IP address and port of a TCP address; None for any other."""
+    scheme, _, where = address.partition(":")
+    host, _, port = where.rpartition(":")
+    try:
+        number = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+    return (number, port) if scheme == "tcp" else None
+
+
+class ProcessGroupScheduler(P2PScheduler):
     """The scheduler's side.
 
     Args:
         config: The serving engine's configuration.
-        kv_cache_config: Not looked at.
+        kv_cache_config: Not used.
 
     Raises:
-        ConnectorOptionError: An option cannot be used.
+        ConnectorOptionError: An option is not valid.
         AddressError: ``host`` is a name that cannot be looked up.
     """
 
@@ -105,72 +145,240 @@ class ProcessGroupScheduler(RelayScheduler):
             allowed = (*_LOOPBACK, own.partition("%")[0])
         self._peers = [_read_peer(each) for each in allowed]
 
-    def dials(self, address: str) -> bool:
-        """Return whether it is a number: a name would be looked up, while everybody waits."""
-        return _numbers(address) is not None
+    def is_address(self, address: str) -> bool:
+        """Return whether it is a number: looking a name up would block the scheduler."""
+        return _read_address(address) is not None
 
     def allows(self, address: str) -> bool:
-        """Return whether ``allowed_peers`` has an address."""
-        numbers = _numbers(address)
+        """Return whether ``allowed_peers`` contains an address."""
+        numbers = _read_address(address)
         return numbers is not None and any(
             numbers[0] in peer.network and peer.port in ("", numbers[1]) for peer in self._peers
         )
 
 
-def _numbers(
-    address: str,
-) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, str] | None:
-    """Return IP address and port of a TCP address; None where it is anything else."""
-    scheme, _, where = address.partition(":")
-    host, _, port = where.rpartition(":")
-    try:
-        number = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return None
-    return (number, port) if scheme == "tcp" else None
+# -- the group
 
 
-class ProcessGroupWorker(RelayWorker):
+class _Pair:
+    """One end of a group of two. Any thread may abort it.
+
+    Args:
+        rendezvous: Where both ends meet; used up.
+        rank: Of this end.
+        options: Of the connector.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, options: ProcessGroupOptions) -> None:
+        self._rendezvous = rendezvous
+        self._rank = rank
+        self._options = options
+        self._group: GlooCommunicator | None = None
+
+    def meet(self) -> GlooCommunicator:
+        """Return the group, once both ends are there.
+
+        Raises:
+            WTransferError: The other end does not come, or this one was aborted.
+        """
+        timeout_s = self._options.deadline_s
+        if self._rank == _RECEIVER:
+            self._rendezvous.join(min(JOIN_S, timeout_s))
+        self._group = group = GlooCommunicator(
+            self._rendezvous,
+            self._rank,
+            _SIZE,
+            host=self._options.host,
+            timeout_s=timeout_s,
+            operation_timeout_s=timeout_s,
+        )
+        # `abort` cancels, then reads `_group`. Either it finds the group, or this the cancellation.
+        self._rendezvous.check()
+        return group
+
+    def abort(self) -> None:
+        """Let every wait in it raise; a second call does nothing."""
+        self._rendezvous.cancel()
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        """Release it; only after `meet` has returned or raised."""
+        self._rendezvous.cancel()
+        if self._group is not None:
+            self._group.close()
+        # Only now: the other end may still connect when this one has.
+        self._rendezvous.close()
+
+
+class _Sender:
+    """Sends slots to one client, on a thread of its own."""
+
+    def __init__(self, buffer: StagingBuffer, pair: _Pair) -> None:
+        self._buffer = buffer
+        self._pair = pair
+        self._lookups: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="wtransfer-send", daemon=True)
+        self._thread.start()
+
+    def send(self, slots: list[int]) -> None:
+        """Send slots, after those of earlier calls."""
+        self._lookups.put(slots)
+
+    def abort(self) -> None:
+        """End soon; does not wait."""
+        self._lookups.put(None)
+        self._pair.abort()
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        try:
+            group = self._pair.meet()
+            for slots in iter(self._lookups.get, None):
+                self._send(group, slots)
+        except WTransferError as error:
+            # The client notices by the group, or is lost itself.
+            logger.info("no more blocks to this client: %s", error)
+        finally:
+            self._pair.close()
+
+    def _send(self, group: GlooCommunicator, slots: list[int]) -> None:
+        nbytes = self._buffer.layout.nbytes
+        under_way: deque[Pending] = deque()
+        for slot in slots:
+            if len(under_way) == DEPTH:
+                under_way.popleft().wait()
+            memory = torch.from_numpy(self._buffer.slot(slot)[:nbytes])
+            under_way.append(group.send(memory, _RECEIVER))
+        while under_way:
+            under_way.popleft().wait()
+
+
+class ProcessGroupServer(P2PServer):
+    """Sends the slots of each lookup."""
+
+    def __init__(
+        self, buffer: StagingBuffer, instance: Instance, options: P2POptions, token: str | None
+    ) -> None:
+        self._options = cast("ProcessGroupOptions", options)
+        self._senders: dict[Connection, _Sender] = {}
+        host, port = self._options.host, self._options.port
+        address = tcp_text((host, port + instance.rank if port else 0))
+        super().__init__(buffer, instance, options, token, address)
+
+    def open_transport(self, connection: Connection) -> dict[str, int | str]:
+        """Open a rendezvous, and return where it is."""
+        rendezvous = host_rendezvous(self._options.host)
+        where: dict[str, int | str] = {
+            "host": rendezvous.host,
+            "port": rendezvous.port,
+            "name": rendezvous.name,
+        }
+        pair = _Pair(rendezvous, _SENDER, self._options)
+        self._senders[connection] = _Sender(self.buffer, pair)
+        return where
+
+    def send_slots(self, connection: Connection, slots: list[int]) -> None:
+        """Send them."""
+        self._senders[connection].send(until_missing(slots))
+
+    def close_transport(self, connection: Connection) -> None:
+        """End what is being sent to a lost client."""
+        sender = self._senders.pop(connection, None)
+        if sender is not None:
+            sender.abort()
+
+    def close(self) -> None:
+        """Close all connections, and wait for their threads."""
+        senders = list(self._senders.values())
+        super().close()
+        for sender in senders:
+            sender.join()
+
+
+class ProcessGroupClient(P2PClient):
+    """Receives the slots that it looks up."""
+
+    _pair: _Pair | None = None
+    _group: GlooCommunicator | None = None
+
+    def open_transport(self, hello: Hello) -> None:
+        """Form a group with the other side."""
+        host, port, name = (hello.transport.get(each) for each in ("host", "port", "name"))
+        if not (isinstance(host, str) and isinstance(port, int) and isinstance(name, str)):
+            raise ProtocolError(f"{self.address} does not say where its process group meets")
+        options = cast("ProcessGroupOptions", self.local.options)
+        self._pair = pair = _Pair(Rendezvous(host, port, name), _RECEIVER, options)
+        # `fail` sets the error, then aborts the pair. Either it finds the pair, or this the error.
+        self.check()
+        self._group = pair.meet()
+        nbytes = self.local.loader.layout.nbytes
+        self._memory = torch.empty((DEPTH, nbytes), dtype=torch.uint8, device="cpu")
+
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        is_wanted: Callable[[], bool],
+    ) -> Loaded:
+        """Copy what arrives; all slots do, whether they are still wanted or not."""
+        return self.local.loader.load(keys, block_ids, self._receive(len(slots)), is_wanted)
+
+    def _receive(self, number: int) -> Iterator[ByteArray]:
+        group = self._group
+        assert group is not None
+        under_way = deque(group.recv(memory, _SENDER) for memory in self._memory[:number])
+        for each in range(number):
+            try:
+                under_way.popleft().wait()
+            except GroupError as error:
+                # The blocks that arrived before are good. Then the client ends.
+                self.fail(error)
+                return
+            memory = self._memory[each % DEPTH]
+            yield memory.numpy()
+            if each + DEPTH < number:
+                under_way.append(group.recv(memory, _SENDER))
+
+    def abort_transport(self) -> None:
+        """Abort the group."""
+        if self._pair is not None:
+            self._pair.abort()
+
+    def close_transport(self) -> None:
+        """Release the group."""
+        self._group = None
+        if self._pair is not None:
+            self._pair.close()
+
+
+class ProcessGroupWorker(P2PWorker):
     """The worker's side.
 
     Args:
         config: The serving engine's configuration.
-        kv_cache_config: Not looked at.
+        kv_cache_config: Not used.
 
     Raises:
-        ConnectorOptionError: There is no token, or an option cannot be used.
+        ConnectorOptionError: There is no token, or an option is not valid.
     """
 
     options_cls = ProcessGroupOptions
+    server_cls = ProcessGroupServer
+    client_cls = ProcessGroupClient
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        self._own = cast("ProcessGroupOptions", self.options)
-        self._token = resolve_token(self._own.token)
-        if self._token is None:
+        if self.token is None:
             raise ConnectorOptionError(
                 "ProcessGroupConnector needs a token that both instances know: set token in "
                 "kv_connector_extra_config, or WTRANSFER_TOKEN or WTRANSFER_TOKEN_FILE"
             )
-
-    def make_desk(self, shelf: Shelf) -> Desk:
-        """Listen at this machine's address."""
-        rank, port = self.instance.rank, self._own.port
-        return SendingDesk(
-            shelf,
-            host=self._own.host,
-            engine_id=self.instance.engine_id,
-            rank=rank,
-            address=tcp_text((self._own.host, port + rank if port else 0)),
-            token=self._token,
-            lease_s=self._own.lease_s,
-            deadline_s=self._own.deadline_s,
-            allow_remote=True,
-        )
-
-    def make_link(self, address: str, token: str, here: Here) -> ReceivingLink:  # noqa: ARG002
-        """Form a group with another host's worker; no request says what the token is."""
-        return ReceivingLink(address, self._token, here, self._own.host)
 
 
 class ProcessGroupConnector(KVConnectorBase_V1):

@@ -1,62 +1,126 @@
 """KV cache from prefill to decode on one host, through shared memory.
 
-Both instances name this connector. Nothing needs to be set: each worker takes ``shelf_bytes`` of
-anonymous memory, listens at a Unix socket without a file, and hands on only to processes of the
-same user that know the token which travels with a request.
+Both instances name this connector; no option is needed. Each worker stages ``shelf_bytes`` in
+anonymous memory, and exports it to processes of the same user that have the token which travels
+with a request. D maps it, so a load is one copy.
 
-There is no list of allowed peers. A worker dials nothing but the random names that workers like it
-listen at, and tells nothing to a process of another user, for which the kernel vouches. A process
-of the same user needs no connector to read the memory of this one; and no list could hold random
+The mapping needs no lock against P: D copies a slot's head before it trusts it, and compares it
+again after the pages. Leases only make it likely that a block is still there.
+
+There is no list of allowed peers. A worker connects only to random names that workers of this kind
+listen at, and sends nothing to a process of another user, for which the kernel vouches. A process
+of the same user could read this one's memory without a connector; and no list could hold random
 names.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wtransfer.connectors.interface import KVConnectorBase_V1
-from wtransfer.connectors.relay.mapped import ExportingDesk, MappedLink
-from wtransfer.connectors.relay.scheduler import RelayScheduler
-from wtransfer.connectors.relay.worker import RelayWorker
+from wtransfer.connectors.p2p.client import P2PClient
+from wtransfer.connectors.p2p.scheduler import P2PScheduler
+from wtransfer.connectors.p2p.server import P2PServer
+from wtransfer.connectors.p2p.worker import P2PWorker
+from wtransfer.errors import ProtocolError
 from wtransfer.transport.address import RANDOM_PREFIX
-from wtransfer.transport.channel import resolve_token
+from wtransfer.transport.lease import SegmentExporter, attach
+from wtransfer.transport.memory import populate
 
 if TYPE_CHECKING:
-    from wtransfer.connectors.relay.desk import Desk
-    from wtransfer.connectors.relay.link import Here
-    from wtransfer.connectors.relay.shelf import Shelf
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from wtransfer.connectors.p2p.buffer import StagingBuffer
+    from wtransfer.connectors.p2p.copier import Loaded
+    from wtransfer.connectors.p2p.protocol import Hello
+    from wtransfer.transport.channel import Connection
+    from wtransfer.transport.tensors import ByteArray
+
+_SEGMENT = 0
+_ATTACH_S = 5.0
 
 
-class SharedMemoryScheduler(RelayScheduler):
+class SharedMemoryServer(P2PServer):
+    """Exports its staging buffer to processes of the same user."""
+
+    def __init__(self, buffer: StagingBuffer, *args: Any) -> None:
+        self._exporter = SegmentExporter()
+        try:
+            self._exporter.export(_SEGMENT, buffer.segment)
+            super().__init__(buffer, *args)
+        except BaseException:
+            self._exporter.close()
+            raise
+
+    def open_transport(self, connection: Connection) -> dict[str, int | str]:  # noqa: ARG002
+        """Return where the buffer is exported."""
+        return {"exporter": self._exporter.address, "secret": self._exporter.secret}
+
+    def close(self) -> None:
+        """Stop exporting; readers keep what they have mapped."""
+        super().close()
+        self._exporter.close()
+
+
+class SharedMemoryClient(P2PClient):
+    """Maps the other side's staging buffer."""
+
+    _slots: npt.NDArray[np.uint8] | None = None  # shape (num_slots, stride)
+    _populated: bytearray
+
+    def open_transport(self, hello: Hello) -> None:
+        """Map the buffer."""
+        exporter, secret = (hello.transport.get(name) for name in ("exporter", "secret"))
+        if not (isinstance(exporter, str) and isinstance(secret, str)):
+            raise ProtocolError(f"{self.address} does not name an exported staging buffer")
+        timeout_s = min(_ATTACH_S, self.local.options.deadline_s)
+        lease = attach(exporter, secret, _SEGMENT, timeout_s)
+        stride = self.local.loader.layout.stride
+        num_slots = lease.nbytes // stride
+        self._slots = lease.mapping[: num_slots * stride].reshape(num_slots, stride)
+        self._populated = bytearray(num_slots)
+
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        is_wanted: Callable[[], bool],
+    ) -> Loaded:
+        """Copy from the mapping."""
+        mapped = self._slots
+        assert mapped is not None
+        if any(not 0 <= slot < len(mapped) for slot in slots):
+            raise ProtocolError(f"{self.address} named slots that its staging buffer does not have")
+        memories: list[ByteArray] = [mapped[slot] for slot in slots]
+        for slot, memory in zip(slots, memories, strict=True):
+            if not self._populated[slot]:
+                # One call for all pages of a slot costs a tenth of their faults.
+                populate(memory, 0, memory.size)
+                self._populated[slot] = 1
+        return self.local.loader.load_parallel(keys, block_ids, memories, is_wanted)
+
+    def close_transport(self) -> None:
+        """Release the mapping."""
+        self._slots = None
+
+
+class SharedMemoryScheduler(P2PScheduler):
     """The scheduler's side."""
 
-    def dials(self, address: str) -> bool:
-        """Return whether it is a name that a worker of this kind listens at."""
+    def is_address(self, address: str) -> bool:
+        """Return whether a worker of this kind could listen there."""
         return address.startswith(RANDOM_PREFIX)
 
 
-class SharedMemoryWorker(RelayWorker):
+class SharedMemoryWorker(P2PWorker):
     """The worker's side."""
 
-    def make_desk(self, shelf: Shelf) -> Desk:
-        """Listen at a Unix socket, and lend the shelf."""
-        return ExportingDesk(
-            shelf,
-            engine_id=self.instance.engine_id,
-            rank=self.instance.rank,
-            address=None,
-            token=resolve_token(self.options.token),
-            lease_s=self.options.lease_s,
-            deadline_s=self.options.deadline_s,
-        )
-
-    def make_link(self, address: str, token: str, here: Here) -> MappedLink:
-        """Map the shelf of another process."""
-        return MappedLink(address, resolve_token(self.options.token) or token, here)
-
-    def told_token(self, desk: Desk) -> str:
-        """Let the request carry the token that was made up; one that was given stays here."""
-        return "" if resolve_token(self.options.token) else desk.token
+    server_cls = SharedMemoryServer
+    client_cls = SharedMemoryClient
 
 
 class SharedMemoryConnector(KVConnectorBase_V1):

@@ -70,7 +70,7 @@ def service(host, tmp_path):
         tier = KIT.cpu_tier(block_size, STACKS.tier_blocks(block_size))
 
         def make(sender):
-            # What one host keeps is none of another's: only a relay leads from one to another.
+            # What one host keeps is none of another's: only P2P connectors lead to another.
             folder = tmp_path / str(next(numbers))
             connectors = STACKS.described(stack, folder, tier, sender)
             return host(connectors, block_size, num_blocks, **limits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from matrix_stacks import RELAYS
+from matrix_stacks import P2P_KINDS
 from matrix_watch import Watch
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Found:
 
 
 class Service:
-    """A host, and for each relay of its stack one from which requests come.
+    """A host, and for each P2P connector of its stack one from which requests come.
 
     Args:
         kit: What the tests of the mini engine share.
         stack: The connectors.
-        make: Makes a host; takes the relay by which it hands requests over, or None.
+        make: Makes a host; takes the P2P connector by which it hands requests over, or None.
     """
 
     def __init__(self, kit: Any, stack: Stack, make: Callable[[int | None], MiniEngine]) -> None:
@@ -68,7 +68,7 @@ class Service:
         return self.host.scheduler._block_size
 
     def prefill(self, number: int) -> MiniEngine:
-        """Return the host that hands requests over by one of the relays."""
+        """Return the host that hands requests over by one of the P2P connectors."""
         if number not in self._prefills:
             self._prefills[number] = self._make(number)
         return self._prefills[number]
@@ -77,7 +77,7 @@ class Service:
 
     def hold_at(self, number: int, texts: list[list[int]], new_tokens: int) -> Found:
         """Have prompts computed so that only one of the connectors has them."""
-        if self.stack.kinds[number] in RELAYS:
+        if self.stack.kinds[number] in P2P_KINDS:
             return self.hand_over(number, texts, new_tokens)
         found = self.ask(texts, new_tokens)
         for other in self.stack.tiers:
@@ -89,14 +89,14 @@ class Service:
     def hold_at_all(self, texts: list[list[int]], new_tokens: int) -> Found:
         """Have prompts computed so that all of the connectors have them, as far as that can be.
 
-        A request comes from one host: with two relays it is the first one's.
+        A request comes from one host: with two P2P connectors it is the first one's.
         """
         found = None
         if self.stack.tiers:
             found = self.ask(texts, new_tokens)
             self.host.scheduler.pool.reset()
-        if self.stack.relays:
-            return self.hand_over(self.stack.relays[0], texts, new_tokens)
+        if self.stack.p2p_numbers:
+            return self.hand_over(self.stack.p2p_numbers[0], texts, new_tokens)
         assert found is not None
         return found
 

@@ -17,7 +17,7 @@ KINDS = {
     "several": "MultiConnector",
 }
 """All built-ins, by a short name."""
-RELAYS = frozenset({"shm", "group"})
+P2P_KINDS = frozenset({"shm", "group"})
 """Those that hand a request over from one instance to another."""
 # Nobody's speed decides whether a block is still there, or who is given up.
 _PATIENT = {"shelf_bytes": 4 << 20, "lease_s": 600.0, "deadline_s": 60.0}
@@ -44,12 +44,12 @@ class Stack:
     @property
     def tiers(self) -> list[int]:
         """Places of those that keep what this host has computed."""
-        return [n for n, kind in enumerate(self.kinds) if kind not in RELAYS]
+        return [n for n, kind in enumerate(self.kinds) if kind not in P2P_KINDS]
 
     @property
-    def relays(self) -> list[int]:
+    def p2p_numbers(self) -> list[int]:
         """Places of those that load what another host has computed."""
-        return [n for n, kind in enumerate(self.kinds) if kind in RELAYS]
+        return [n for n, kind in enumerate(self.kinds) if kind in P2P_KINDS]
 
     def prefix(self, number: int) -> str:
         """Return what the numbers of one of them begin with."""
@@ -60,8 +60,8 @@ ALONE = [Stack((kind,)) for kind in KINDS]
 """Each built-in by itself; a ``MultiConnector`` with one child."""
 PAIRS = [Stack(pair) for pair in itertools.permutations(KINDS, 2)]
 """Every pair, in both orders, as the order says who loads."""
-TWINS = [Stack((kind, kind)) for kind in KINDS if kind not in RELAYS]
-"""Two of one kind. Two relays of one kind answer to the same addresses: the first has them all."""
+TWINS = [Stack((kind, kind)) for kind in KINDS if kind not in P2P_KINDS]
+"""Two of one kind. Of two P2P connectors of one kind the first takes all addresses."""
 
 
 def described(
@@ -73,8 +73,8 @@ def described(
         stack: Which they are.
         folder: Where they may keep files.
         tier: Options of the tier in memory.
-        sender: The relay by which this host hands requests over; None: it goes on with those of
-            others. Only one may: a request carries the addresses of one.
+        sender: The P2P connector by which this host hands requests over; None: it goes on with
+            those of others. Only one may: a request carries the addresses of one.
     """
     return [
         describe(kind, _role(kind, is_sender=number == sender), folder / str(number), tier)
@@ -83,7 +83,7 @@ def described(
 
 
 def _role(kind: str, *, is_sender: bool) -> str:
-    if kind not in RELAYS:
+    if kind not in P2P_KINDS:
         return "kv_both"
     return "kv_producer" if is_sender else "kv_consumer"
 

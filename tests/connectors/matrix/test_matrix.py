@@ -6,7 +6,7 @@ import random
 
 import pytest
 from matrix_serving_kit import MODEL
-from matrix_stacks import ALONE, PAIRS, RELAYS, TWINS, Stack
+from matrix_stacks import ALONE, P2P_KINDS, PAIRS, TWINS, Stack
 from matrix_watch import Watch
 
 NEW_TOKENS = 4
@@ -164,16 +164,16 @@ def test_what_the_cache_has_the_beginning_of_is_loaded_from_there_on(service, st
 
 @pytest.mark.parametrize(
     ("stack", "block_size"),
-    cases([each for each in PAIRS if len(RELAYS & set(each.kinds)) == 1], USUAL),
+    cases([each for each in PAIRS if len(P2P_KINDS & set(each.kinds)) == 1], USUAL),
 )
 def test_the_first_that_has_something_loads_though_the_other_has_more(service, stack, block_size):
     made = service(stack, block_size, 16 * unit(block_size) // block_size)
     texts, num_alike = alike(block_size, 0)
     made.ask([texts[0][:num_alike]], 1)
     made.host.scheduler.pool.reset()
-    (relay,) = stack.relays
-    held = made.hand_over(relay, texts[:1], NEW_TOKENS)
+    (p2p,) = stack.p2p_numbers
+    held = made.hand_over(p2p, texts[:1], NEW_TOKENS)
     asked = gone_on(texts[0], held.requests[0].output, 5, block_size)
     found = made.ask([asked], NEW_TOKENS, held)
-    num_there = len(texts[0]) if relay == 0 else num_alike
+    num_there = len(texts[0]) if p2p == 0 else num_alike
     assert found.loaded == only(stack, 0, num_there // block_size * block_size)

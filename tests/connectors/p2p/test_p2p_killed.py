@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.slow  # the default tests kill prefill in test_relay_hosting
+pytestmark = pytest.mark.slow  # the default tests kill prefill in test_p2p_serving
 
 PROMPT = list(range(500, 742))
 BLOCKS = 60
@@ -24,6 +24,10 @@ def start(cast, engine_id, **options):
 
 def leases(rank):
     return rank.ask("stats")["workers"][0]["leases"]
+
+
+def lookups(rank):
+    return rank.ask("stats")["workers"][0].get("lookups_total", 0)
 
 
 def check(outcome):
@@ -60,7 +64,7 @@ def test_prefill_that_is_dead_is_a_miss_within_a_second(cast):
     assert outcome["seconds"] < MISS_S
     stats = other.ask("stats")
     assert stats["scheduler"]["loads_under_way"] == stats["workers"][0]["loads_under_way"] == 0
-    assert stats["workers"][0]["blocks_missed_lost"] == BLOCKS
+    assert stats["workers"][0]["blocks_missed_lost_total"] == BLOCKS
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -74,15 +78,15 @@ def test_prefill_that_is_stopped_is_a_miss_within_its_deadline(cast, known):
     check(outcome)
     assert outcome["loaded"] == 0
     assert outcome["seconds"] < 2.0
-    assert other.ask("stats")["workers"][0]["blocks_missed_stalled"] == BLOCKS
+    assert other.ask("stats")["workers"][0]["blocks_missed_stalled_total"] == BLOCKS
 
 
 def test_decode_that_is_stopped_keeps_nothing_beyond_the_deadline(cast, until):
     one, other = start(cast, "p", deadline_s=1.0), start(cast, "d", deadline_s=1.0)
     answer = other.begin("decode", request_id="r", tokens=PROMPT, params=prefill(one))
-    until(lambda: one.ask("stats")["workers"][0].get("asked"))
+    until(lambda: lookups(one))
     other.stop()
-    until(lambda: one.ask("stats")["workers"][0]["askers"] == 0, within_s=3.0)
+    until(lambda: one.ask("stats")["workers"][0]["clients"] == 0, within_s=3.0)
     assert leases(one) == 0
     os.kill(other.pid, signal.SIGCONT)
     check(answer.result())
@@ -135,7 +139,11 @@ def test_decode_killed_at_any_moment_gives_its_blocks_back(cast, until, rounds):
         params = prefill(one, f"r{number}")
         answer = other.begin("decode", request_id="r", tokens=PROMPT, params=params)
         # At least until it has asked: for one that never comes, the lease has to run out.
-        until(lambda number=number: one.ask("stats")["workers"][0].get("asked", 0) > number + 1)
+        until(
+            lambda number=number: (
+                one.ask("stats")["workers"][0].get("lookups_total", 0) > number + 1
+            )
+        )
         if number % 2:
             check(answer.result())  # it has come to rest, and so has what serves it
         else:

@@ -38,7 +38,7 @@ def _load(name, path):
 @pytest.fixture(scope="session")
 def instance():
     """The module `instance.py`."""
-    return _load("relay_instance", HERE / "instance.py")
+    return _load("p2p_instance", HERE / "instance.py")
 
 
 @pytest.fixture(params=[SHM, GROUP])

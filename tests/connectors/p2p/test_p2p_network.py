@@ -71,8 +71,8 @@ def test_a_pulled_cable_is_a_miss_in_time_and_the_next_prompt_goes_through(pair,
     outcome = decode(other, "second", params).result()
     assert (outcome["matched"], outcome["loaded"], outcome["wrong"]) == (BLOCKS, 0, 0)
     assert outcome["seconds"] < DEADLINE_S * 1.1 + 0.5
-    assert worker(other)["blocks_missed_stalled"] == BLOCKS
-    until(lambda: worker(one)["askers"] == 0)
+    assert worker(other)["blocks_missed_stalled_total"] == BLOCKS
+    until(lambda: worker(one)["clients"] == 0)
     hosts[0].link(up=True)
     # The one that never came is kept until its lease runs out; another is not held up by it.
     outcome = decode(other, "third", prefill(one, "third")).result()
@@ -84,10 +84,10 @@ def test_either_side_killed_across_hosts_is_heard_of_within_a_second(cast, pair,
     assert decode(other, "first", prefill(one, "first")).result()["loaded"] == BLOCKS
     params = prefill(one, "second")
     answer = decode(other, "second", params)
-    until(lambda: worker(one)["asked"] == 2)
+    until(lambda: worker(one)["lookups_total"] == 2)
     other.kill()
     killed = time.monotonic()
-    until(lambda: worker(one)["leases"] == worker(one)["askers"] == 0)
+    until(lambda: worker(one)["leases"] == worker(one)["clients"] == 0)
     assert time.monotonic() - killed < MISS_S
     del answer
     again = cast.start("d", host=hosts[1], options=OPTIONS, **SIZE)

@@ -1,4 +1,4 @@
-"""Two relays under one connector: what goes, and what is refused."""
+"""Two P2P connectors under one connector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ WHOLE = len(TEXT) // 16 * 16
 
 @ORDERS
 @pytest.mark.parametrize("sender_first", [False, True], ids=["receives first", "sends first"])
-def test_what_one_relay_has_brought_the_other_hands_on(host, kit, near, far, sender_first):
+def test_blocks_that_one_p2p_connector_loaded_are_handed_over_by_the_other(
+    host, kit, near, far, sender_first
+):
     """A host in the middle: to one neighbour there is shared memory, to the other a network."""
     begin, end = host([describe(near, "kv_producer")]), host([describe(far, "kv_consumer")])
     both = [describe(near, "kv_consumer"), describe(far, "kv_producer")]

@@ -1,0 +1,197 @@
+"""The staging buffer alone: what it keeps, for which holders, and what it gives up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, checksum
+from wtransfer.connectors.p2p.buffer import HEAD, MISSING, SlotLayout, StagingBuffer
+from wtransfer.errors import ConnectorOptionError
+
+LAYOUT = SlotLayout(BlockGeometry(4, (("uint8", 32), ("uint8", 48)), 1, "m"))
+SLOTS = 4
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def buffer(clock, leaves_nothing):
+    made = StagingBuffer(LAYOUT, SLOTS * LAYOUT.stride + 100, 0, clock)
+    yield made
+    made.close()
+
+
+def put(buffer, key, fill=7):
+    slot = buffer.reserve(key)
+    if slot is not None:
+        memory = buffer.slot(slot)
+        memory[LAYOUT.payload] = fill
+        buffer.commit(key, checksum(memory[LAYOUT.payload].tobytes()))
+    return slot
+
+
+def holds(buffer, slot, key):
+    head = buffer.slot(slot)[HEAD].tobytes()
+    return not isinstance(LAYOUT.check_head(head, key, 0), str)
+
+
+def test_buffer_without_room_for_a_block_is_refused():
+    with pytest.raises(ConnectorOptionError, match=r"shelf_bytes=10 has no room for one block"):
+        StagingBuffer(LAYOUT, 10, 0)
+
+
+def test_payload_follows_the_head():
+    assert slice(0, HEADER_NBYTES + 8) == HEAD
+    assert LAYOUT.payload == slice(192, 272)
+    assert (LAYOUT.nbytes, LAYOUT.stride) == (272, 4096)
+
+
+def test_slot_refilled_with_the_same_block_has_another_version(buffer):
+    heads = []
+    for _ in range(2):
+        slot = buffer.slot(put(buffer, b"a"))
+        heads.append(slot[HEAD].tobytes())
+        buffer.invalidate([b"a"])
+        assert not any(slot[:HEADER_NBYTES])
+        heads.append(slot[HEAD].tobytes())
+    assert len(set(heads)) == len({each[HEADER_NBYTES:] for each in heads}) == 4
+    assert [LAYOUT.check_head(head, b"a", 0).key for head in heads[::2]] == [b"a", b"a"]
+
+
+def test_block_that_is_not_committed_is_missing(buffer):
+    slot = buffer.reserve(b"a")
+    assert buffer.lease("x", [b"a"]) == [MISSING]
+    assert buffer.reserve(b"a") is None
+    buffer.abort(b"a")
+    assert buffer.reserve(b"a") == slot
+
+
+def test_least_recently_used_block_is_evicted_and_its_header_cleared(buffer):
+    slots = {key: put(buffer, key) for key in (b"a", b"b", b"c", b"d")}
+    assert buffer.lease("x", [b"a"]) == [slots[b"a"]]
+    buffer.release("x")
+    assert buffer.reserve(b"e") == slots[b"b"]
+    assert not holds(buffer, slots[b"b"], b"b")
+    assert not buffer.slot(slots[b"b"])[:HEADER_NBYTES].any()
+    assert buffer.lease("x", [b"b", b"a"]) == [MISSING, slots[b"a"]]
+
+
+def test_leased_block_stays_until_its_last_holder_releases_it(buffer):
+    keys = [b"a", b"b", b"c", b"d"]
+    for key in keys:
+        put(buffer, key)
+    buffer.lease("x", keys)
+    buffer.lease("y", keys)
+    assert buffer.release("x")
+    assert buffer.reserve(b"e") is None
+    assert buffer.release("y")
+    assert not buffer.release("y")
+    assert buffer.reserve(b"e") is not None
+
+
+def test_lease_expires_at_its_time_and_not_before(buffer, clock):
+    keys = [b"a", b"b", b"c", b"d"]
+    for key in keys:
+        put(buffer, key)
+    buffer.lease("x", keys, 10.0)
+    clock.now = 9.9
+    assert buffer.reserve(b"e") is None
+    clock.now = 10.0
+    assert buffer.reserve(b"e") is not None
+    assert buffer.get_stats()["leases_expired_total"] == 1
+
+
+def test_lease_without_an_end_gets_one(buffer, clock):
+    put(buffer, b"a")
+    buffer.lease("x", [b"a"])
+    clock.now = 1e6
+    assert buffer.get_stats()["leases"] == 1
+    assert buffer.expire_in("x", 1.0)
+    assert not buffer.expire_in("y", 1.0)
+    clock.now += 1.0
+    assert buffer.get_stats()["leases"] == 0
+
+
+def test_invalidated_block_is_gone_at_once_and_its_slot_waits_for_readers(buffer):
+    slot, other = put(buffer, b"a"), put(buffer, b"b")
+    buffer.lease("x", [b"a"])
+    buffer.invalidate([b"a", b"b", b"never"])
+    assert not holds(buffer, slot, b"a")
+    assert buffer.lease("y", [b"a", b"b"]) == [MISSING, MISSING]
+    assert slot not in {buffer.reserve(bytes([n])) for n in range(3)}
+    buffer.release("x")
+    assert buffer.reserve(b"z") == slot
+    assert other != slot
+
+
+KEYS = st.sampled_from([bytes([n]) for n in range(7)])
+HOLDERS = st.sampled_from("xyz")
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """Whatever is done, leased blocks stay where they are and every slot has one state."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = Clock()
+        self.buffer = StagingBuffer(LAYOUT, SLOTS * LAYOUT.stride, 0, self.clock)
+        self.leased = {}
+
+    @rule(key=KEYS, fill=st.integers(0, 255))
+    def put(self, key, fill):
+        put(self.buffer, key, fill)
+
+    @rule(holder=HOLDERS, keys=st.lists(KEYS, max_size=4), lasts=st.sampled_from([None, 5.0]))
+    def lease(self, holder, keys, lasts):
+        found = dict(zip(keys, self.buffer.lease(holder, keys, lasts), strict=True))
+        slots, _ = self.leased.get(holder, ({}, None))
+        ends = None if lasts is None else self.clock.now + lasts
+        committed = {key: slot for key, slot in found.items() if slot != MISSING}
+        self.leased[holder] = ({**slots, **committed}, ends)
+
+    @rule(holder=HOLDERS)
+    def release(self, holder):
+        assert self.buffer.release(holder) == (holder in self.leased)
+        self.leased.pop(holder, None)
+
+    @rule(seconds=st.sampled_from([1.0, 5.0]))
+    def wait(self, seconds):
+        self.clock.now += seconds
+        over = [h for h, (_, ends) in self.leased.items() if ends and ends <= self.clock.now]
+        for holder in over:
+            del self.leased[holder]
+        self.buffer.get_stats()
+
+    @precondition(lambda self: self.leased)
+    @invariant()
+    def leased_blocks_are_there(self):
+        for slots, _ in self.leased.values():
+            for key, slot in slots.items():
+                assert holds(self.buffer, slot, key)
+
+    @invariant()
+    def every_slot_is_counted_once(self):
+        stats = self.buffer.get_stats()
+        free = len(self.buffer._free)
+        assert free + stats["slots_kept"] + stats["slots_filling"] == SLOTS
+        assert stats["leases"] == len(self.leased)
+
+    def teardown(self):
+        self.buffer.close()
+
+
+TestBufferMachine = BufferMachine.TestCase
+TestBufferMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

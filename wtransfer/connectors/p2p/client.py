@@ -1,0 +1,440 @@
+"""D's end of a connection: looks blocks up on a P worker, and copies them into the cache."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import Counter, deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from wtransfer.connectors.p2p.protocol import (
+    CODEC,
+    MAX_KEYS,
+    Hello,
+    Lookup,
+    LookupReply,
+    ReleaseRequest,
+    TransferDone,
+    until_missing,
+)
+from wtransfer.deadline import Deadline
+from wtransfer.errors import (
+    AuthenticationError,
+    ClosedError,
+    GroupError,
+    KVLayoutError,
+    PeerLostError,
+    ProtocolError,
+    StallError,
+    WTransferError,
+)
+from wtransfer.transport.channel import Dialer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import msgspec
+
+    from wtransfer.connectors.p2p.copier import BlockLoader, Loaded
+    from wtransfer.connectors.p2p.protocol import Load, P2POptions, RemoteRequest
+    from wtransfer.transport.channel import Connection
+
+logger = logging.getLogger(__name__)
+
+MAX_CLIENTS = 256
+"""Workers of other instances that one worker is connected with at a time."""
+REACH_S = 0.25
+"""Time allowed to an address where nothing listens: workers listen before they state theirs."""
+CLOSE_S = 1.0
+"""Longest wait for a load that is aborted."""
+_POLL_S = 0.01
+
+_REASONS = (
+    (KVLayoutError, "layout"),
+    (AuthenticationError, "refused"),
+    (StallError, "stalled"),
+    (ClosedError, "shutdown"),
+    (ProtocolError, "protocol"),
+    (PeerLostError, "lost"),
+    (GroupError, "lost"),
+)
+
+
+def _reason(error: BaseException) -> str:
+    return next((reason for cls, reason in _REASONS if isinstance(error, cls)), "error")
+
+
+class PendingLoad:
+    """One load under way."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.num_loaded = 0
+        """Blocks, from the first on, that are in the cache and are the wanted ones."""
+        self.aborted = False
+        """Whether its request has ended; the load ends before its next block."""
+
+
+class LoadTracker:
+    """The loads of one worker. Any thread may use it.
+
+    Args:
+        admits: Whether this process still has the weights that a load was planned for.
+    """
+
+    def __init__(self, admits: Callable[[Load], bool]) -> None:
+        self._admits = admits
+        self.block_nbytes = 0
+        self._lock = threading.Lock()
+        self._pending: dict[str, PendingLoad] = {}
+        self._received: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._counts: Counter[str] = Counter()
+
+    def begin(self, load: Load) -> PendingLoad | None:
+        """Add a load; None: its request is loading already, and this one is dropped."""
+        with self._lock:
+            if load.request_id in self._pending:
+                self._counts["loads_repeated_total"] += 1
+                return None
+            self._counts["loads_total"] += 1
+            pending = self._pending[load.request_id] = PendingLoad(load)
+            return pending
+
+    def abort(self, request_id: str) -> None:
+        """Let a load end soon, as its request has ended."""
+        with self._lock:
+            pending = self._pending.get(request_id)
+            if pending is not None:
+                pending.aborted = True
+            else:
+                self._counts["aborts_unknown_total"] += 1
+
+    def end(self, pending: PendingLoad, reason: str | None) -> None:
+        """End a load: nothing of it will be written any more. A second call does nothing.
+
+        Args:
+            pending: The load.
+            reason: Why blocks are missing, if any are.
+        """
+        load = pending.load
+        if not self._admits(load):
+            pending.num_loaded, reason = 0, "weights"
+        missing = load.block_ids[pending.num_loaded :]
+        with self._lock:
+            if self._pending.get(load.request_id) is not pending:
+                return
+            del self._pending[load.request_id]
+            self._received.add(load.request_id)
+            self._counts["blocks_loaded_total"] += pending.num_loaded
+            self._counts["bytes_loaded_total"] += pending.num_loaded * self.block_nbytes
+            if pending.aborted:
+                self._counts["loads_aborted_total"] += 1
+            elif missing:
+                self._failed_blocks.update(missing)
+                self._counts["blocks_missed_total"] += len(missing)
+                self._counts[f"blocks_missed_{reason}_total"] += len(missing)
+
+    def take_received(self) -> set[str]:
+        """Return the requests whose loads have ended since the last call."""
+        with self._lock:
+            received, self._received = self._received, set()
+            return received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks that could not be loaded since the last call."""
+        with self._lock:
+            failed, self._failed_blocks = self._failed_blocks, set()
+            return failed
+
+    def get_stats(self) -> dict[str, int]:
+        """Return counters (``_total``) and the number of loads under way."""
+        with self._lock:
+            return {**self._counts, "loads_under_way": len(self._pending)}
+
+
+class LocalSide(NamedTuple):
+    """What a client needs of its own worker."""
+
+    loader: BlockLoader
+    tracker: LoadTracker
+    options: P2POptions
+
+
+class P2PClient:
+    """A connection to one worker of another instance, and the thread that loads over it. A base.
+
+    It ends when the other side is lost, has another layout or breaks the protocol. All its loads
+    fail then, also those that wait. The next load makes a new client.
+
+    Args:
+        address: Where the other side listens.
+        token: Secret to prove.
+        local: This side.
+    """
+
+    def __init__(self, address: str, token: str | None, local: LocalSide) -> None:
+        self.address = address
+        self.local = local
+        self._changed = threading.Condition()
+        self._jobs: deque[PendingLoad | str] = deque()
+        self._hello: Hello | None = None
+        self._reply: LookupReply | None = None
+        self._numbers = itertools.count()
+        self._error: WTransferError | None = None
+        self._ended = False
+        self._dialer = Dialer(
+            CODEC,
+            address=address,
+            token=token,
+            on_open=lambda _connection: None,
+            on_message=self._on_message,
+            on_close=self._on_close,
+            on_refused=self.fail,
+            redial=False,
+        )
+        self._thread = threading.Thread(target=self._run, name="wtransfer-load", daemon=True)
+
+    def start(self, first: PendingLoad | str) -> None:
+        """Begin with a job, so that it fails for the same reason if the client ends at once."""
+        self._jobs.append(first)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes jobs."""
+        return not self._ended and self._error is None
+
+    def submit(self, job: PendingLoad | str) -> bool:
+        """Add a load, or the id of a remote request to release; False: the client has ended."""
+        with self._changed:
+            if not self.is_alive:
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+            return True
+
+    def fail(self, error: WTransferError) -> None:
+        """End the client. Any thread may call it; the first error counts."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+        self.abort_transport()
+
+    def close(self) -> None:
+        """End the client; blocks that are not loaded are missing. A second call does nothing."""
+        self.fail(ClosedError(f"the client of {self.address} was closed"))
+        self._thread.join(CLOSE_S)
+
+    # -- for subclasses; on the client's thread, but for `abort_transport`
+
+    def open_transport(self, hello: Hello) -> None:
+        """Get ready to fetch."""
+
+    def fetch(
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        is_wanted: Callable[[], bool],
+    ) -> Loaded:
+        """Copy blocks from the other side's slots to where they belong in the cache."""
+        raise NotImplementedError
+
+    def abort_transport(self) -> None:
+        """Let `open_transport` or `fetch` raise soon. Any thread may call it."""
+
+    def close_transport(self) -> None:
+        """Release everything. Called once, at the end."""
+
+    # -- the channel
+
+    def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:  # noqa: ARG002
+        with self._changed:
+            if isinstance(message, Hello):
+                self._hello = self._hello or message
+            elif isinstance(message, LookupReply):
+                self._reply = message
+            self._changed.notify_all()
+
+    def _on_close(self, connection: Connection, error: WTransferError | None) -> None:  # noqa: ARG002
+        self.fail(error or PeerLostError(f"the connection to {self.address} was closed"))
+
+    # -- the thread
+
+    def _run(self) -> None:
+        error: BaseException
+        try:
+            self._open()
+            while True:
+                self._work(self._next_job())
+        except WTransferError as caught:
+            error = self._error or caught
+        except Exception as caught:
+            error = caught
+        if not isinstance(error, ClosedError):
+            # Its text only: a log record would keep the frames, and with them the mapping.
+            logger.warning("no more blocks from %s: %s", self.address, str(error))
+        with self._changed:
+            self._ended = True
+        self._dialer.close()
+        try:
+            self.close_transport()
+        finally:
+            for job in self._jobs:
+                if isinstance(job, PendingLoad):
+                    self.local.tracker.end(job, _reason(error))
+
+    def _open(self) -> None:
+        reach = Deadline(REACH_S)
+
+        def is_there() -> bool:
+            if self._hello is None and reach.expired and self._dialer.last_error is not None:
+                raise self._dialer.last_error
+            return self._hello is not None
+
+        self._wait_until(is_there, f"the worker at {self.address}: it does not say hello")
+        hello, loader = self._hello, self.local.loader
+        assert hello is not None
+        whose = f"{hello.engine_id!r} ({self.address})"
+        loader.layout.geometry.check_fits(hello.geometry, whose)
+        if hello.rank != loader.rank:
+            raise KVLayoutError(
+                f"{self.address} is rank {hello.rank} of {hello.engine_id!r}, this is rank "
+                f"{loader.rank}; each rank loads from its own",
+                field="rank",
+            )
+        self.open_transport(hello)
+
+    def _next_job(self) -> PendingLoad | str:
+        with self._changed:
+            while not self._jobs:
+                self.check()
+                self._changed.wait()
+            self.check()
+            return self._jobs.popleft()
+
+    def _work(self, job: PendingLoad | str) -> None:
+        if isinstance(job, str):
+            self._dialer.send(ReleaseRequest(job))
+            return
+        reason: str | None = "error"
+        try:
+            reason = self._load(job)
+        except WTransferError as error:
+            reason = _reason(self._error or error)
+            raise
+        finally:
+            self.local.tracker.end(job, reason)
+        self._dialer.send(ReleaseRequest(job.load.remote.request_id))
+
+    def _load(self, pending: PendingLoad) -> str | None:
+        """Load blocks up to the first that fails; return why it failed, or None."""
+        load = pending.load
+        for start in range(0, len(load.keys), MAX_KEYS):
+            keys = load.keys[start : start + MAX_KEYS]
+            number = next(self._numbers)
+            self._dialer.send(Lookup(number, load.remote.request_id, keys))
+            slots = self._wait_for_reply(number, len(keys))
+            loaded = self.fetch(
+                keys[: len(slots)],
+                load.block_ids[start : start + len(slots)],
+                slots,
+                lambda: self._error is None and not pending.aborted,
+            )
+            pending.num_loaded += loaded.num_blocks
+            self.check()
+            self._dialer.send(TransferDone(number))
+            if loaded.num_blocks < len(keys):
+                return loaded.reason or "absent"
+        return None
+
+    def _wait_for_reply(self, number: int, count: int) -> list[int]:
+        """Return the slots of the blocks that can be fetched."""
+        self._wait_until(
+            lambda: self._reply is not None and self._reply.number == number,
+            f"an answer of {self.address}",
+        )
+        assert self._reply is not None
+        slots = self._reply.slots
+        if len(slots) != count:
+            raise ProtocolError(f"{self.address} named {len(slots)} slots for {count} blocks")
+        return until_missing(slots)
+
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = Deadline(self.local.options.deadline_s)
+        with self._changed:
+            while not condition():
+                self.check()
+                deadline.check(what)
+                self._changed.wait(_POLL_S)
+
+    def check(self) -> None:
+        """Raise the error that ended the client, if any."""
+        if self._error is not None:
+            raise self._error
+
+
+class ClientPool:
+    """The clients of one worker, made when they are needed.
+
+    Args:
+        local: The worker.
+        make: Makes a client of an address, given the token.
+    """
+
+    def __init__(self, local: LocalSide, make: Callable[[str, str], P2PClient]) -> None:
+        self._local = local
+        self._make = make
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[str, str], P2PClient] = {}
+        self._closed = False
+
+    def load(self, pending: PendingLoad) -> None:
+        """Begin a load; if it cannot begin, its blocks are missing."""
+        reason = self._submit(pending.load.remote, pending)
+        if reason is not None:
+            self._local.tracker.end(pending, reason)
+
+    def release(self, remote: RemoteRequest) -> None:
+        """Release a remote request. If that does not arrive, its lease expires."""
+        self._submit(remote, remote.request_id)
+
+    def close(self) -> None:
+        """Close all clients."""
+        with self._lock:
+            self._closed = True
+            clients = list(self._clients.values())
+            self._clients.clear()
+        for client in clients:
+            client.close()
+
+    def _submit(self, remote: RemoteRequest, job: PendingLoad | str) -> str | None:
+        """Give a job to the client of a remote worker; return why that is impossible, or None."""
+        rank, num_ranks = self._local.loader.rank, self._local.loader.layout.geometry.num_ranks
+        if len(remote.addresses) != num_ranks:
+            logger.warning(
+                "KV blocks of %r do not fit: num_ranks is %d there and %d here",
+                remote.engine_id,
+                len(remote.addresses),
+                num_ranks,
+            )
+            return "layout"
+        address, token = remote.addresses[rank], "".join(remote.tokens[rank : rank + 1])
+        # By token, too: a request with a wrong one must not fail the requests with the right one.
+        where = address, token
+        with self._lock:
+            client = self._clients.get(where)
+            if client is not None and client.submit(job):
+                return None
+            self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
+            if self._closed or len(self._clients) >= MAX_CLIENTS:
+                return "lost"
+            try:
+                client = self._clients[where] = self._make(address, token)
+            except (WTransferError, OSError) as error:
+                logger.warning("no blocks from %s: %s", address, error)
+                return "lost"
+            client.start(job)
+            return None

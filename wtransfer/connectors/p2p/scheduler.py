@@ -1,0 +1,321 @@
+"""The scheduler's side of both connectors, in both roles."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from wtransfer.connectors.fenced import WeightReport, reported_versions
+from wtransfer.connectors.interface import ConnectorScheduler
+from wtransfer.connectors.naming import BlockNaming
+from wtransfer.connectors.p2p.protocol import (
+    Load,
+    P2PHandshake,
+    P2PMetadata,
+    P2POptions,
+    P2PWorkerMetadata,
+    RemoteRequest,
+    Save,
+    TransferParams,
+    read_params,
+)
+from wtransfer.connectors.progress import Progress, Tracked, only_group
+from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.kv.fence import SchedulerFence
+from wtransfer.weights import instance_fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
+    from wtransfer.connectors.naming import RequestNames
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_PEERS = 256
+"""Refused addresses that are logged, each once. More are only counted: clients can make them up."""
+
+
+class _Request:
+    def __init__(self, request: Any, params: TransferParams, keys: RequestNames) -> None:
+        self.params = params
+        self.keys = keys
+        self.num_prompt_tokens = len(request.prompt_token_ids or ())
+        self.saved: list[tuple[int, bytes]] = []
+        """Block and key of each saved block, in order."""
+        self.has_saves = False
+        """Whether workers may have leased slots to it; stays set when `saved` is taken back."""
+        self.has_valid_params = True
+        self.refused_peers: set[str] = set()
+        self.has_run = False
+        """Whether a step has computed it since it got its blocks."""
+        # Once: either its load is planned, or the other instance was told to release it.
+        self.is_settled = not params.do_remote_prefill
+
+    @property
+    def remote(self) -> RemoteRequest:
+        params = self.params
+        lists = list(params.remote_addresses), list(params.remote_tokens)
+        return RemoteRequest(params.remote_engine_id, params.remote_request_id, *lists)
+
+
+class P2PScheduler(ConnectorScheduler):
+    """Decides which blocks are staged, and which are fetched.
+
+    Args:
+        config: The serving engine's configuration.
+        kv_cache_config: Not used.
+
+    Raises:
+        ConnectorOptionError: An option is not valid.
+    """
+
+    options_cls: ClassVar[type[P2POptions]] = P2POptions
+
+    def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(config, kv_cache_config)
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        self.options = read_options(self.options_cls, extra)
+        self.instance = Instance.of(config)
+        self._naming = BlockNaming(self.instance.block_size, self.instance.root)
+        self._fence = SchedulerFence(self.instance.num_ranks)
+        self._progress = Progress()
+        self._workers: dict[int, P2PHandshake] = {}
+        self._requests: dict[str, _Request] = {}
+        self._loading: set[str] = set()
+        self._next = P2PMetadata()
+        self._counts: Counter[str] = Counter()
+        self._logged_peers: set[str] = set()
+
+    @abstractmethod
+    def is_address(self, address: str) -> bool:
+        """Return whether an address is of this connector's kind."""
+
+    def allows(self, address: str) -> bool:  # noqa: ARG002
+        """Return whether the options let workers connect to an address."""
+        return True
+
+    # -- a request begins
+
+    def on_new_request(self, request: Any) -> None:
+        """Record a new request."""
+        self._register(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens the other instance has staged whole blocks of.
+
+        A host loads all of them or none: `update_state_after_alloc` counts from their end.
+        """
+        known = self._requests.get(request.request_id) or self._read(request)
+        if known.is_settled or self._fence.current is None:
+            return 0, False
+        fingerprint = instance_fingerprint(self._fence.current)
+        num_new = self._num_staged_tokens(request, known, fingerprint) - num_computed_tokens
+        fits = known.params.remote_weights == fingerprint
+        is_whole = num_computed_tokens % self.instance.block_size == 0
+        return (num_new, True) if fits and is_whole and num_new > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan a load into a request's blocks, or release the request on the other instance."""
+        request_id = request.request_id
+        known = self._register(request)
+        if known.has_run:
+            # It has lost its blocks, and is computed anew, perhaps under other weights. A request
+            # whose load has ended gets blocks once more, too, but before its first step.
+            known.has_run = False
+            self._fence.forget(request_id)
+        self._fence.ensure_begun(request_id)
+        fingerprint = self._fence.fingerprint(request_id) or ""
+        if known.saved and known.saved[0][1] != bytes(known.keys.under(fingerprint)[0]):
+            # Under other weights.
+            known.saved.clear()
+        if known.is_settled:
+            return
+        known.is_settled = True
+        if not num_external_tokens:
+            self._next.remote_releases.append(known.remote)
+            return
+        end = self._num_staged_tokens(request, known, fingerprint)
+        block_size = self.instance.block_size
+        part = slice((end - num_external_tokens) // block_size, end // block_size)
+        keys = [bytes(key) for key in known.keys.under(fingerprint)[part]]
+        block_ids = list(only_group(blocks.get_block_ids())[part])
+        self._loading.add(request_id)
+        self._counts["loads_total"] += 1
+        self._next.loads.append(Load(request_id, known.remote, keys, block_ids))
+
+    # -- a step
+
+    def build_connector_meta(self, scheduler_output: Any) -> P2PMetadata:
+        """Return the work of this step."""
+        metadata, self._next = self._next, P2PMetadata()
+        for load in metadata.loads:
+            load.versions = self._fence.versions(load.request_id) or ()
+        for tracked in self._progress.step(scheduler_output):
+            save = self._save(tracked)
+            if save is not None:
+                metadata.saves.append(save)
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Record the workers' weights, ended loads and failed blocks."""
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, WeightReport):
+            self._fence.update(told.versions)
+        for request_id in connector_output.finished_recving or ():
+            is_known = request_id in self._loading
+            self._counts["received_total" if is_known else "received_unknown_total"] += 1
+            self._loading.discard(request_id)
+        if isinstance(told, P2PWorkerMetadata) and told.not_saved:
+            self._take_back(lambda _, key: key in told.not_saved)
+        invalid = connector_output.invalid_block_ids
+        if invalid:
+            self._next.invalidated += self._take_back(lambda block, _: block in invalid)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Record the workers' weights and addresses."""
+        self._fence.update(reported_versions(metadata))
+        for rank, each in metadata.items():
+            if isinstance(each, P2PHandshake) and each.address:
+                self._workers[rank] = each
+
+    # -- a request ends
+
+    def request_finished(
+        self,
+        request: Any,
+        block_ids: list[int],  # noqa: ARG002
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return where the request's blocks are staged; hold blocks that are being loaded into."""
+        request_id = request.request_id
+        known = self._requests.pop(request_id, None)
+        params = self._hand_over(request_id, known) if known is not None else None
+        if known is not None and not known.is_settled:
+            self._next.remote_releases.append(known.remote)
+        if request_id in self._loading:
+            self._next.aborted_loads.append(request_id)
+        self._fence.forget(request_id)
+        self._progress.forget(request_id)
+        return request_id in self._loading, params
+
+    def get_stats(self) -> dict[str, int]:
+        """Return counters (``_total``) and what there is now."""
+        now = {"requests": len(self._requests), "loads_under_way": len(self._loading)}
+        return {**self._counts, **now}
+
+    def shutdown(self) -> None:
+        """Forget everything."""
+        self._requests.clear()
+        self._loading.clear()
+
+    # -- parameters
+
+    def _register(self, request: Any) -> _Request:
+        known = self._requests.get(request.request_id)
+        if known is None:
+            known = self._requests[request.request_id] = self._read(request)
+            self._progress.know(request)
+            self._counts["parameters_refused_total"] += not known.has_valid_params
+            self._counts["peers_refused_total"] += bool(known.refused_peers)
+            self._log_peers(known.refused_peers - self._logged_peers)
+        return known
+
+    def _read(self, request: Any) -> _Request:
+        """Return a request with as much of its parameters as can be used."""
+        valid_params = read_params(getattr(request, "kv_transfer_params", None))
+        params = valid_params or TransferParams()
+        addresses = params.remote_addresses
+        can_fetch = (
+            params.do_remote_prefill
+            and self.instance.receives
+            and bool(addresses)
+            and all(map(self.is_address, addresses))
+        )
+        refused = {each for each in addresses if can_fetch and not self.allows(each)}
+        if not can_fetch or refused:
+            params = TransferParams(do_remote_decode=params.do_remote_decode)
+        known = _Request(request, params, self._naming.of(request))
+        known.has_valid_params, known.refused_peers = valid_params is not None, refused
+        return known
+
+    def _log_peers(self, addresses: set[str]) -> None:
+        for address in sorted(addresses)[: MAX_LOGGED_PEERS - len(self._logged_peers)]:
+            self._logged_peers.add(address)
+            logger.warning(
+                "a request's blocks are at %s, which is not in allowed_peers: they are computed "
+                "here and not fetched. If an instance of yours listens there, add its address or "
+                "network to allowed_peers in kv_connector_extra_config",
+                address,
+            )
+
+    # -- one request
+
+    def _num_staged_tokens(self, request: Any, known: _Request, fingerprint: str) -> int:
+        """Return how many tokens can be fetched, from the first on, whatever the weights.
+
+        At least one is left to compute.
+        """
+        most = min(known.params.remote_num_tokens, request.num_tokens - 1)
+        block_size = self.instance.block_size
+        return len(known.keys.under(fingerprint, most // block_size)) * block_size
+
+    def _save(self, tracked: Tracked) -> Save | None:
+        request_id = tracked.request.request_id
+        known, fingerprint = self._requests.get(request_id), self._fence.fingerprint(request_id)
+        if known is None:
+            return None
+        known.has_run = True
+        if fingerprint is None or not self.instance.sends or not known.params.do_remote_decode:
+            return None
+        # Generated tokens are computed by the other instance.
+        num_tokens = min(tracked.num_computed, known.num_prompt_tokens)
+        keys = known.keys.under(fingerprint, num_tokens // self.instance.block_size)
+        part = slice(len(known.saved), len(keys))
+        if part.start >= part.stop:
+            return None
+        new_keys, block_ids = [bytes(key) for key in keys[part]], tracked.block_ids[part]
+        known.saved += zip(block_ids, new_keys, strict=True)
+        known.has_saves = True
+        self._counts["blocks_to_save_total"] += len(new_keys)
+        versions = self._fence.versions(request_id) or ()
+        return Save(request_id, new_keys, block_ids, versions)
+
+    def _take_back(self, is_wrong: Callable[[int, bytes], bool]) -> list[bytes]:
+        """Take back wrong saves and all after them; return their keys.
+
+        The host computes a request anew from the first of them on.
+        """
+        keys = []
+        for known in self._requests.values():
+            first = next((i for i, saved in enumerate(known.saved) if is_wrong(*saved)), None)
+            if first is not None:
+                keys += [key for _, key in known.saved[first:]]
+                del known.saved[first:]
+        return keys
+
+    def _hand_over(self, request_id: str, known: _Request) -> dict[str, Any] | None:
+        """Return the parameters for the instance that decodes a request; None: none is staged."""
+        if not known.has_saves:
+            return None
+        fingerprint = self._fence.fingerprint(request_id)
+        knows_workers = len(self._workers) == self.instance.num_ranks
+        if not known.saved or fingerprint is None or not knows_workers:
+            self._next.released.append(request_id)
+            return None
+        self._next.expiring.append(request_id)
+        workers = [self._workers[rank] for rank in range(self.instance.num_ranks)]
+        return TransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=self.instance.engine_id,
+            remote_request_id=request_id,
+            remote_addresses=tuple(each.address for each in workers),
+            remote_tokens=tuple(each.token for each in workers if each.token),
+            remote_num_tokens=len(known.saved) * self.instance.block_size,
+            remote_weights=fingerprint,
+        ).to_plain()
