@@ -12,7 +12,7 @@ from torch import nn
 
 from wtransfer.errors import WTransferError
 from wtransfer.weight_sync.identity import module_fingerprint
-from wtransfer.weights import ProcessWeights, WeightsStamp, process_weights
+from wtransfer.weights import ProcessWeights, WeightVersion, process_weights
 
 F0, F1, F2 = ("0" * 32, "1" * 32, "2" * 32)
 LOCAL, OTHER_LOCAL = ("local:" + digit * 32 for digit in "ab")
@@ -24,51 +24,51 @@ def weights():
 
 
 def test_without_a_model_the_name_is_the_processs_own(weights):
-    assert weights.stamp().fingerprint.startswith("local:")
-    assert weights.stamp().fingerprint != ProcessWeights().stamp().fingerprint
+    assert weights.version().fingerprint.startswith("local:")
+    assert weights.version().fingerprint != ProcessWeights().version().fingerprint
 
 
 def test_one_model_gives_its_name(weights):
     weights.hold("f0")
-    assert weights.stamp().fingerprint == "f0"
+    assert weights.version().fingerprint == "f0"
 
 
 def test_while_a_model_changes_nothing_has_a_name(weights):
     held = weights.hold("f0")
     with held.changing(lambda: "f1"):
-        assert weights.stamp() is None
-    assert weights.stamp().fingerprint == "f1"
+        assert weights.version() is None
+    assert weights.version().fingerprint == "f1"
 
 
 def test_a_change_that_fails_is_a_change_all_the_same(weights):
     held = weights.hold("f0")
-    before = weights.stamp()
+    before = weights.version()
     with pytest.raises(ZeroDivisionError), held.changing(lambda: "f0"):
         raise ZeroDivisionError
-    assert weights.stamp().fingerprint == before.fingerprint
-    assert weights.stamp() != before
+    assert weights.version().fingerprint == before.fingerprint
+    assert weights.version() != before
 
 
-def test_there_and_back_is_the_same_weights_and_another_stamp(weights):
+def test_there_and_back_is_the_same_weights_and_another_version(weights):
     held = weights.hold("f0")
-    before = weights.stamp()
+    before = weights.version()
     held.settle("f1")
     held.settle("f0")
-    assert weights.stamp().fingerprint == before.fingerprint
-    assert weights.stamp().epoch > before.epoch
+    assert weights.version().fingerprint == before.fingerprint
+    assert weights.version().epoch > before.epoch
 
 
 def test_several_models_have_one_name_which_says_who_has_which(weights):
     one, other = weights.hold("f0"), weights.hold("g0")
-    before = weights.stamp().fingerprint
+    before = weights.version().fingerprint
     assert before.startswith("several:")
     one.settle("g0")
     other.settle("f0")
-    assert weights.stamp().fingerprint.startswith("several:")
-    assert weights.stamp().fingerprint != before
+    assert weights.version().fingerprint.startswith("several:")
+    assert weights.version().fingerprint != before
     one.settle("f0")
     other.settle("g0")
-    assert weights.stamp().fingerprint == before
+    assert weights.version().fingerprint == before
 
 
 def test_no_other_process_knows_which_of_several_models_has_which_weights():
@@ -77,26 +77,26 @@ def test_no_other_process_knows_which_of_several_models_has_which_weights():
         made = ProcessWeights()
         made.hold("f0")
         made.hold("g0")
-        names.add(made.stamp().fingerprint)
+        names.add(made.version().fingerprint)
     assert len(names) == 2
 
 
 def test_a_change_of_any_model_is_a_change_of_all(weights):
     weights.hold("f0")
     draft = weights.hold("g0")
-    before = weights.stamp()
+    before = weights.version()
     with draft.changing(lambda: "g1"):
-        assert weights.stamp() is None
-    assert weights.stamp().fingerprint != before.fingerprint
+        assert weights.version() is None
+    assert weights.version().fingerprint != before.fingerprint
 
 
 def test_a_model_that_nobody_watches_over_gets_a_name_that_nobody_knows(weights):
     held = weights.hold("f0")
     held.close()
-    after = weights.stamp()
+    after = weights.version()
     assert after.fingerprint.startswith("local:")
     held.close()
-    assert weights.stamp() == after
+    assert weights.version() == after
 
 
 def test_a_model_left_alone_is_not_taken_for_the_one_that_stays(weights):
@@ -104,7 +104,7 @@ def test_a_model_left_alone_is_not_taken_for_the_one_that_stays(weights):
     names = set()
     for fingerprint in ("g0", "g1"):
         weights.hold(fingerprint).close()
-        names.add(weights.stamp().fingerprint)
+        names.add(weights.version().fingerprint)
     assert "f0" not in names
     assert len(names) == 2
 
@@ -116,21 +116,21 @@ class Model:
 def test_a_model_that_is_watched_over_again_is_known_by_its_weights(weights):
     model = Model()
     weights.hold("f0", model).close()
-    assert weights.stamp().fingerprint.startswith("local:")
+    assert weights.version().fingerprint.startswith("local:")
     weights.hold("f0", model)
-    assert weights.stamp().fingerprint == "f0"
+    assert weights.version().fingerprint == "f0"
 
 
 def test_a_model_that_is_gone_computes_nothing(weights):
     weights.hold("f0")
     draft = Model()
     weights.hold("g0", draft).close()
-    assert weights.stamp().fingerprint.startswith("several:")
-    before = weights.stamp().epoch
+    assert weights.version().fingerprint.startswith("several:")
+    before = weights.version().epoch
     del draft
     gc.collect()
-    assert weights.stamp().fingerprint == "f0"
-    assert weights.stamp().epoch > before
+    assert weights.version().fingerprint == "f0"
+    assert weights.version().epoch > before
 
 
 def test_a_model_that_is_vouched_for_has_the_name_that_others_may_have():
@@ -138,7 +138,7 @@ def test_a_model_that_is_vouched_for_has_the_name_that_others_may_have():
     for fingerprint in (F0, F0, F1):
         weights, model = ProcessWeights(), Model()
         weights.vouch_by_fingerprint(fingerprint, model)
-        names.append(weights.stamp().fingerprint)
+        names.append(weights.version().fingerprint)
     assert names == [F0, F0, F1]
 
 
@@ -150,14 +150,14 @@ def test_equal_models_that_are_vouched_for_have_one_name_and_others_have_another
             model.weight.fill_(weight)
             model.bias.fill_(0)
         weights.vouch(model)
-        names.append(weights.stamp().fingerprint)
+        names.append(weights.version().fingerprint)
         assert names[-1] == module_fingerprint(model)
     assert names[0] == names[1] != names[2]
 
 
 @pytest.mark.parametrize("args", [("step-7", nn.Linear(1, 1)), (F0, nn.Linear(1, 1)), ("step-7",)])
 def test_a_label_is_refused_with_what_to_write_instead(weights, args):
-    before = weights.stamp()
+    before = weights.version()
     with pytest.raises(TypeError) as raised:
         weights.vouch(*args)
     assert str(raised.value) == (
@@ -165,52 +165,52 @@ def test_a_label_is_refused_with_what_to_write_instead(weights, args):
         "the fingerprint of its weights is known, "
         "process_weights.vouch_by_fingerprint(fingerprint, model)"
     )
-    assert weights.stamp() == before
+    assert weights.version() == before
 
 
 @pytest.mark.parametrize(
     "label", ["step-7", "", F0[1:], F0 + "0", F0.replace("0", "A"), "local:", "several:" + F0, None]
 )
 def test_what_has_not_the_form_of_a_fingerprint_is_refused(weights, label):
-    model, before = Model(), weights.stamp()
+    model, before = Model(), weights.version()
     with pytest.raises(ValueError, match="is no fingerprint: expected 32 hexadecimal digits"):
         weights.vouch_by_fingerprint(label, model)
-    assert weights.stamp() == before
+    assert weights.version() == before
     vouch = weights.vouch_later(model)
     with pytest.raises(ValueError, match="is no fingerprint"):
         vouch.settle(label)
-    assert weights.stamp() is None
+    assert weights.version() is None
 
 
 def test_a_model_that_cannot_be_digested_has_no_name_that_others_have(weights):
     model = nn.Linear(1, 1)
     weights.vouch(model)
-    known = weights.stamp().fingerprint
+    known = weights.version().fingerprint
     model.weight = nn.Parameter(torch.ones(1, 1))
     model.weight.untyped_storage().resize_(0)
     with pytest.raises(WTransferError, match="weight"):
         weights.vouch(model)
-    assert weights.stamp().fingerprint.startswith("local:")
+    assert weights.version().fingerprint.startswith("local:")
     assert not known.startswith("local:")
 
 
 def test_vouching_again_is_a_change(weights):
     model = Model()
     weights.vouch_by_fingerprint(F0, model)
-    before = weights.stamp()
+    before = weights.version()
     weights.vouch_by_fingerprint(F0, model)
-    assert weights.stamp().fingerprint == F0
-    assert weights.stamp() != before
+    assert weights.version().fingerprint == F0
+    assert weights.version() != before
 
 
 def test_a_session_keeps_the_name_that_was_vouched_for_until_its_first_commit(weights):
     model = Model()
     weights.vouch_by_fingerprint(F0, model)
     held = weights.hold(LOCAL, model)
-    assert weights.stamp().fingerprint == F0
+    assert weights.version().fingerprint == F0
     with held.changing(lambda: F1):
-        assert weights.stamp() is None
-    assert weights.stamp().fingerprint == F1
+        assert weights.version() is None
+    assert weights.version().fingerprint == F1
 
 
 def test_a_first_commit_that_is_taken_back_brings_the_vouched_name_back(weights):
@@ -219,7 +219,7 @@ def test_a_first_commit_that_is_taken_back_brings_the_vouched_name_back(weights)
     held = weights.hold(LOCAL, model)
     held.settle(F1)
     held.settle(LOCAL)
-    assert weights.stamp().fingerprint == F0
+    assert weights.version().fingerprint == F0
 
 
 def test_nothing_can_be_vouched_for_that_a_session_watches_over(weights):
@@ -230,9 +230,9 @@ def test_nothing_can_be_vouched_for_that_a_session_watches_over(weights):
     with held.changing(lambda: F1), pytest.raises(ValueError, match="nobody else can vouch"):
         weights.vouch_by_fingerprint(F0, model)
     held.close()
-    assert weights.stamp().fingerprint.startswith("local:"), "nobody has said that it is the same"
+    assert weights.version().fingerprint.startswith("local:"), "nobody has said that it is the same"
     weights.vouch_by_fingerprint(F2, model)
-    assert weights.stamp().fingerprint == F2
+    assert weights.version().fingerprint == F2
 
 
 def test_a_model_closed_while_it_changes_is_not_vouched_for(weights):
@@ -243,7 +243,7 @@ def test_a_model_closed_while_it_changes_is_not_vouched_for(weights):
         with pytest.raises(ValueError, match="watched over"):
             weights.vouch_by_fingerprint(F0, model)
     weights.vouch_by_fingerprint(F1, model)
-    assert weights.stamp().fingerprint == F1
+    assert weights.version().fingerprint == F1
 
 
 def test_several_models_that_are_vouched_for_have_a_name_that_nobody_knows():
@@ -252,7 +252,7 @@ def test_several_models_that_are_vouched_for_have_a_name_that_nobody_knows():
         weights = ProcessWeights()
         for model in models:
             weights.vouch_by_fingerprint(F0, model)
-        names.add(weights.stamp().fingerprint)
+        names.add(weights.version().fingerprint)
     assert len(names) == 2
     assert all(name.startswith("several:") for name in names)
 
@@ -262,11 +262,11 @@ def test_a_model_that_was_vouched_for_and_is_gone_has_no_name(weights):
     weights.vouch_by_fingerprint(F0, model)
     del model
     gc.collect()
-    assert weights.stamp().fingerprint.startswith("local:")
+    assert weights.version().fingerprint.startswith("local:")
 
 
 def test_what_cannot_be_seen_to_go_is_not_vouched_for(weights):
-    before = weights.stamp()
+    before = weights.version()
     for vouch in (
         lambda: weights.vouch({}),
         lambda: weights.vouch_by_fingerprint(F0, {}),
@@ -274,34 +274,34 @@ def test_what_cannot_be_seen_to_go_is_not_vouched_for(weights):
     ):
         with pytest.raises(TypeError, match="weak reference"):
             vouch()
-    assert weights.stamp() == before
+    assert weights.version() == before
 
 
 def test_withheld_is_also_what_was_vouched_for(weights):
     model = Model()
     weights.vouch_by_fingerprint(F0, model)
     with weights.withheld():
-        assert weights.stamp() is None
-    assert weights.stamp().fingerprint == F0
+        assert weights.version() is None
+    assert weights.version().fingerprint == F0
 
 
-def test_there_is_no_stamp_until_an_announced_fingerprint_is_known(weights):
+def test_there_is_no_version_until_an_announced_fingerprint_is_known(weights):
     model = Model()
     vouch = weights.vouch_later(model)
-    assert weights.stamp() is None
+    assert weights.version() is None
     vouch.settle(F0)
-    assert weights.stamp().fingerprint == F0
+    assert weights.version().fingerprint == F0
 
 
-def test_there_is_no_stamp_either_where_a_session_is_opened_meanwhile(weights):
+def test_there_is_no_version_either_where_a_session_is_opened_meanwhile(weights):
     model = Model()
     vouch = weights.vouch_later(model)
     held = weights.hold(LOCAL, model)
-    assert weights.stamp() is None
+    assert weights.version() is None
     vouch.settle(F0)
-    assert weights.stamp().fingerprint == F0
+    assert weights.version().fingerprint == F0
     held.settle(F1)
-    assert weights.stamp().fingerprint == F1
+    assert weights.version().fingerprint == F1
 
 
 def commit(weights, model):
@@ -337,10 +337,10 @@ def test_a_fingerprint_that_comes_too_late_is_void(weights, meanwhile):
     model = Model()
     vouch = weights.vouch_later(model)
     meanwhile(weights, model)
-    before = weights.stamp()
+    before = weights.version()
     assert before.fingerprint != F0
     vouch.settle(F0)
-    assert weights.stamp().fingerprint == before.fingerprint
+    assert weights.version().fingerprint == before.fingerprint
 
 
 @pytest.mark.parametrize("meanwhile", [replace, vouch_anew, close_a_session])
@@ -348,9 +348,9 @@ def test_a_void_fingerprint_is_no_change(weights, meanwhile):
     model = Model()
     vouch = weights.vouch_later(model)
     meanwhile(weights, model)
-    before = weights.stamp()
+    before = weights.version()
     vouch.settle(F0)
-    assert weights.stamp() == before
+    assert weights.version() == before
 
 
 def test_an_announced_fingerprint_that_comes_during_a_first_commit_is_the_name_after_its_failure(
@@ -361,8 +361,8 @@ def test_an_announced_fingerprint_that_comes_during_a_first_commit_is_the_name_a
     held = weights.hold(LOCAL, model)
     with held.changing(lambda: LOCAL):
         vouch.settle(F0)
-        assert weights.stamp() is None
-    assert weights.stamp().fingerprint == F0
+        assert weights.version() is None
+    assert weights.version().fingerprint == F0
 
 
 def test_of_a_model_that_is_gone_nothing_is_announced_any_more(weights):
@@ -370,10 +370,10 @@ def test_of_a_model_that_is_gone_nothing_is_announced_any_more(weights):
     vouch = weights.vouch_later(model)
     del model
     gc.collect()
-    before = weights.stamp()
+    before = weights.version()
     assert before.fingerprint.startswith("local:")
     vouch.settle(F0)
-    assert weights.stamp() == before
+    assert weights.version() == before
 
 
 @pytest.mark.parametrize("fingerprint", [None, F0])
@@ -381,10 +381,10 @@ def test_replaced_weights_have_a_new_name_that_nobody_knows(weights, fingerprint
     model = Model()
     if fingerprint is not None:
         weights.vouch_by_fingerprint(fingerprint, model)
-    names = [weights.stamp().fingerprint]
+    names = [weights.version().fingerprint]
     for _ in range(2):
         weights.weights_replaced(model)
-        names.append(weights.stamp().fingerprint)
+        names.append(weights.version().fingerprint)
     assert len(set(names)) == 3
     assert all(name.startswith("local:") for name in names[1:])
 
@@ -395,35 +395,35 @@ def test_weights_replaced_behind_a_session_have_a_new_name_until_its_next_commit
     weights.vouch_by_fingerprint(F0, model)
     held = weights.hold(LOCAL, model)
     held.settle(held_as)
-    before = weights.stamp().fingerprint
+    before = weights.version().fingerprint
     weights.weights_replaced(model)
-    assert weights.stamp().fingerprint.startswith("local:")
-    assert weights.stamp().fingerprint not in (before, LOCAL)
+    assert weights.version().fingerprint.startswith("local:")
+    assert weights.version().fingerprint not in (before, LOCAL)
     with held.changing(lambda: F2):
         weights.weights_replaced(model)
-        assert weights.stamp() is None
-    assert weights.stamp().fingerprint == F2
+        assert weights.version() is None
+    assert weights.version().fingerprint == F2
 
 
 def test_closed_while_it_changes_it_has_no_name_until_then_and_none_that_is_known_after(weights):
     held = weights.hold("f0")
     with held.changing(lambda: "f1"):
         held.close()
-        assert weights.stamp() is None
+        assert weights.version() is None
         other = weights.hold("g0")
-        assert weights.stamp() is None
+        assert weights.version() is None
     other.close()
-    assert weights.stamp().fingerprint not in ("f0", "f1", "g0")
-    before = weights.stamp()
+    assert weights.version().fingerprint not in ("f0", "f1", "g0")
+    before = weights.version()
     held.settle("f1")
-    assert weights.stamp() == before
+    assert weights.version() == before
 
 
-def test_who_comes_after_a_process_has_other_stamps():
+def test_who_comes_after_a_process_has_other_versions():
     one, other = ProcessWeights(), ProcessWeights()
     assert one.hold("f0") is not other.hold("f0")
-    assert one.stamp().fingerprint == other.stamp().fingerprint == "f0"
-    assert one.stamp() != other.stamp()
+    assert one.version().fingerprint == other.version().fingerprint == "f0"
+    assert one.version() != other.version()
 
 
 def test_a_forked_child_begins_anew():
@@ -433,16 +433,16 @@ def test_a_forked_child_begins_anew():
         child = os.fork()
         if child == 0:
             held.settle("f1")
-            stamp = process_weights.stamp()
-            os.write(write, f"{stamp.fingerprint} {stamp.epoch}".encode())
+            version = process_weights.version()
+            os.write(write, f"{version.fingerprint} {version.epoch}".encode())
             os._exit(0)
         os.waitpid(child, 0)
         name, epoch = os.read(read, 200).decode().split()
     finally:
         held.close()
     assert name.startswith("local:")
-    assert name != process_weights.stamp().fingerprint
-    assert int(epoch) != process_weights.stamp().epoch
+    assert name != process_weights.version().fingerprint
+    assert int(epoch) != process_weights.version().epoch
     os.close(read)
     os.close(write)
 
@@ -473,8 +473,8 @@ def test_the_collector_may_find_a_forgotten_model_at_any_time(weights):
         gc.set_threshold(*before)
         gc.collect()
     weights.hold("g0")
-    assert weights.stamp() is not None
+    assert weights.version() is not None
 
 
 def test_what_is_read_holds_for_this_process():
-    assert isinstance(process_weights.stamp(), WeightsStamp)
+    assert isinstance(process_weights.version(), WeightVersion)

@@ -34,44 +34,44 @@ if TYPE_CHECKING:
     from wtransfer.engines.interface import WeightSource
 
 
-class WeightsStamp(NamedTuple):
+class WeightVersion(NamedTuple):
     """What a piece of KV cache was computed with."""
 
     fingerprint: str
     """Identity of the weights: equal everywhere, and again after a way back to them."""
     epoch: int
-    """How often this process's weights have changed. Equal stamps, read at two times in one
+    """How often this process's weights have changed. Equal versions, read at two times in one
     process, mean that nothing has changed in between, not even there and back. Above
     `COUNT_BITS` stands a number of the process."""
 
 
 COUNT_BITS = 32
 """Bits of an epoch that count. The others tell processes apart: one that takes the place of a
-process that has died must not have its stamps."""
+process that has died must not have its versions."""
 
 
-Stamps = tuple[WeightsStamp, ...]
+WeightVersions = tuple[WeightVersion, ...]
 """What each rank of an instance computes with, in order of rank."""
 
 
-def known_stamps(stamps: Iterable[Sequence[str | int] | None]) -> Stamps | None:
+def known_versions(versions: Iterable[Sequence[str | int] | None]) -> WeightVersions | None:
     """Return what all ranks compute with; None if that is not known of every one of them.
 
     Args:
-        stamps: One for each rank; None where a rank's weights are changing. As they travel between
-            processes they may have become plain lists.
+        versions: One for each rank; None where a rank's weights are changing. As they travel
+            between processes they may have become plain lists.
     """
-    given = list(stamps)
-    known = [WeightsStamp(*stamp) for stamp in given if stamp is not None]  # type: ignore[arg-type]
+    given = list(versions)
+    known = [WeightVersion(*version) for version in given if version is not None]  # type: ignore[arg-type]
     return tuple(known) if known and len(known) == len(given) else None
 
 
-def instance_fingerprint(stamps: Stamps) -> str:
+def instance_fingerprint(versions: WeightVersions) -> str:
     """Return the identity of the weights that the ranks of an instance hold together.
 
     Beyond the first layer, what one rank computes depends on the weights of all.
     """
-    names = [stamp.fingerprint for stamp in stamps]
+    names = [version.fingerprint for version in versions]
     if len(set(names)) == 1:
         return names[0]
     return "ranks:" + xxhash.xxh3_128_hexdigest("\0".join(names).encode())
@@ -101,21 +101,21 @@ class ProcessWeights:
         self._own = local_fingerprint()
         self._unwatched: dict[int, str] = {}
         self._vouches: dict[int, Vouch] = {}
-        self._named: WeightsStamp | None = None
+        self._named: WeightVersion | None = None
         self._num_withheld = 0
         self._epoch = secrets.randbits(31) << COUNT_BITS
-        self._restamp()
+        self._renew_version()
 
-    def stamp(self) -> WeightsStamp | None:
+    def version(self) -> WeightVersion | None:
         """Return what this process computes with at this moment; None while that changes.
 
         Cost: 0.1 us; takes no lock.
         """
-        return self._stamp
+        return self._version
 
     @contextlib.contextmanager
     def withheld(self) -> Iterator[None]:
-        """Have no stamp for a while, though nothing changes: what is done meanwhile does not count.
+        """Have no version for a while, though nothing changes: work done meanwhile does not count.
 
         For the thread that owns the models.
         """
@@ -145,7 +145,7 @@ class ProcessWeights:
             if vouch is not None:
                 # Nothing has changed yet: the fingerprint stands for what was vouched for.
                 held.vouch = (fingerprint, vouch)
-            self._restamp()
+            self._renew_version()
         return held
 
     def vouch(
@@ -170,7 +170,7 @@ class ProcessWeights:
             SourceError: It cannot be read.
 
         Cost: one pass over the weights, at the speed of the digest. A sharded model is gathered
-        for it, which every rank must take part in. Until it returns, there is no stamp.
+        for it, which every rank must take part in. Until it returns, there is no version.
         """
         if labels or isinstance(model, str):
             raise TypeError(
@@ -207,7 +207,7 @@ class ProcessWeights:
         self.vouch_later(model).settle(fingerprint)
 
     def vouch_later(self, model: object) -> Vouch:
-        """Announce a fingerprint that is being worked out; until then there is no stamp.
+        """Announce a fingerprint that is being worked out; until then there is no version.
 
         Whatever the process learns of the model meanwhile counts: a commit, `weights_replaced` or
         another vouch.
@@ -253,7 +253,7 @@ class ProcessWeights:
                 # None: it changes right now, and is named by what comes of that.
                 if (present := self._models.get(held)) is not None:
                     held.vouch = (present, vouch)
-            self._restamp()
+            self._renew_version()
 
     def _watching(self, model: object) -> list[HeldWeights]:
         # Of a list, here and below: the collector may take a forgotten session out meanwhile.
@@ -265,14 +265,14 @@ class ProcessWeights:
         weakref.finalize(model, self._forget, number).atexit = False
         self._unwatched.pop(number, None)
         self._vouches[number] = vouch
-        self._restamp()
+        self._renew_version()
 
     def _settle(self, vouch: Vouch, fingerprint: str) -> None:
         with self._lock:
             if vouch.fingerprint is not None or not self._counts(vouch):
                 return
             vouch.fingerprint = fingerprint
-            self._restamp()
+            self._renew_version()
 
     def _counts(self, vouch: Vouch) -> bool:
         by_sessions = [held.vouch[1] for held in list(self._models) if held.vouch is not None]
@@ -286,7 +286,7 @@ class ProcessWeights:
             if fingerprint is not None and held in self._leaving:
                 self._drop(held)
             else:
-                self._restamp()
+                self._renew_version()
 
     def _leave(self, held: HeldWeights) -> None:
         with self._lock:
@@ -303,7 +303,7 @@ class ProcessWeights:
         # Nobody watches over this model any more: what it computes has a name that nobody knows.
         if held.when_gone(functools.partial(self._forget, held.number)):
             self._unwatched[held.number] = local_fingerprint()
-        self._restamp()
+        self._renew_version()
 
     def _forget(self, number: int) -> None:
         """Hear that a model which nobody watched over is gone: it computes nothing any more."""
@@ -311,21 +311,21 @@ class ProcessWeights:
             unwatched = self._unwatched.pop(number, None)
             vouch = self._vouches.pop(number, None)
             if unwatched is not None or vouch is not None:
-                self._restamp()
+                self._renew_version()
 
-    def _restamp(self) -> None:
+    def _renew_version(self) -> None:
         self._epoch += 1
         epoch = self._epoch
         names = self._names()
         known = [each for each in names if each is not None]
-        stamp = WeightsStamp(self._joined(known), epoch) if len(known) == len(names) else None
+        version = WeightVersion(self._joined(known), epoch) if len(known) == len(names) else None
         # Else the collector has come in between, and what it has found is the news.
         if self._epoch == epoch:
-            self._named = stamp
+            self._named = version
             self._show()
 
     def _show(self) -> None:
-        self._stamp: WeightsStamp | None = None if self._num_withheld else self._named
+        self._version: WeightVersion | None = None if self._num_withheld else self._named
 
     def _names(self) -> list[str | None]:
         """Return the name of each model; None where it changes, or is being worked out."""

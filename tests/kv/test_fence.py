@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from wtransfer.blocks import BlockHashes, fence_key, make_offload_key
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence, WorkerFence
-from wtransfer.weights import ProcessWeights, instance_fingerprint, known_stamps
+from wtransfer.weights import ProcessWeights, instance_fingerprint, known_versions
 
 A, B = ("A", 1), ("B", 2)
 KEY = make_offload_key(b"block")
@@ -41,7 +41,7 @@ def test_no_request_begins_before_all_ranks_have_reported():
     assert (fence.current, fence.begin("r")) == (None, None)
     assert not fence.update({1: A}), "the first weights are no change"
     assert fence.begin("r") == "A"
-    assert known_stamps([A, A]) == fence.versions("r")
+    assert known_versions([A, A]) == fence.versions("r")
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_a_request_is_stale_for_good_once_any_rank_reports_anything_else(
     fence.ensure_begun("r")
     assert sum(fence.update(each) for each in reports) == num_changes
     fence.ensure_begun("r")
-    expected = (None, None) if is_stale else (known_stamps([A, A]), "A")
+    expected = (None, None) if is_stale else (known_versions([A, A]), "A")
     assert (fence.versions("r"), fence.fingerprint("r")) == expected
 
 
 def test_ranks_of_different_weights_have_a_fingerprint_together(fence):
     fence.update({1: B})
     together = fence.begin("r")
-    assert instance_fingerprint(known_stamps([A, B])) == together
+    assert instance_fingerprint(known_versions([A, B])) == together
     assert together not in ("A", "B")
     fence.update({0: ("B", 3), 1: ("A", 3)})
     assert fence.begin("r") not in ("A", "B", together), "which rank has which weights matters"
@@ -97,7 +97,7 @@ def test_a_request_without_blocks_begins_again_with_the_current_weights(fence):
     fence.update({0: B, 1: B})
     assert fence.begin("r") == "B"
     fence.ensure_begun("r")
-    assert known_stamps([B, B]) == fence.versions("r")
+    assert known_versions([B, B]) == fence.versions("r")
 
 
 def test_a_request_begins_with_its_first_blocks_if_it_was_not_looked_up(fence):
@@ -134,22 +134,22 @@ def test_a_fence_that_fails_is_closed_for_good_and_logged_once(fence, caplog, re
 
 def test_an_overtaken_report_is_ignored_also_after_a_commit_has_begun(process):
     fence, held = SchedulerFence(1), process.hold("A")
-    before = list(process.stamp())
+    before = list(process.version())
     held.settle("B")
-    after = list(process.stamp())
+    after = list(process.version())
     for report, expected in ((after, after), (before, after), (None, None), (before, None)):
         fence.update({0: report})
-        assert fence.current == (None if expected is None else known_stamps([expected]))
+        assert fence.current == (None if expected is None else known_versions([expected]))
     fence.update({0: after})
-    assert known_stamps([after]) == fence.current
+    assert known_versions([after]) == fence.current
 
 
 def test_a_rank_that_was_restarted_is_believed_whatever_its_epoch():
     fence = SchedulerFence(1)
-    processes = sorted((ProcessWeights() for _ in range(2)), key=lambda each: each.stamp().epoch)
+    processes = sorted((ProcessWeights() for _ in range(2)), key=lambda each: each.version().epoch)
     for weights in (processes[1], processes[0], processes[1]):
-        fence.update({0: weights.stamp()})
-        assert known_stamps([weights.stamp()]) == fence.current
+        fence.update({0: weights.version()})
+        assert known_versions([weights.version()]) == fence.current
 
 
 # -- the worker's side

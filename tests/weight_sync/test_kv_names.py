@@ -24,7 +24,7 @@ class Watching(StateDictTarget):
         self.refuses = lambda _tensors: False
 
     def apply(self, tensors):
-        self.seen.append(self.process.stamp())
+        self.seen.append(self.process.version())
         super().apply(tensors)
         if self.refuses(tensors):
             raise RuntimeError("the model says no")
@@ -48,44 +48,44 @@ def joined(fleet, weights, process):
 
 def test_a_commit_changes_the_name_and_meanwhile_there_is_none(joined, process):
     made, member, target = joined
-    before = process.stamp()
+    before = process.version()
     assert before.fingerprint == member.session.fingerprint
     report = made.publish("v1")
     assert target.seen == [None]
-    assert process.stamp().fingerprint == report.fingerprint == member.session.fingerprint
-    assert process.stamp().epoch > before.epoch
+    assert process.version().fingerprint == report.fingerprint == member.session.fingerprint
+    assert process.version().epoch > before.epoch
 
 
 def test_steps_without_an_update_change_nothing(joined, process):
     _, member, _ = joined
-    before = process.stamp()
+    before = process.version()
     assert not member.session.commit_pending()
-    assert process.stamp() == before
+    assert process.version() == before
 
 
 def test_after_a_failed_commit_the_old_name_is_back_with_another_epoch(joined, process):
     made, member, target = joined
     assert made.publish("v1").ok
-    before = process.stamp()
+    before = process.version()
     made.source["layer.0"] += 1
     refused = contents(made.source)
     target.refuses = lambda tensors: contents(tensors) == refused
     assert not made.publish("v2").ok
-    assert process.stamp().fingerprint == before.fingerprint == member.session.fingerprint
-    assert process.stamp().epoch > before.epoch
+    assert process.version().fingerprint == before.fingerprint == member.session.fingerprint
+    assert process.version().epoch > before.epoch
     assert target.seen[-2:] == [None, None]
 
 
 def test_weights_that_cannot_be_restored_have_a_name_that_nobody_knows(joined, process, caplog):
     made, member, target = joined
     assert made.publish("v1").ok
-    before = process.stamp()
+    before = process.version()
     made.source["layer.0"] += 1
     target.refuses = lambda _tensors: True
     assert not made.publish("v2").ok
     assert member.session.state == "empty"
-    assert process.stamp().fingerprint.startswith("local:")
-    assert process.stamp().fingerprint == member.session.fingerprint != before.fingerprint
+    assert process.version().fingerprint.startswith("local:")
+    assert process.version().fingerprint == member.session.fingerprint != before.fingerprint
     # What it has logged holds tensors, by the traceback.
     caplog.clear()
 
@@ -94,17 +94,17 @@ def test_lost_weights_lose_their_name(joined, process):
     made, member, _ = joined
     assert made.publish("v1").ok
     member.session.weights_lost("asleep")
-    assert process.stamp().fingerprint.startswith("local:")
+    assert process.version().fingerprint.startswith("local:")
     assert member.session.commit_pending(5.0)
-    assert process.stamp().fingerprint == member.session.fingerprint
+    assert process.version().fingerprint == member.session.fingerprint
 
 
 def test_a_closed_session_watches_over_nothing(joined, process):
     made, member, _ = joined
     report = made.publish("v1")
     member.session.close()
-    assert process.stamp().fingerprint.startswith("local:")
-    assert process.stamp().fingerprint != report.fingerprint
+    assert process.version().fingerprint.startswith("local:")
+    assert process.version().fingerprint != report.fingerprint
 
 
 def process_own(process):
@@ -115,13 +115,13 @@ def test_a_forgotten_session_watches_over_nothing(process):
     model = torch.nn.Linear(1, 1)
     lost = WorkerSession(model).fingerprint
     gc.collect()
-    before = process.stamp().fingerprint
+    before = process.version().fingerprint
     assert before not in (lost, process_own(process))
     with WorkerSession(model) as session:
-        assert process.stamp().fingerprint == session.fingerprint != before
+        assert process.version().fingerprint == session.fingerprint != before
     del model, session
     gc.collect()
-    assert process.stamp().fingerprint == process_own(process)
+    assert process.version().fingerprint == process_own(process)
 
 
 def test_a_model_that_is_vouched_for_has_the_name_that_an_update_of_equal_weights_gives(
@@ -135,25 +135,25 @@ def test_a_model_that_is_vouched_for_has_the_name_that_an_update_of_equal_weight
     for model in (trainer, worker, torch.nn.Linear(3, 3)):
         loaded = ProcessWeights()
         loaded.vouch(model)
-        names.append(loaded.stamp().fingerprint)
-    assert names[0] == names[1] == process.stamp().fingerprint
+        names.append(loaded.version().fingerprint)
+    assert names[0] == names[1] == process.version().fingerprint
     assert names[2] != names[0]
 
 
 def test_a_model_that_is_vouched_for_keeps_its_name_until_the_first_commit(fleet, process):
     trainer, worker = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     process.vouch(worker)
-    vouched = process.stamp().fingerprint
+    vouched = process.version().fingerprint
     made = fleet(trainer)
     member = made.join(worker)
     assert not member.session.commit_pending()
-    assert process.stamp().fingerprint == vouched
+    assert process.version().fingerprint == vouched
     # For publishers it is a fresh worker: no update has brought what it has.
     (seen,) = made.publisher.workers()
     assert (seen.fingerprint, seen.state) == (member.session.fingerprint, "fresh")
     assert seen.fingerprint.startswith("local:")
     report = made.publish("v1")
-    assert process.stamp().fingerprint == report.fingerprint != vouched
+    assert process.version().fingerprint == report.fingerprint != vouched
 
 
 def test_a_first_commit_that_fails_leaves_the_vouched_name(fleet, weights, process, caplog):
@@ -167,10 +167,10 @@ def test_a_first_commit_that_fails_leaves_the_vouched_name(fleet, weights, proce
     target.refuses = lambda tensors: contents(tensors) == refused
     assert not made.publish("v1").ok
     assert member.session.state == "behind"
-    assert process.stamp().fingerprint == "0" * 32
+    assert process.version().fingerprint == "0" * 32
     target.refuses = lambda _tensors: False
     assert made.publish("v2").ok
-    assert process.stamp().fingerprint == member.session.fingerprint
+    assert process.version().fingerprint == member.session.fingerprint
     # What it has logged holds tensors, by the traceback.
     caplog.clear()
 
@@ -178,10 +178,10 @@ def test_a_first_commit_that_fails_leaves_the_vouched_name(fleet, weights, proce
 def test_lost_weights_lose_the_vouched_name(process):
     model = torch.nn.Linear(1, 1)
     process.vouch(model)
-    vouched = process.stamp().fingerprint
+    vouched = process.version().fingerprint
     with WorkerSession(model) as session:
         session.weights_lost("asleep")
-        assert process.stamp().fingerprint == session.fingerprint != vouched
+        assert process.version().fingerprint == session.fingerprint != vouched
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def named(fleet, monkeypatch):
         report = made.publish("v1")
         assert report.ok
         assert report.fingerprint == member.session.fingerprint
-        return process.stamp().fingerprint, report.fingerprint
+        return process.version().fingerprint, report.fingerprint
 
     return publish
 
@@ -226,10 +226,10 @@ def test_a_cast_that_is_taken_back_has_its_name_again(fleet, process):
     target = Watching({"w": torch.zeros(4, dtype=torch.bfloat16)}, process)
     made.join(target, cast=True)
     assert made.publish("v1").ok
-    before = process.stamp()
+    before = process.version()
     source["w"] += 1
     refused = contents(source)
     target.refuses = lambda tensors: contents(tensors) == refused
     assert not made.publish("v2").ok
-    assert process.stamp().fingerprint == before.fingerprint
-    assert process.stamp().epoch > before.epoch
+    assert process.version().fingerprint == before.fingerprint
+    assert process.version().epoch > before.epoch

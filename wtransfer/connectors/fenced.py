@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorOutput
-    from wtransfer.weights import Stamps, WeightsStamp
+    from wtransfer.weights import WeightVersion, WeightVersions
 
 REMOTE_WEIGHTS = "remote_weights"
 """Entry of ``kv_transfer_params``: fingerprint of the weights that computed the prompt."""
@@ -94,7 +94,7 @@ def fence(connector: KVConnectorBase_V1, config: Any) -> None:
 class WeightReport(KVConnectorWorkerMetadata):
     """The weight versions of workers, for the scheduler's side; a base for richer metadata."""
 
-    versions: dict[int, WeightsStamp | None] = field(default_factory=dict)
+    versions: dict[int, WeightVersion | None] = field(default_factory=dict)
     """By rank; None while a rank's weights change."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:
@@ -108,12 +108,12 @@ class WeightReport(KVConnectorWorkerMetadata):
 class WeightHandshake(KVConnectorHandshakeMetadata):
     """The weight version of a worker before the first step; a base for richer metadata."""
 
-    version: WeightsStamp | None = None
+    version: WeightVersion | None = None
 
 
 def reported_versions(
     metadata: Mapping[int, KVConnectorHandshakeMetadata],
-) -> dict[int, WeightsStamp | None]:
+) -> dict[int, WeightVersion | None]:
     """Return the versions that handshakes report, by rank."""
     reports = {rank: each for rank, each in metadata.items() if isinstance(each, WeightHandshake)}
     return {rank: each.version for rank, each in reports.items()}
@@ -127,7 +127,7 @@ class PlannedLoad(NamedTuple):
     """Blocks that are loaded into."""
     is_async: bool
     """Whether the load ends after its step, with its request."""
-    versions: Stamps
+    versions: WeightVersions
     """What the request began with; empty: it is stale."""
 
 
@@ -136,7 +136,7 @@ class FencedMetadata(KVConnectorMetadata):
     """A step's metadata of the connector, and the weight versions that they were planned for."""
 
     inner: Any = None
-    versions: Stamps = ()
+    versions: WeightVersions = ()
     """What each rank must compute with for the step to be saved; empty: nothing is."""
     loads: list[PlannedLoad] = field(default_factory=list)
 
@@ -519,7 +519,7 @@ class FencedWorker(_FencedSide):
 
     def __init__(self, connector: KVConnectorBase_V1, config: Any) -> None:
         super().__init__(connector, config)
-        self._versions: Stamps = ()
+        self._versions: WeightVersions = ()
         self._is_stale = False
         # Of the step; and by request, of loads that end after their step.
         self._loads: list[PlannedLoad] = []

@@ -54,16 +54,16 @@ import xxhash
 from wtransfer.blocks import FENCE_NBYTES, OffloadKey
 from wtransfer.weights import (
     COUNT_BITS,
-    WeightsStamp,
+    WeightVersion,
     instance_fingerprint,
-    known_stamps,
+    known_versions,
     process_weights,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from wtransfer.weights import ProcessWeights, Stamps
+    from wtransfer.weights import ProcessWeights, WeightVersions
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +76,13 @@ class SchedulerFence:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.current: Stamps | None = None
+        self.current: WeightVersions | None = None
         """Versions of all ranks; None: not all are known. A change makes another object."""
         self._fingerprint = ""
         # By rank.
-        self._reported: list[WeightsStamp | None] = [None] * num_ranks
+        self._reported: list[WeightVersion | None] = [None] * num_ranks
         self._epochs = [-1] * num_ranks
-        self._began: dict[str, Stamps | None] = {}
+        self._began: dict[str, WeightVersions | None] = {}
         self._is_closed = False
 
     def update(self, reported: Mapping[int, Sequence[str | int] | None]) -> bool:
@@ -94,7 +94,7 @@ class SchedulerFence:
         try:
             for rank, report in reported.items():
                 # As it travels, a version may have become a plain list.
-                version = None if report is None else WeightsStamp(*report)  # type: ignore[arg-type]
+                version = None if report is None else WeightVersion(*report)  # type: ignore[arg-type]
                 if version is not None:
                     last = self._epochs[rank]
                     # Another process is believed: the rank was restarted.
@@ -103,7 +103,7 @@ class SchedulerFence:
                         continue
                     self._epochs[rank] = version.epoch
                 self._reported[rank] = version
-            versions = None if self._is_closed else known_stamps(self._reported)
+            versions = None if self._is_closed else known_versions(self._reported)
         except Exception:
             if not self._is_closed:
                 logger.exception(
@@ -133,7 +133,7 @@ class SchedulerFence:
         """Let a request that gets blocks begin with the current versions, unless it has begun."""
         self._began.setdefault(request_id, self.current)
 
-    def versions(self, request_id: str) -> Stamps | None:
+    def versions(self, request_id: str) -> WeightVersions | None:
         """Return the versions that a request began with; None if it is stale or has not begun."""
         began = self._began.get(request_id)
         # By identity: equal versions with unknown ones in between are another object.
@@ -160,16 +160,16 @@ class WorkerFence:
         self.rank = rank
         self._weights = weights
 
-    def version(self) -> WeightsStamp | None:
+    def version(self) -> WeightVersion | None:
         """Return the version that this process computes with now; None while weights change."""
-        return self._weights.stamp()
+        return self._weights.version()
 
     def admits(self, versions: Sequence[Sequence[str | int]]) -> bool:
         """Return whether a job that was planned for these versions, by rank, may be done now."""
-        known = known_stamps(versions)
+        known = known_versions(versions)
         return known is not None and self.rank < len(known) and known[self.rank] == self.version()
 
-    def report(self) -> dict[int, WeightsStamp | None]:
+    def report(self) -> dict[int, WeightVersion | None]:
         """Return this rank's part of what `SchedulerFence.update` takes."""
         return {self.rank: self.version()}
 

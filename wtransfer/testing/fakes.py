@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.engines.interface import LoadWeights
     from wtransfer.specs.interface import CanonicalKVCaches, GPULoadStoreSpec
-    from wtransfer.weights import Stamps
+    from wtransfer.weights import WeightVersions
 
 # -- engine
 
@@ -294,7 +294,7 @@ class Item:
     """Name of each block."""
     block_ids: list[int]
     """Its number in the cache."""
-    versions: Stamps
+    versions: WeightVersions
     """Weights with which the request began, by rank; empty if they have changed since."""
 
 
@@ -406,7 +406,7 @@ class MemoryScheduler(ConnectorScheduler):
         """Return the names of a request's blocks."""
         return [bytes(name) for name in self.names[request_id].under(fingerprint)]
 
-    def versions(self, request_id: str) -> Stamps:
+    def versions(self, request_id: str) -> WeightVersions:
         """Return the weights with which a request began."""
         return self.fence.versions(request_id) or ()
 

@@ -113,8 +113,8 @@ def new_process(monkeypatch):
 
 
 def name_of(process):
-    wait_for(process.stamp)
-    return process.stamp().fingerprint
+    wait_for(process.version)
+    return process.version().fingerprint
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_stored_fingerprint_is_the_name_before_the_call_returns(
     name = vouched(folder)
     process, config = new_process(monkeypatch), config_of(folder)
     vouch_for_checkpoint(config)
-    assert process.stamp().fingerprint == name
+    assert process.version().fingerprint == name
     assert len(reads) == 1
 
 
@@ -175,12 +175,12 @@ def test_folder_behind_a_link_is_the_same_checkpoint(vouched, reads, tmp_path):
     assert len(reads) == 1
 
 
-def test_no_stamp_until_the_digest_is_known(process, tmp_path, monkeypatch):
+def test_no_version_until_the_digest_is_known(process, tmp_path, monkeypatch):
     go = hold_up(monkeypatch)
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     time.sleep(0.05)
-    assert process.stamp() is None
+    assert process.version() is None
     go.set()
     assert name_of(process) == published(weights())
 
@@ -216,10 +216,10 @@ def test_change_of_the_weights_during_the_digest_wins(process, tmp_path, monkeyp
     config = config_of(write(tmp_path / "A"))
     vouch_for_checkpoint(config)
     meanwhile(process, config)
-    before = process.stamp().fingerprint
+    before = process.version().fingerprint
     go.set()
     wait_for(vouching_has_ended)
-    assert process.stamp().fingerprint == before != published(weights())
+    assert process.version().fingerprint == before != published(weights())
 
 
 def test_one_of_several_processes_reads_for_all(tmp_path, cache):
@@ -243,10 +243,10 @@ config = config_of({str(folder)!r})
 print("ready", flush=True)
 sys.stdin.readline()
 vouch_for_checkpoint(config)
-assert process_weights.stamp() is None
-while process_weights.stamp() is None:
+assert process_weights.version() is None
+while process_weights.version() is None:
     time.sleep(0.01)
-print(process_weights.stamp().fingerprint, flush=True)
+print(process_weights.version().fingerprint, flush=True)
 """
     processes = [
         subprocess.Popen(
@@ -630,12 +630,12 @@ def test_session_keeps_the_vouched_name(process, tmp_path):
     vouch_for_checkpoint(config)
     name = name_of(process)
     with WorkerSession(VllmTarget(nn.Linear(1, 1), config)) as session:
-        assert process.stamp().fingerprint == name
+        assert process.version().fingerprint == name
         assert session.fingerprint.startswith("local:")
         vouch_for_checkpoint(config)
-        assert process.stamp().fingerprint == name, "the session knows better"
+        assert process.version().fingerprint == name, "the session knows better"
         session.weights_lost("asleep")
-        assert process.stamp().fingerprint == session.fingerprint
+        assert process.version().fingerprint == session.fingerprint
 
 
 def member_of(config):
@@ -651,12 +651,12 @@ def test_first_commit_replaces_the_vouched_name(process, tmp_path):
     with Publisher({"w": torch.ones(4)}) as publisher:
         member.join({"wtransfer": {"address": publisher.address, "token": publisher.token}})
         publisher.wait_for_workers(1, timeout_s=20)
-        assert process.stamp().fingerprint == name
+        assert process.version().fingerprint == name
         round_ = publisher.publish("v", wait=False)
         wait_for(lambda: member.pending)
         member.commit()
         assert round_.result(20).ok
-        assert process.stamp().fingerprint == member.session.fingerprint != name
+        assert process.version().fingerprint == member.session.fingerprint != name
     member.session.close()
 
 
@@ -670,7 +670,7 @@ def test_replaced_weights_have_a_local_name(process, tmp_path, with_an_engine):
         worker.weight_transfer_engine = Bag(member=member_of(config))
     for _ in range(2):
         weights_were_replaced(worker, "reload_weights was called")
-        names.append(process.stamp().fingerprint)
+        names.append(process.version().fingerprint)
     assert len(set(names)) == 3
     assert all(name.startswith("local:") for name in names[1:])
 
@@ -681,10 +681,10 @@ def test_weights_lost_before_the_first_join_have_a_local_name(process, tmp_path)
     name, member = name_of(process), member_of(config)
     worker = Bag(vllm_config=config, weight_transfer_engine=Bag(member=member))
     weights_were_replaced(worker, "asleep at level 2")
-    assert process.stamp().fingerprint.startswith("local:")
+    assert process.version().fingerprint.startswith("local:")
     with Publisher({"w": torch.ones(4)}) as publisher:
         member.join({"wtransfer": {"address": publisher.address, "token": publisher.token}})
-        assert process.stamp().fingerprint not in (name, None)
+        assert process.version().fingerprint not in (name, None)
         assert member.session.state == "empty"
     member.session.close()
 
@@ -698,8 +698,8 @@ def test_replaced_weights_empty_the_session(process, tmp_path):
         worker = Bag(vllm_config=config, weight_transfer_engine=Bag(member=member))
         weights_were_replaced(worker, "reload_weights was called")
         assert member.session.state == "empty"
-        assert process.stamp().fingerprint.startswith("local:")
-        assert process.stamp().fingerprint != name
+        assert process.version().fingerprint.startswith("local:")
+        assert process.version().fingerprint != name
     member.session.close()
 
 

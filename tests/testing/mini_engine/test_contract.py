@@ -18,7 +18,7 @@ from wtransfer.testing.mini_engine.contract import (
     StepResult,
 )
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weights import WeightsStamp
+from wtransfer.weights import WeightVersion
 
 ABSENT = ("cache_salt", "lora_request", "pooling_params", "prompt_embeds", "sampling_params")
 
@@ -91,7 +91,7 @@ def test_forward_context_has_vllm_names(served):
             assert layer.kv_cache is caches[name]
 
 
-STAMPS = [WeightsStamp("A", 1), WeightsStamp("B", 2)]
+VERSIONS = [WeightVersion("A", 1), WeightVersion("B", 2)]
 
 
 def over_the_wire(message):
@@ -101,25 +101,25 @@ def over_the_wire(message):
 def test_step_plan_round_trips():
     tier = ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"])
     blocks = GPULoadStoreSpec([5, 6, 7], [2, 1], [4, 0])
-    loads = [Job(1, "r", blocks, tier, tuple(STAMPS))]
+    loads = [Job(1, "r", blocks, tier, tuple(VERSIONS))]
     metadata = OffloadingMetadata(loads=loads, gone={"s": [4]}, preempted=["t"])
-    plan = StepPlan(STAMPS, [Span("r", [1], 4, [5])], serialize(metadata), True, {"u"})
+    plan = StepPlan(VERSIONS, [Span("r", [1], 4, [5])], serialize(metadata), True, {"u"})
     arrived = over_the_wire(plan)
     assert arrived == plan
-    assert all(isinstance(each, WeightsStamp) for each in arrived.stamps)
+    assert all(isinstance(each, WeightVersion) for each in arrived.versions)
     got = deserialize(arrived.connector_metadata)
     (job,) = got.loads
     assert (got.gone, got.preempted, got.stores) == ({"s": [4]}, ["t"], [])
     assert (type(job), job.job_id, job.request_id) == (Job, 1, "r")
     assert vars(job.blocks) == vars(blocks)
-    assert job.versions == tuple(STAMPS)
-    assert all(isinstance(each, WeightsStamp) for each in job.versions)
+    assert job.versions == tuple(VERSIONS)
+    assert all(isinstance(each, WeightVersion) for each in job.versions)
     assert (type(job.tier), vars(job.tier)) == (ArenaLoadStoreSpec, vars(tier))
 
 
 def test_step_result_round_trips():
     output = ConnectorOutput({"r"}, {"s"}, {3, 4}, serialize(b"\xff\0"))
-    result = StepResult(WeightsStamp("A", 1 << 40), {"r": 7}, output)
+    result = StepResult(WeightVersion("A", 1 << 40), {"r": 7}, output)
     assert over_the_wire(result) == result
     refused = StepResult(None, None)
     assert over_the_wire(refused) == refused

@@ -257,8 +257,8 @@ def test_plan_that_one_rank_refuses_is_executed_by_none(kit, serve, prompts, set
     request = host.submit(prompts[0], kit.NEW_TOKENS)
     plan = host.scheduler.plan()
     assert deserialize(plan.connector_metadata).stores
-    changed = plan.stamps[1]._replace(epoch=plan.stamps[1].epoch + 1)
-    refused = msgspec.structs.replace(plan, stamps=[plan.stamps[0], changed])
+    changed = plan.versions[1]._replace(epoch=plan.versions[1].epoch + 1)
+    refused = msgspec.structs.replace(plan, versions=[plan.versions[0], changed])
     results = host.executor.step(refused)
     assert [result.tokens for result in results] == [None, None]
     host.scheduler.update(plan, results)

@@ -20,7 +20,7 @@ from wtransfer.testing.mini_engine.contract import ConnectorOutput, Request, Ste
 from wtransfer.testing.mini_engine.engine import MiniEngine
 from wtransfer.testing.mini_engine.scheduler import Scheduler
 from wtransfer.testing.mini_engine.serialize import serialize
-from wtransfer.weights import WeightsStamp
+from wtransfer.weights import WeightVersion
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Slow(KVConnectorBase_V1):
     def wait_for_save(self): ...
 
 
-STAMP, CHANGED = WeightsStamp("A", 1), WeightsStamp("B", 2)
+VERSION, CHANGED = WeightVersion("A", 1), WeightVersion("B", 2)
 
 
 def sent(*request_ids):
@@ -108,7 +108,7 @@ class Ranks:
         config = EngineConfig(cache=CacheShape(4, 16), num_ranks=num_ranks)
         self.scheduler = Scheduler(config, connector)
         self.num_ranks = num_ranks
-        self.stamp = STAMP
+        self.version = VERSION
         self.step()
 
     def step(self, *outputs):
@@ -116,7 +116,7 @@ class Ranks:
         outputs += [ConnectorOutput()] * (self.num_ranks - len(outputs))
         plan = self.scheduler.plan()
         tokens = {span.request_id: 7 for span in plan.spans}
-        ended = self.scheduler.update(plan, [StepResult(self.stamp, tokens, o) for o in outputs])
+        ended = self.scheduler.update(plan, [StepResult(self.version, tokens, o) for o in outputs])
         return plan, ended
 
     @property
@@ -404,7 +404,7 @@ def test_late_notice_does_not_complete_the_next_load(ranks, connector):
     """FAULTS 28: a request that begins anew is loaded twice under one name."""
     request = ranks.add("r")
     ranks.step()
-    ranks.stamp, connector.knows = CHANGED, False
+    ranks.version, connector.knows = CHANGED, False
     ranks.step(received("r"), received("r"))
     assert (request.state, ranks.scheduler.counts["restarts"]) == ("waiting", 1)
     # A duplicate, between the two loads.
@@ -426,7 +426,7 @@ def test_weight_change_empties_the_prefix_cache(ranks, connector):
     ranks.add("r")
     ranks.step()
     assert ranks.scheduler.pool.has_cached(range(16))
-    ranks.stamp = CHANGED
+    ranks.version = CHANGED
     ranks.step()
     assert not ranks.scheduler.pool.has_cached(range(16))
     assert ranks.scheduler.counts["weight_changes"] == 1

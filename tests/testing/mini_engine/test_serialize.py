@@ -20,7 +20,7 @@ from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata
 from wtransfer.specs.interface import GPULoadStoreSpec
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weights import WeightsStamp
+from wtransfer.weights import WeightVersion
 
 
 def over_the_wire(value):
@@ -103,7 +103,7 @@ class More(Grown):
         [1, (2, [3, {4}]), {"five": frozenset({b"6", (7, 8)})}],
         {("a", 1): [Point(1)], Point(2, 3): None},
         Point(1, Point(2, [None])),
-        WeightsStamp("A", 1 << 47),
+        WeightVersion("A", 1 << 47),
         Frozen("a", [Point(1, Frozen("b"))]),
         Slotted(0.5, Slotted(1.5)),
         FrozenSlotted(frozenset({"r"})),

@@ -112,7 +112,7 @@ def test_ended_request_has_the_connectors_parameters(serve, prompts, settings):
     request = host.submit(prompts[0], 2, {"for": "the connector"})
     assert request.kv_transfer_params == {"for": "the connector"}
     host.run()
-    said = {"seen": len(request.block_ids), "remote_weights": process_weights.stamp().fingerprint}
+    said = {"seen": len(request.block_ids), "remote_weights": process_weights.version().fingerprint}
     assert request.kv_transfer_params == said
 
 

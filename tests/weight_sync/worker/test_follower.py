@@ -137,11 +137,11 @@ def test_a_version_that_is_cast_gives_kv_the_name_that_a_round_gives(
         made.join(model_of(processes[0]), cast=True)
         report = made.publish("v1")
         assert report.ok
-        by_a_round = processes[0].stamp().fingerprint
+        by_a_round = processes[0].version().fingerprint
     _, session = follow(model_of(processes[1]), cast=True)
     assert session.commit_pending(PATIENCE_S)
     assert report.fingerprint == session.fingerprint != by_a_round
-    assert processes[1].stamp().fingerprint == by_a_round
+    assert processes[1].version().fingerprint == by_a_round
 
 
 def test_a_worker_may_leave_and_keeps_what_it_has(store, publish, follow):

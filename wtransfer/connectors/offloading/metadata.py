@@ -11,7 +11,7 @@ from wtransfer.connectors.interface import KVConnectorMetadata
 if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorWorkerMetadata
     from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec
-    from wtransfer.weights import Stamps
+    from wtransfer.weights import WeightVersions
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Job:
     """Where in the cache."""
     tier: LoadStoreSpec
     """Where in the tier."""
-    versions: Stamps
+    versions: WeightVersions
     """What each rank must compute with for the job to be done there."""
 
 

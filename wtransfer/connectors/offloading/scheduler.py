@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.offloading.metadata import Outcome
     from wtransfer.connectors.progress import Tracked
-    from wtransfer.weights import Stamps
+    from wtransfer.weights import WeightVersions
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _InFlight:
     request_id: str
     context: ReqContext
     keys: list[OffloadKey]
-    versions: Stamps
+    versions: WeightVersions
     is_load: bool
     waiting_for: set[int]
     success: bool = True
@@ -256,7 +256,7 @@ class OffloadingScheduler(ConnectorScheduler):
         offered: _Offered,
         first: int,
         keys: list[OffloadKey],
-        versions: Stamps,
+        versions: WeightVersions,
     ) -> None:
         output = self._manager.prepare_store(keys, offered.context)
         if output is None or not output.keys_to_store:
@@ -279,7 +279,7 @@ class OffloadingScheduler(ConnectorScheduler):
         request_id: str,
         context: ReqContext,
         keys: list[OffloadKey],
-        versions: Stamps,
+        versions: WeightVersions,
         *,
         is_load: bool,
     ) -> int:

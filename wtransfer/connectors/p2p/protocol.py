@@ -26,8 +26,9 @@ from wtransfer.connectors.interface import KVConnectorMetadata, KVConnectorWorke
 from wtransfer.transport.framing import Codec, MessageType
 
 if TYPE_CHECKING:
-    from wtransfer.weights import Stamps
     from collections.abc import Mapping
+
+    from wtransfer.weights import WeightVersions
 
 _DAY_S = 86_400
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_DAY_S)]
@@ -204,7 +205,7 @@ class Load:
     remote: RemoteRequest
     keys: list[bytes]
     block_ids: list[int]
-    versions: Stamps = ()
+    versions: WeightVersions = ()
     """Weights that the request began with, by rank; empty: they have changed since."""
 
 
@@ -215,7 +216,7 @@ class Save:
     request_id: str
     keys: list[bytes]
     block_ids: list[int]
-    versions: Stamps
+    versions: WeightVersions
     """Weights that the request began with, by rank."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.kv.fence import WorkerFence
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.p2p.buffer import StagingBuffer
 from wtransfer.connectors.p2p.client import ClientPool, LoadTracker, LocalSide, P2PClient
@@ -12,6 +11,7 @@ from wtransfer.connectors.p2p.copier import BlockLoader, BlockSaver, CacheView
 from wtransfer.connectors.p2p.protocol import P2PHandshake, P2POptions, P2PWorkerMetadata
 from wtransfer.connectors.p2p.server import P2PServer
 from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.kv.fence import WorkerFence
 from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.connectors.interface import KVConnectorWorkerMetadata
-    from wtransfer.weights import Stamps, WeightsStamp
+    from wtransfer.weights import WeightVersion, WeightVersions
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Transfer:
     """Name of each block."""
     block_ids: list[int]
     """Where each is in the cache."""
-    versions: Stamps
+    versions: WeightVersions
     """Weights that the request began with, by rank; empty where that is not known any more."""
     first: int = 0
     """Which block of the request the first of them is."""
@@ -63,7 +63,7 @@ class StorageSaid(WeightReport):
     """By rank: the last step that is done."""
     saved: dict[int, int] = field(default_factory=dict)
     """By rank: the last step that counted, so that its blocks were stored."""
-    began: dict[int, WeightsStamp | None] = field(default_factory=dict)
+    began: dict[int, WeightVersion | None] = field(default_factory=dict)
     """By rank: what it computed with when the last step began."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Self:

@@ -23,7 +23,7 @@ from wtransfer.connectors.storage.options import StorageOptions
 from wtransfer.connectors.storage.store import Store, shelf_name
 from wtransfer.errors import WTransferError
 from wtransfer.kv.fence import SchedulerFence
-from wtransfer.weights import instance_fingerprint, known_stamps
+from wtransfer.weights import instance_fingerprint, known_versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.progress import Tracked
-    from wtransfer.weights import Stamps
+    from wtransfer.weights import WeightVersions
 
 
 @dataclass
@@ -80,7 +80,7 @@ class _Parting(NamedTuple):
     """Its name."""
     known: _Known
     """What is known of it."""
-    stamps: Stamps | None
+    versions: WeightVersions | None
     """What it began with."""
 
 
@@ -140,16 +140,16 @@ class StorageScheduler(ConnectorScheduler):
         request_id = request.request_id
         self._fence.ensure_begun(request_id)
         num_blocks = num_external_tokens // self._instance.block_size
-        known, stamps = self._of(request), self._fence.versions(request_id)
+        known, versions = self._of(request), self._fence.versions(request_id)
         known.loads = num_blocks > 0
         if not num_blocks:
             return
         self._counts.add("blocks_found", num_blocks)
         part = slice(known.first, known.first + num_blocks)
         # Where the weights have changed since, without names: the workers refuse the blocks.
-        names = [] if stamps is None else known.names.under(instance_fingerprint(stamps))[part]
+        names = [] if versions is None else known.names.under(instance_fingerprint(versions))[part]
         block_ids = only_group(blocks.get_block_ids())[part]
-        load = self._transfer(request_id, stamps, names, block_ids, known.first)
+        load = self._transfer(request_id, versions, names, block_ids, known.first)
         self._loads[request_id] = load
 
     # -- a step
@@ -196,22 +196,26 @@ class StorageScheduler(ConnectorScheduler):
         """Return how many blocks so many tokens have, the last one perhaps in part."""
         return -(-num_tokens // self._instance.block_size)
 
-    def _unsaved(self, known: _Known, num_computed: int, stamps: Stamps | None) -> list[OffloadKey]:
+    def _unsaved(
+        self, known: _Known, num_computed: int, versions: WeightVersions | None
+    ) -> list[OffloadKey]:
         """Return the names of blocks that are not stored yet, among so many tokens."""
-        if known.tracked is None or stamps is None or not self._instance.sends:
+        if known.tracked is None or versions is None or not self._instance.sends:
             return []
         whole = num_computed // self._instance.block_size
-        return known.names.under(instance_fingerprint(stamps), whole)[known.num_saved :]
+        return known.names.under(instance_fingerprint(versions), whole)[known.num_saved :]
 
-    def _saves(self, known: _Known, num_computed: int, stamps: Stamps | None) -> list[Transfer]:
+    def _saves(
+        self, known: _Known, num_computed: int, versions: WeightVersions | None
+    ) -> list[Transfer]:
         """Return the blocks of a request that are to be stored, and take them for stored."""
-        tracked, names = known.tracked, self._unsaved(known, num_computed, stamps)
+        tracked, names = known.tracked, self._unsaved(known, num_computed, versions)
         if tracked is None or not names:
             return []
         first = known.num_saved
         block_ids = tracked.block_ids[first : first + len(names)]
         known.num_saved += len(names)
-        return [self._transfer(tracked.request.request_id, stamps, names, block_ids, first)]
+        return [self._transfer(tracked.request.request_id, versions, names, block_ids, first)]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear which weights there are, and what became of loads and saves."""
@@ -236,7 +240,7 @@ class StorageScheduler(ConnectorScheduler):
         ranks = range(self._instance.num_ranks)
         self._heard = max(self._heard, min(said.steps.get(rank, -1) for rank in ranks))
         counted = {said.saved.get(rank, -1) for rank in ranks} == {self._heard}
-        began = known_stamps(said.began.get(rank) for rank in ranks)
+        began = known_versions(said.began.get(rank) for rank in ranks)
         # Nothing has changed within the step, of which all have spoken.
         together = {said.steps.get(rank, -1) for rank in ranks} == {self._heard}
         steady = together and began is not None and began == self._fence.current
@@ -282,7 +286,7 @@ class StorageScheduler(ConnectorScheduler):
         """
         request_id = request.request_id
         self._loads.pop(request_id, None)
-        known, stamps = self._known.pop(request_id, None), self._fence.versions(request_id)
+        known, versions = self._known.pop(request_id, None), self._fence.versions(request_id)
         # All that is known by its name goes now: the next request may have the same.
         self._progress.forget(request_id)
         self._fence.forget(request_id)
@@ -292,10 +296,10 @@ class StorageScheduler(ConnectorScheduler):
         stays = (
             tracked is not None
             and self._has_still(tracked, block_ids)
-            and bool(self._unsaved(known, tracked.num_computed, stamps))
+            and bool(self._unsaved(known, tracked.num_computed, versions))
         )
         if stays:
-            self._parting.append(_Parting(request_id, known, stamps))
+            self._parting.append(_Parting(request_id, known, versions))
         return stays, None
 
     def _has_still(self, tracked: Tracked, block_ids: list[int]) -> bool:
@@ -309,8 +313,8 @@ class StorageScheduler(ConnectorScheduler):
         going = [each for each in self._parting if each.known.last_step <= self._heard]
         self._parting = [each for each in self._parting if each.known.last_step > self._heard]
         for request_id, known, began in going:
-            stamps = began if began == self._fence.current else None
-            saves = [] if known.is_invalidated else self._saves(known, known.num_sure, stamps)
+            versions = began if began == self._fence.current else None
+            saves = [] if known.is_invalidated else self._saves(known, known.num_sure, versions)
             # With nothing to store as well: their blocks may go.
             parting += saves or [self._transfer(request_id, None, [], [], 0)]
         return parting
@@ -370,13 +374,13 @@ class StorageScheduler(ConnectorScheduler):
     def _transfer(
         self,
         request_id: str,
-        stamps: Stamps | None,
+        versions: WeightVersions | None,
         names: Sequence[bytes],
         block_ids: list[int],
         first: int,
     ) -> Transfer:
-        shelf = self._shelf("" if stamps is None else instance_fingerprint(stamps))
-        return Transfer(request_id, shelf, list(names), block_ids, stamps or (), first)
+        shelf = self._shelf("" if versions is None else instance_fingerprint(versions))
+        return Transfer(request_id, shelf, list(names), block_ids, versions or (), first)
 
     def _of(self, request: Any) -> _Known:
         known = self._known.get(request.request_id)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from wtransfer.connectors.storage.messages import Transfer
     from wtransfer.transport.files import Folder
-    from wtransfer.weights import WeightsStamp
+    from wtransfer.weights import WeightVersion
 
 _BATCH_NBYTES = 32 << 20
 _APART_NS = 1000
@@ -64,7 +64,7 @@ class StorageWorker(ConnectorWorker):
         self._geometry = b""
         self._errors: set[int] = set()
         self._done, self._saved = -1, -1
-        self._began: WeightsStamp | None = None
+        self._began: WeightVersion | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches.

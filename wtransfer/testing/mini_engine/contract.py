@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from wtransfer.weights import WeightsStamp  # noqa: TC001  (msgspec reads it)
+from wtransfer.weights import WeightVersion  # noqa: TC001  (msgspec reads it)
 
 if TYPE_CHECKING:
     import torch
 
     from wtransfer.connectors.naming import RequestNames
-    from wtransfer.weights import Stamps
+    from wtransfer.weights import WeightVersions
 
 State = Literal["waiting", "loading", "loaded", "running", "finished", "failed", "aborted"]
 OVER = ("finished", "failed", "aborted")
@@ -76,7 +76,7 @@ class Request:
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         """Blocks that the prefix cache has the keys of."""
-        self.stamps: Stamps | None = None
+        self.versions: WeightVersions | None = None
         """Weight versions of the ranks when its blocks were allocated; None before that."""
         self.names: RequestNames | None = None
         """Keys of its blocks."""
@@ -114,7 +114,7 @@ class Request:
         self.num_computed_tokens = self.num_external_tokens = self.num_cached_blocks = 0
         self.block_ids, self.bad_blocks = [], set()
         self.wrote_blocks = False
-        self.stamps = None
+        self.versions = None
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Span(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """One step, the same for all ranks."""
 
-    stamps: list[WeightsStamp] | None = None
+    versions: list[WeightVersion] | None = None
     """Weight version that each rank must have: the blocks that the spans build on were computed
     with it. None: not known yet, and there are no spans."""
     spans: list[Span] = []
@@ -251,7 +251,7 @@ class ConnectorOutput(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     """Result of a step on one rank."""
 
-    stamp: WeightsStamp | None
+    version: WeightVersion | None
     """Weight version of the rank; None: it holds none to serve from, and nothing was computed."""
     tokens: dict[str, int] | None
     """The token that follows each span. None: the step was refused, and nothing of the spans was

@@ -18,7 +18,7 @@ from wtransfer.testing.mini_engine.contract import (
     StepPlan,
 )
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weights import instance_fingerprint, known_stamps
+from wtransfer.weights import instance_fingerprint, known_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorBase_V1
     from wtransfer.testing.mini_engine.config import EngineConfig
     from wtransfer.testing.mini_engine.contract import ConnectorOutput, Request, State, StepResult
-    from wtransfer.weights import Stamps, WeightsStamp
+    from wtransfer.weights import WeightVersion, WeightVersions
 
 
 _Notices = defaultdict[str, set[int]]  # ranks by request
@@ -65,7 +65,7 @@ class Scheduler:
         self._naming = BlockNaming(self._block_size, config.model_name.encode(), **hashing)
         self._limits = config.limits
         self._fails = load_failure_policy(config.on_load_failure) == "fail"
-        self._stamps: Stamps | None = None
+        self._versions: WeightVersions | None = None
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
         self._loaded: deque[Request] = deque()
@@ -135,7 +135,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Return the next step; `update` must follow before the next call."""
         step = _Step(self._limits.max_num_batched_tokens)
-        if self._stamps is not None:
+        if self._versions is not None:
             self._plan_running(step)
             # Preempted requests would only take their blocks back.
             if not self._preempted:
@@ -151,8 +151,8 @@ class Scheduler:
             metadata = serialize(self.connector.build_connector_meta(output))
             # Not used here; taken in every step, as vLLM does.
             self.connector.take_events()
-        stamps = None if self._stamps is None else list(self._stamps)
-        return StepPlan(stamps, step.spans(), metadata, step.loads_first, output.finished_req_ids)
+        versions = None if self._versions is None else list(self._versions)
+        return StepPlan(versions, step.spans(), metadata, step.loads_first, output.finished_req_ids)
 
     def _plan_running(self, step: _Step) -> None:
         for request in list(self._running.values()):
@@ -238,10 +238,10 @@ class Scheduler:
         Returns:
             Whether enough were free; None: the connector must be asked again in the next step.
         """
-        assert self._stamps is not None
+        assert self._versions is not None
         # The last token is always computed: its successor is not cached.
         most = (request.num_tokens - 1) // self._block_size
-        cached = self.pool.lookup(self._keys(request, self._stamps)[:most])
+        cached = self.pool.lookup(self._keys(request, self._versions)[:most])
         # Before others are allocated: free blocks that are not pinned would be among them.
         self.pool.pin(cached)
         num_cached = len(cached) * self._block_size
@@ -264,7 +264,7 @@ class Scheduler:
         if fresh is None:
             self.pool.release(cached)
             return False
-        request.stamps = self._stamps
+        request.versions = self._versions
         request.block_ids = cached + fresh
         request.num_computed_tokens, request.num_external_tokens = num_computed, num_external
         self.counts["tokens_cached"] += num_cached
@@ -288,9 +288,9 @@ class Scheduler:
         self._running[request.request_id] = request
         step.add(request, count)
 
-    def _keys(self, request: Request, stamps: Stamps) -> list[OffloadKey]:
+    def _keys(self, request: Request, versions: WeightVersions) -> list[OffloadKey]:
         assert request.names is not None
-        return request.names.under(instance_fingerprint(stamps))
+        return request.names.under(instance_fingerprint(versions))
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -300,7 +300,7 @@ class Scheduler:
     def update(self, plan: StepPlan, results: Sequence[StepResult]) -> list[Request]:
         """Process a step's results, one for each rank in order; return the requests that ended."""
         # First: the other results may be of other weights than the plan.
-        self._update_weights([result.stamp for result in results])
+        self._update_weights([result.version for result in results])
         outputs = [result.connector for result in results if result.connector is not None]
         ended = self._record_load_errors(outputs)
         if all(result.tokens is not None for result in results):
@@ -315,12 +315,12 @@ class Scheduler:
         # Last: the connector may have sent what this step computed of a request that it ended.
         return ended + self._update_connector(outputs)
 
-    def _update_weights(self, reported: Sequence[WeightsStamp | None]) -> None:
-        stamps = known_stamps(reported)
-        if stamps == self._stamps:
+    def _update_weights(self, reported: Sequence[WeightVersion | None]) -> None:
+        versions = known_versions(reported)
+        if versions == self._versions:
             return
-        self.counts["weight_changes"] += self._stamps is not None
-        self._stamps = stamps
+        self.counts["weight_changes"] += self._versions is not None
+        self._versions = versions
         self.pool.reset()
         while self._loaded:
             self._restart(self._loaded.pop())
@@ -429,7 +429,7 @@ class Scheduler:
     def _finish_load(self, request: Request) -> bool:
         """Use what was loaded for a request; return whether the request goes on."""
         num_external, request.num_external_tokens = request.num_external_tokens, 0
-        if request.stamps is not self._stamps:
+        if request.versions is not self._versions:
             if request.state == "loading":
                 self._restart(request)
             request.bad_blocks = set()
@@ -469,13 +469,13 @@ class Scheduler:
 
     def _cache_full_blocks(self, request: Request) -> None:
         """Insert new full blocks into the prefix cache, unless their weights are mixed."""
-        if self._stamps is None or request.stamps is not self._stamps:
+        if self._versions is None or request.versions is not self._versions:
             return
         full = request.num_computed_tokens // self._block_size
         new = slice(request.num_cached_blocks, full)
         if new.start >= full:
             return
-        keys = self._keys(request, self._stamps)[new]
+        keys = self._keys(request, self._versions)[new]
         for block, key in zip(request.block_ids[new], keys, strict=False):
             self.pool.insert(block, key)
         request.num_cached_blocks = full

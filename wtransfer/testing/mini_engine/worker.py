@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from wtransfer.testing.mini_engine.config import EngineConfig
     from wtransfer.testing.mini_engine.contract import StepPlan
     from wtransfer.transport.communicator import Communicator
-    from wtransfer.weights import WeightsStamp
+    from wtransfer.weights import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -87,21 +87,21 @@ class Worker:
         plans anew. Meanwhile the connector must not take anything for computed.
         """
         self._commit()
-        stamp = self._stamp()
-        expected = plan.stamps[self._tp.rank] if plan.stamps else None
+        version = self._version()
+        expected = plan.versions[self._tp.rank] if plan.versions else None
         # All ranks compute, or none: they wait for each other in every layer.
-        refused = self._tp.any(stamp is None or stamp != expected)
+        refused = self._tp.any(version is None or version != expected)
         if self.connector is None:
-            return StepResult(stamp, None if refused else self._compute(plan))
+            return StepResult(version, None if refused else self._compute(plan))
         with self._withheld(refused):
             metadata = deserialize(plan.connector_metadata)
             self.connector.handle_preemptions(metadata)
             self.connector.bind_connector_metadata(metadata)
             tokens = self._load_and_compute(plan, self.connector, compute=not refused)
         # Without weights to serve from, the connector must not serve either.
-        with self._withheld(stamp is None):
+        with self._withheld(version is None):
             output = self._end_connector_step(self.connector, plan.finished_req_ids)
-        return StepResult(stamp, tokens, output)
+        return StepResult(version, tokens, output)
 
     def _commit(self) -> None:
         session = self.session
@@ -114,12 +114,12 @@ class Worker:
             # The old weights are whole again, or the session is empty and nothing is computed.
             logger.exception("the update was not applied")
 
-    def _stamp(self) -> WeightsStamp | None:
+    def _version(self) -> WeightVersion | None:
         """Return this rank's weight version; None if it has none to serve from."""
         # The weights of an empty session have a name of their own; they may be torn all the same.
         if self.session is not None and self.session.state == "empty":
             return None
-        return process_weights.stamp()
+        return process_weights.version()
 
     def _withheld(self, condition: bool) -> AbstractContextManager[None]:
         return process_weights.withheld() if condition else contextlib.nullcontext()

@@ -198,8 +198,8 @@ class Host:
 
     def kv_name(self):
         """Return what names KV cache at this moment; None if nothing does."""
-        stamp = process_weights.stamp()
-        return stamp and stamp.fingerprint
+        version = process_weights.version()
+        return version and version.fingerprint
 
     def _member(self):
         return self._worker().weight_transfer_engine.member
