@@ -8,7 +8,7 @@ import sys
 
 PLUGIN = "wtransfer.testing.pytest_plugin"
 POLICY = """
-from wtransfer.specs.policies.lru import LRUCachePolicy
+from wtransfer.specs.policies import LRUCachePolicy
 from wtransfer.testing.policy import PolicyConformance
 
 class KeepsOne(LRUCachePolicy):

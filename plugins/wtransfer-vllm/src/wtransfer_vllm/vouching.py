@@ -56,9 +56,9 @@ def vouch_for_checkpoint(vllm_config: Any) -> None:
     A sealed checkpoint's fingerprint is in its ``wtransfer.json``. That of another is worked out
     in the background, by one process of the host, and stored for all; until it is known, the
     process has no weight version, and shares KV with no other. A commit, or
-    `weights_were_replaced`, in the meantime counts. Where the fingerprint cannot be known (other load formats, no files, a draft
-    model with files of its own, a file that cannot be read), KV cache has a name that only this
-    process knows, and the log says why.
+    `weights_were_replaced`, in the meantime counts. Where the fingerprint cannot be known (other
+    load formats, no files, a draft model with files of its own, a file that cannot be read), KV
+    cache has a name that only this process knows, and the log says why.
 
     Args:
         vllm_config: vLLM's own; its ``model_config`` stands for the model.
