@@ -1,16 +1,19 @@
-"""Calls on other threads: one after the other, given up at a deadline, or beside a transfer."""
+"""Calls on other threads: in order, given up at a deadline, beside a transfer; close at exit."""
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import contextvars
+import logging
 import queue
 import threading
 import traceback
+import weakref
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import ClosedError, HostsError, RemoteError, StallError, WTransferError
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -356,3 +361,35 @@ def _clear_callers(frame: FrameType) -> None:
         while (caller := frame.f_back) is not None:
             frame = caller
             frame.clear()
+
+
+class Closable(Protocol):
+    """An object with threads behind it."""
+
+    def close(self) -> None:
+        """End them; a second call does nothing."""
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_at_exit(what: Closable) -> None:
+    """Close `what` when the interpreter ends, if it still exists then.
+
+    Daemon threads go on while the interpreter is taken down, and one that releases a tensor or a
+    process group in that moment ends the process with an abort.
+    """
+    _open.add(what)
+
+
+@atexit.register
+def _close_all() -> None:
+    for each in list(_open):
+        _close(each)
+
+
+def _close(what: Closable) -> None:
+    try:
+        what.close()
+    except Exception:
+        logger.exception("%s could not be closed at exit", type(what).__name__)

@@ -2,6 +2,8 @@
 
 import contextlib
 import runpy
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -27,6 +29,32 @@ GLOO_TIMEOUT_S = 2.0
 MAX_TRIES = 5
 ranks_module = runpy.run_path(str(HERE / "process_group_ranks.py"))
 Rank, form = ranks_module["Rank"], ranks_module["form"]
+
+
+ENDS_WHILE_A_GROUP_IS_RELEASED = """
+import threading, time
+import torch
+from wtransfer.transport.process_group import GlooCommunicator
+from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
+
+hosted = host_rendezvous("127.0.0.1")
+made = {}
+
+def meet(rank):
+    here = join_rendezvous(hosted.host, hosted.port, hosted.name) if rank else hosted
+    made[rank] = GlooCommunicator(here, rank, 2, host="127.0.0.1", timeout_s=30.0)
+
+meeting = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+for each in meeting:
+    each.start()
+for each in meeting:
+    each.join()
+sent = made[0].send(torch.ones(1 << 20, dtype=torch.uint8), 1)
+made[1].recv(torch.empty(1 << 20, dtype=torch.uint8), 0).wait()
+sent.wait()
+for each in made.values():
+    threading.Thread(target=each.close, daemon=True).start()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -450,6 +478,13 @@ def test_broken_groups_are_bounded_and_waited_for(make_rank, broken_in_midst):
     form([peer, receiver], "other")
     form([peer, receiver], "next", max_abandoned=1)
     assert len(set(all_do([peer, receiver], "broadcast", group="next", nbytes=MIB, root=0))) == 1
+
+
+@pytest.mark.parametrize("_time", range(2))
+def test_process_that_ends_while_a_group_is_released_is_not_aborted(_time):
+    command = [sys.executable, "-c", ENDS_WHILE_A_GROUP_IS_RELEASED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_gloo_cannot_listen_at_another_machines_address(leaves_nothing):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from wtransfer.calls import close_at_exit
 from wtransfer.deadline import Deadline
 from wtransfer.errors import GroupError
 from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
@@ -47,6 +48,7 @@ RELEASE_GRACE_S = 1.0
 BROKEN_GRACE_S = 0.1
 """The same for a group with operations under way: gloo ends them at once, or by its time-out."""
 _TAG, _UNUSED_TAG = range(2)
+_AT_ONCE = dt.timedelta(milliseconds=1)
 
 _abandoned: collections.defaultdict[int, list[threading.Thread]] = collections.defaultdict(list)
 """Rank -> threads of closed groups that have not ended, where their number is bounded."""
@@ -82,6 +84,11 @@ class GlooPending:
         self._ended.wait()
         if self._error is not None:
             raise GroupError(f"{self._rank}: {self._error}")
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether gloo has not ended it, whatever its waits were told."""
+        return self._work is not None
 
     def carry_out(self) -> None:
         """Wait until gloo has ended, then let go of the memory; on the group's thread."""
@@ -155,6 +162,7 @@ class GlooCommunicator:
             target=self._carry_out, args=(self._group,), name="wtransfer-gloo", daemon=True
         )
         self._thread.start()
+        close_at_exit(self)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> GlooPending:
         """Begin to copy from rank `root` to all."""
@@ -175,13 +183,13 @@ class GlooCommunicator:
         """End every wait of this rank, and its connections."""
         with self._lock:
             self._aborted = True
-            group, under_way = self._group, list(self._under_way)
-        for pending in under_way:
-            pending.end("the group was aborted")
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                never = torch.empty(1, dtype=torch.uint8, device="cpu")
-                group.recv_anysource([never], _UNUSED_TAG).wait(dt.timedelta(milliseconds=1))
+            for pending in self._under_way:
+                pending.end("the group was aborted")
+            # Under the lock: a `close` on another thread must not leave the last reference here.
+            if self._group is not None:
+                with contextlib.suppress(RuntimeError):
+                    never = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    self._group.recv_anysource([never], _UNUSED_TAG).wait(_AT_ONCE)
 
     def close(self) -> None:
         """Abort, and leave the group to its thread, which releases it once gloo has ended."""
@@ -192,9 +200,10 @@ class GlooCommunicator:
                 if self._is_counted:
                     _abandoned[self.rank].append(self._thread)
                 self._to_do.put(None)
-            grace_s = BROKEN_GRACE_S if self._under_way else RELEASE_GRACE_S
-        # A process that ends while a thread of it releases a group is aborted by torch.
-        self._thread.join(grace_s)
+            is_broken = any(pending.is_under_way for pending in self._under_way)
+        # Also where another thread has closed it: a process that ends while a group is released is
+        # aborted by torch.
+        self._thread.join(BROKEN_GRACE_S if is_broken else RELEASE_GRACE_S)
 
     def _begin(
         self,

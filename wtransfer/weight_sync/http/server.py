@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from wtransfer.calls import start_future
+from wtransfer.calls import close_at_exit, start_future
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     AuthenticationError,
@@ -52,7 +52,6 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.address import ListeningSocket, check_same_user
 from wtransfer.transport.handshake import new_token, resolve_token
-from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo
 
 try:

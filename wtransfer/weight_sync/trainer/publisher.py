@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from wtransfer.calls import close_at_exit
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
@@ -21,7 +22,6 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
-from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import CODEC
 from wtransfer.weight_sync.trainer.coordinator import (
     LostPolicy,

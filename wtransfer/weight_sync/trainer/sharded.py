@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import xxhash
 
-from wtransfer.calls import SerialThread, on_callers_stream
+from wtransfer.calls import SerialThread, close_at_exit, on_callers_stream
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
@@ -32,7 +32,6 @@ from wtransfer.errors import (
     WTransferError,
 )
 from wtransfer.transport.tensors import dtype_name, lacks_memory
-from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo
 from wtransfer.weight_sync.trainer.gather_group import (
     LAYOUT,

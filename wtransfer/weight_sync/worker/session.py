@@ -28,7 +28,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.calls import forget_frames
+from wtransfer.calls import close_at_exit, forget_frames
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     AuthenticationError,
@@ -44,7 +44,6 @@ from wtransfer.registry import hooks
 from wtransfer.transport.address import parse_address
 from wtransfer.transport.digests import digest
 from wtransfer.transport.handshake import resolve_token
-from wtransfer.weight_sync.close_at_exit import close_at_exit
 from wtransfer.weight_sync.messages import ErrorInfo, Hello
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
 from wtransfer.weight_sync.worker.participant import PublisherConnection
