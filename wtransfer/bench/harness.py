@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import json
 import operator
-import os
 import secrets
 import shutil
 import statistics
@@ -337,6 +336,3 @@ def run_in_child(function: str, setup: list[Any], keywords: dict[str, Any], resu
     module, _, name = function.partition(":")
     returned = getattr(importlib.import_module(module), name)(Setup(*setup), **keywords)
     Path(result).write_text(json.dumps(returned), "utf-8")
-    # All is measured, and closed by the function. The interpreter's end could still abort the
-    # process: it cuts off daemon threads, which C++ frames (gloo's) do not survive.
-    os._exit(0)
