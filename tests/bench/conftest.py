@@ -7,7 +7,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def runner():
     from wtransfer.bench.harness import Runner
 
