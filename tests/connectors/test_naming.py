@@ -73,8 +73,14 @@ def test_request_without_all_token_ids_is_named_by_its_prompt():
         {"prompt_embeds": object()},
         {"mm_features": [media(), media(None)]},
         {"lora_request": SimpleNamespace(lora_name="a", lora_path="/a")},
+        {"cache_salt": "half a pair: \ud800"},
     ],
-    ids=["embeddings", "a picture without identifier", "an adapter, which may be trained on"],
+    ids=[
+        "embeddings",
+        "a picture without identifier",
+        "an adapter, which may be trained on",
+        "a salt that cannot be encoded",
+    ],
 )
 def test_uncacheable_request_has_no_names(particulars):
     known = BlockNaming(4, b"root").of(Request("r", PROMPT, **particulars))

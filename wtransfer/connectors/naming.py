@@ -47,9 +47,10 @@ class BlockNaming:
             request: ``all_token_ids``, or ``prompt_token_ids`` if that is missing, and if present
                 ``cache_salt``, ``lora_request``, ``mm_features``, ``prompt_embeds``, ``resumable``.
         """
-        root = msgspec.msgpack.encode([self._root, *particulars(request)])
+        uncacheable = is_uncacheable(request)
+        root = b"" if uncacheable else msgspec.msgpack.encode([self._root, *particulars(request)])
         hashes = BlockHashes(self.block_size, root, self._hash)
-        return RequestNames(request, hashes, uncacheable=is_uncacheable(request))
+        return RequestNames(request, hashes, uncacheable=uncacheable)
 
 
 class RequestNames:
@@ -100,7 +101,14 @@ def is_uncacheable(request: Any) -> bool:
     # A session may get further media, which names of its first blocks would not contain.
     if getattr(request, "resumable", False):
         return True
-    return any(each.identifier is None for each in getattr(request, "mm_features", None) or ())
+    if any(each.identifier is None for each in getattr(request, "mm_features", None) or ()):
+        return True
+    try:
+        msgspec.msgpack.encode(particulars(request))
+    except UnicodeEncodeError:
+        # JSON has texts that cannot be encoded: halves of surrogate pairs.
+        return True
+    return False
 
 
 def particulars(request: Any) -> list[Any]:

@@ -472,17 +472,26 @@ def test_connector_is_told_of_the_weights_after_a_join(serve):
     assert core.resets == []
 
 
-def test_requests_that_wait_for_kv_start_over(serve):
+@pytest.mark.parametrize("deferred", [True, False], ids=["0.32", "seed era"])
+def test_requests_that_wait_with_kv_start_over(serve, deferred):
     core, workers = serve()
-    statuses = ("WAITING_FOR_REMOTE_KVS", "RUNNING", "WAITING")
+    holding = ("WAITING", "PREEMPTED", "WAITING_FOR_STREAMING_REQ")
+    statuses = ("WAITING_FOR_REMOTE_KVS", "RUNNING", "FINISHED_STOPPED", *holding)
     core.scheduler.requests = {
         name: bag(request_id=name, status=bag(name=name), num_computed_tokens=64)
         for name in statuses
     }
+    core.scheduler.requests["empty"] = bag(status=bag(name="WAITING"), num_computed_tokens=0)
+    freed = []
+    core.scheduler.kv_cache_manager.free = freed.append
+    if deferred:
+        core.scheduler._free_request_blocks = freed.append
+        core.scheduler.kv_cache_manager.free = None
     commit(core, workers)
     assert core.scheduler.failed_recving_kv_req_ids == {"WAITING_FOR_REMOTE_KVS"}
-    left = {name: each.num_computed_tokens for name, each in core.scheduler.requests.items()}
-    assert left == {"WAITING_FOR_REMOTE_KVS": 0, "RUNNING": 64, "WAITING": 64}
+    assert [each.request_id for each in freed] == list(holding)
+    left = {name for name, each in core.scheduler.requests.items() if each.num_computed_tokens}
+    assert left == {"RUNNING", "FINISHED_STOPPED"}
 
 
 def test_held_blocks_lose_their_hashes_and_prefix_caching_stays_on(serve):

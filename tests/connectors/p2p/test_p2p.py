@@ -171,6 +171,7 @@ def test_request_that_ends_before_it_has_blocks_is_released(make, until, instanc
         {"do_remote_prefill": True, "remote_addresses": "unix:@x", "remote_num_tokens": -1},
         {"do_remote_prefill": True, "remote_addresses": ["unix:@" + "x" * 5000]},
         {"do_remote_prefill": True, "remote_request_id": "\ud800", "remote_num_tokens": 40},
+        {"do_remote_prefill": True, "remote_addresses": "unix:@x", "remote_num_tokens": 1 << 64},
         {"something": object()},
         [1, 2],
     ],
@@ -228,6 +229,16 @@ def test_wrong_token_is_a_miss(make):
     assert (outcome["matched"], outcome["loaded"]) == (BLOCKS, 0)
     assert count(other, "blocks_missed_refused_total") == BLOCKS
     assert count(one, "lookups_total") == 0
+
+
+@pytest.mark.parametrize("kind", [GROUP])
+def test_tokens_of_requests_make_no_clients_where_the_options_have_one(make):
+    one, other = make("p"), make("d")
+    params = one.prefill("r", PROMPT)
+    for number in range(4):
+        invented = {**params, "remote_tokens": [f"invented {number}"]}
+        assert other.decode(f"r{number}", PROMPT, invented)["loaded"] == BLOCKS
+    assert len(other.workers[0]._clients._clients) == 1
 
 
 @pytest.mark.parametrize("kind", [SHM])
@@ -307,7 +318,7 @@ def test_prompt_that_lives_through_a_commit_is_not_handed_over(make):
     assert leases(one) == [0]
 
 
-@pytest.mark.parametrize("when", ["planned", "loaded", "partly loaded"])
+@pytest.mark.parametrize("when", ["planned", "loaded", "partly loaded", "ended"])
 def test_load_that_lives_through_a_commit_is_a_miss(make, monkeypatch, instance, when):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
@@ -319,8 +330,12 @@ def test_load_that_lives_through_a_commit_is_a_miss(make, monkeypatch, instance,
         real = worker._tracker.end
 
         def end(pending, reason):
-            make.weights.settle("w2")
+            if when != "ended":
+                make.weights.settle("w2")
             real(pending, reason)
+            if when == "ended":
+                # After the load, and before the step that reports it.
+                make.weights.settle("w2")
 
         monkeypatch.setattr(worker._tracker, "end", end)
         request, number = other.begin("r2", PROMPT, params)

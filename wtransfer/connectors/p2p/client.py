@@ -88,6 +88,7 @@ class LoadTracker:
         self.block_nbytes = 0
         self._lock = threading.Lock()
         self._pending: dict[str, PendingLoad] = {}
+        self._ended: list[tuple[PendingLoad, str | None]] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._counts: Counter[str] = Counter()
@@ -118,14 +119,37 @@ class LoadTracker:
             pending: The load.
             reason: Why blocks are missing, if any are.
         """
-        load = pending.load
-        if not self._admits(load):
-            pending.num_loaded, reason = 0, "weights"
-        missing = load.block_ids[pending.num_loaded :]
         with self._lock:
-            if self._pending.get(load.request_id) is not pending:
-                return
-            del self._pending[load.request_id]
+            if self._pending.get(pending.load.request_id) is pending:
+                del self._pending[pending.load.request_id]
+                self._ended.append((pending, reason))
+
+    def take_received(self) -> set[str]:
+        """Return the requests whose loads have ended since the last call."""
+        with self._lock:
+            self._settle()
+            received, self._received = self._received, set()
+            return received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the blocks that could not be loaded since the last call."""
+        with self._lock:
+            self._settle()
+            failed, self._failed_blocks = self._failed_blocks, set()
+            return failed
+
+    def _settle(self) -> None:
+        """Compare the weights of ended loads; on the model's thread, where no commit comes between.
+
+        A commit between the end of a load and its report would let its request compute with new
+        weights on what was computed with old ones.
+        """
+        ended, self._ended = self._ended, []
+        for pending, given_reason in ended:
+            load, reason = pending.load, given_reason
+            if not self._admits(load):
+                pending.num_loaded, reason = 0, "weights"
+            missing = load.block_ids[pending.num_loaded :]
             self._received.add(load.request_id)
             self._counts["blocks_loaded_total"] += pending.num_loaded
             self._counts["bytes_loaded_total"] += pending.num_loaded * self.block_nbytes
@@ -135,18 +159,6 @@ class LoadTracker:
                 self._failed_blocks.update(missing)
                 self._counts["blocks_missed_total"] += len(missing)
                 self._counts[f"blocks_missed_{reason}_total"] += len(missing)
-
-    def take_received(self) -> set[str]:
-        """Return the requests whose loads have ended since the last call."""
-        with self._lock:
-            received, self._received = self._received, set()
-            return received
-
-    def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that could not be loaded since the last call."""
-        with self._lock:
-            failed, self._failed_blocks = self._failed_blocks, set()
-            return failed
 
     def get_stats(self) -> dict[str, int]:
         """Return counters (``_total``) and the number of loads under way."""
@@ -199,7 +211,13 @@ class P2PClient:
     def start(self, first: PendingLoad | str) -> None:
         """Begin with a job, so that it fails for the same reason if the client ends at once."""
         self._jobs.append(first)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            # "can't start new thread"
+            self._ended = True
+            self._dialer.close()
+            raise
 
     @property
     def is_alive(self) -> bool:
@@ -381,11 +399,15 @@ class ClientPool:
 
     Args:
         local: The worker.
+        token: Secret of both instances; None: each request brings the one of its other instance.
         make: Makes a client of an address, given the token.
     """
 
-    def __init__(self, local: LocalSide, make: Callable[[str, str], P2PClient]) -> None:
+    def __init__(
+        self, local: LocalSide, token: str | None, make: Callable[[str, str], P2PClient]
+    ) -> None:
         self._local = local
+        self._token = token
         self._make = make
         self._lock = threading.Lock()
         self._clients: dict[tuple[str, str], P2PClient] = {}
@@ -421,7 +443,8 @@ class ClientPool:
                 num_ranks,
             )
             return "layout"
-        address, token = remote.addresses[rank], "".join(remote.tokens[rank : rank + 1])
+        address = remote.addresses[rank]
+        token = self._token or "".join(remote.tokens[rank : rank + 1])
         # By token, too: a request with a wrong one must not fail the requests with the right one.
         where = address, token
         with self._lock:
@@ -432,9 +455,10 @@ class ClientPool:
             if self._closed or len(self._clients) >= MAX_CLIENTS:
                 return "lost"
             try:
-                client = self._clients[where] = self._make(address, token)
-            except (WTransferError, OSError) as error:
+                client = self._make(address, token)
+                client.start(job)
+            except (WTransferError, OSError, RuntimeError) as error:
                 logger.warning("no blocks from %s: %s", address, error)
                 return "lost"
-            client.start(job)
+            self._clients[where] = client
             return None

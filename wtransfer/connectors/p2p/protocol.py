@@ -96,7 +96,7 @@ def read_params(plain: Mapping[str, Any] | None) -> TransferParams | None:
         params = msgspec.convert(dict(plain or {}), TransferParams)
         # JSON has texts that cannot be sent on: halves of surrogate pairs.
         msgspec.msgpack.encode(params)
-    except (msgspec.ValidationError, TypeError, ValueError):
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError):
         return None
     return params
 

@@ -76,7 +76,8 @@ class P2PWorker(ConnectorWorker):
                 local = LocalSide(self._loader, self._tracker, options)
                 self._clients = ClientPool(
                     local,
-                    lambda address, token: self.client_cls(address, self.token or token, local),
+                    self.token,
+                    lambda address, token: self.client_cls(address, token, local),
                 )
         except BaseException:
             self.shutdown()

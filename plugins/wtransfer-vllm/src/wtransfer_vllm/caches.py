@@ -12,6 +12,9 @@ from wtransfer_vllm.plugin import is_ours
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
+HOLDING = ("WAITING", "PREEMPTED", "WAITING_FOR_STREAMING_REQ")
+"""States of vLLM's requests in which they may hold KV without running or loading."""
+
 
 def forget_kv(core: Any) -> None:
     """Drop every cached block and encoder output; running requests are computed anew.
@@ -43,11 +46,18 @@ def forget_kv(core: Any) -> None:
     #    come of them: their blocks hold KV of the old weights. vLLM does so with a request whose
     #    load has failed. That none of its tokens counts as computed also keeps its blocks from
     #    being looked for among those that a worker reports as not loaded, by which
-    #    `kv_load_failure_policy` would end the request with an error.
+    #    `kv_load_failure_policy` would end the request with an error. Requests that wait with KV
+    #    of their own (loaded, and not scheduled since; a session between two inputs) give their
+    #    blocks back and start over as well.
     for request in getattr(scheduler, "requests", {}).values():
         if request.status.name == "WAITING_FOR_REMOTE_KVS":
             request.num_computed_tokens = 0
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
+        elif request.status.name in HOLDING and request.num_computed_tokens:
+            # Older releases have no frees that wait for a step in flight.
+            free = getattr(scheduler, "_free_request_blocks", scheduler.kv_cache_manager.free)
+            free(request)
+            request.num_computed_tokens = 0
 
     # 3. Running requests are preempted and computed anew, and no block is found by its hash.
     evicted = _evict_blocks(core)
