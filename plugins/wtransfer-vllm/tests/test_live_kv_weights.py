@@ -6,7 +6,16 @@ import time
 import pytest
 import wtransfer
 from engines import publish
-from kv import LOCAL_HITS, PROMPTS, STORAGE, check_same, count_hits, forget_prefixes, start
+from kv import (
+    LOCAL_HITS,
+    OFFLOADING,
+    PROMPTS,
+    STORAGE,
+    check_same,
+    count_hits,
+    forget_prefixes,
+    start,
+)
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -113,6 +122,19 @@ def test_a_commit_beside_a_held_load_leaves_no_stale_token_no_error_and_prefix_c
         assert (state["ended"][held], state["ended"][running]) == ("length", "length")
         assert state["tokens"][held] == fresh[name][0]["tokens"]
         check_same(engine.do("answer", PROMPTS, NUM_TOKENS), fresh[name])
+
+
+def test_request_that_has_loaded_and_waits_for_blocks_starts_over_at_a_commit(serving, fresh):
+    engine, change_to = serving(OFFLOADING)
+    check_same(engine.do("answer", PROMPTS, NUM_TOKENS), fresh["A"])
+    forget_prefixes(engine)
+    engine.do("defer_loaded")
+    engine.do("begin", "loaded", PROMPTS[0], NUM_TOKENS)
+    assert not engine.do("step", 200)["tokens"]["loaded"]
+    change_to("B")
+    assert engine.do("go_on") > 0
+    assert run_until(engine, "loaded")["tokens"]["loaded"] == fresh["B"][0]["tokens"]
+    check_same(engine.do("answer", PROMPTS, NUM_TOKENS), fresh["B"])
 
 
 def test_weights_that_come_back_find_their_own_blocks_again_also_in_a_second_vllm(serving, fresh):

@@ -106,6 +106,24 @@ class Host:
             longest = max(longest, time.perf_counter() - begun)
         return {"tokens": self.running, "ended": self.ended, "longest_s": longest}
 
+    def defer_loaded(self):
+        """Let no request that has loaded its KV be scheduled, as where no block is free."""
+        manager = self._core().scheduler.kv_cache_manager
+        allocate, self.num_deferred = manager.allocate_slots, 0
+
+        def allocate_slots(request, *args, **options):
+            if request.status.name == "WAITING" and request.num_computed_tokens:
+                self.num_deferred += 1
+                return None
+            return allocate(request, *args, **options)
+
+        manager.allocate_slots = allocate_slots
+
+    def go_on(self):
+        """End `defer_loaded`; return how often a request was not scheduled."""
+        del self._core().scheduler.kv_cache_manager.allocate_slots
+        return self.num_deferred
+
     # -- for the benchmark
 
     def time_first_token(self, prompt):
@@ -204,8 +222,11 @@ class Host:
     def _member(self):
         return self._worker().weight_transfer_engine.member
 
+    def _core(self):
+        return self.llm.llm_engine.engine_core.engine_core
+
     def _worker(self):
-        core = self.llm.llm_engine.engine_core.engine_core
+        core = self._core()
         return core.model_executor.driver_worker.worker
 
 
