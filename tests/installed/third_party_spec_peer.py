@@ -7,13 +7,6 @@ import json
 import sys
 
 import torch
-from wtransfer.testing.mini_engine.request import Request
-from wtransfer.testing.mini_engine.schedule import (
-    CachedRequestData,
-    KVCacheBlocks,
-    NewRequestData,
-    SchedulerOutput,
-)
 
 from wtransfer import (
     KVCacheConfig,
@@ -25,6 +18,13 @@ from wtransfer import (
 )
 from wtransfer.config import ModelConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
+from wtransfer.testing.mini_engine.contract import (
+    CachedRequestData,
+    KVCacheBlocks,
+    NewRequestData,
+    Request,
+    SchedulerOutput,
+)
 from wtransfer.weights import process_weights
 
 options = {"spec_name": "acme-disk", "folder": sys.argv[1], "disk_bytes_to_use": 2**20}

@@ -384,8 +384,8 @@ class TestSeedSpec(SpecConformance):
         super().test_groups_of_layers_are_kept_apart(host)
 
     @pytest.mark.xfail(reason="handlers of the seed know numbers, and no keys", strict=True)
-    def test_a_load_from_a_place_that_was_given_away_gives_no_other_bytes(self, small_host):
-        super().test_a_load_from_a_place_that_was_given_away_gives_no_other_bytes(small_host)
+    def test_load_from_reused_slot_gives_no_other_bytes(self, small_host):
+        super().test_load_from_reused_slot_gives_no_other_bytes(small_host)
 
 
 # -- the manager

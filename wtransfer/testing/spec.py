@@ -134,13 +134,13 @@ class SpecConformance(ConformanceKit):
         keys = [key_of(number) for number in range(4)]
         for block in range(geometry.num_blocks):
             made.write(block, seed=block)
-        stored = [made.read(block) for block in (7, 1, 4, 2)]
+        stored = [made.digest(block) for block in (7, 1, 4, 2)]
         made.store(keys, [7, 1, 4, 2])
-        expected = made.everything()
+        expected = made.digests()
         for key, block in ((2, 9), (0, 3), (3, 0), (1, 7)):
             expected[block] = stored[key]
         assert made.load([keys[2], keys[0], keys[3], keys[1]], [9, 3, 0, 7])
-        assert made.everything() == expected
+        assert made.digests() == expected
 
     def test_one_block_may_be_loaded_many_times(self, host: MakeHost) -> None:
         """Into several blocks at once, and again later."""
@@ -149,18 +149,18 @@ class SpecConformance(ConformanceKit):
         made.store([key_of(1)], [0])
         for blocks in ([1, 2, 3], [4]):
             assert made.load([key_of(1)] * len(blocks), blocks)
-            assert {made.read(block) for block in blocks} == {made.read(0)}
+            assert {made.digest(block) for block in blocks} == {made.digest(0)}
 
     def test_store_copies_the_block(self, host: MakeHost) -> None:
         """The cache's block is free once its store has finished."""
         made = host()
         made.write(0, seed=1)
-        first = made.read(0)
+        first = made.digest(0)
         made.store([key_of(1)], [0])
         made.write(0, seed=2)
         made.store([key_of(2)], [0])
         assert made.load([key_of(1), key_of(2)], [1, 2])
-        assert (made.read(1), made.read(2)) == (first, made.read(0))
+        assert (made.digest(1), made.digest(2)) == (first, made.digest(0))
 
     def test_groups_of_layers_are_kept_apart(self, host: MakeHost) -> None:
         """One job moves blocks of several groups; equal numbers mean different blocks."""
@@ -175,13 +175,13 @@ class SpecConformance(ConformanceKit):
         job = made.submit_store([5, 6, 7], prepared.store_spec, group_sizes=[2, 1])
         assert made.succeeded(job)
         made.manager.complete_store(keys, ctx)
-        expected = made.everything()
+        expected = made.digests()
         second = made.geometry.num_blocks
         for destination, source in ((1, 5), (2, 6), (second + 2, second + 7)):
             expected[destination] = expected[source]
         where = made.manager.prepare_load(keys, ctx)
         assert made.succeeded(made.submit_load([1, 2, 2], where, group_sizes=[2, 1]))
-        assert made.everything() == expected
+        assert made.digests() == expected
 
     def test_chunks_of_several_blocks(self, host: MakeHost) -> None:
         """And only the later ones of them be loaded."""
@@ -197,7 +197,7 @@ class SpecConformance(ConformanceKit):
         where = made.manager.prepare_load(keys, ctx)
         job = made.submit_load([10, 11, 12], where, block_indices=[1])
         assert made.succeeded(job)
-        assert [made.read(block) for block in (10, 11, 12)] == [made.read(b) for b in (8, 1, 5)]
+        assert [made.digest(block) for block in (10, 11, 12)] == [made.digest(b) for b in (8, 1, 5)]
 
     def test_a_damaged_block_is_not_loaded(self, host: MakeHost) -> None:
         """The job fails, and no byte of the cache is touched. Needs `reach`."""
@@ -209,9 +209,9 @@ class SpecConformance(ConformanceKit):
         if memory is None:
             pytest.skip("reach() is not overridden: the kept bytes cannot be damaged")
         memory[len(memory) // 2] ^= 1
-        before = made.everything()
+        before = made.digests()
         assert not made.load([key_of(1)], [1])
-        assert made.everything() == before
+        assert made.digests() == before
 
     # -- lookups and completed stores
 
@@ -252,7 +252,7 @@ class SpecConformance(ConformanceKit):
         made.write(0, seed=2)
         made.store([key], [0])
         assert made.load([key], [1])
-        assert made.read(1) == made.read(0)
+        assert made.digest(1) == made.digest(0)
 
     def test_prepare_load_refuses_missing_blocks(self, host: MakeHost) -> None:
         """The error is a `BlockNotKeptError`, and the hits beside it are not pinned."""
@@ -273,12 +273,12 @@ class SpecConformance(ConformanceKit):
         for _ in range(2 * num_kept):
             assert shelf.add() is not None
         ctx = small_host.request()
-        found = {key: small_host.manager.lookup(key, ctx) for key in shelf.bytes_of}
+        found = {key: small_host.manager.lookup(key, ctx) for key in shelf.digest_of}
         hits = [key for key, result in found.items() if result is LookupResult.HIT]
         assert sorted(hits) == sorted(shelf.order)
         for key in hits:
             assert small_host.load([key], [1])
-            assert small_host.read(1) == shelf.bytes_of[key]
+            assert small_host.digest(1) == shelf.digest_of[key]
 
     def test_pinned_blocks_are_not_evicted(self, small_host: SpecHost) -> None:
         """Until the last of several loads has ended."""
@@ -293,7 +293,7 @@ class SpecConformance(ConformanceKit):
             assert small_host.manager.lookup(key, ctx) is LookupResult.HIT
             small_host.manager.complete_load([key], first)
         assert small_host.succeeded(small_host.submit_load([1], where))
-        assert small_host.read(1) == shelf.bytes_of[key]
+        assert small_host.digest(1) == shelf.digest_of[key]
 
     def test_eviction_is_all_or_none(self, small_host: SpecHost) -> None:
         """A refusal evicts nothing, and as many blocks fit as before."""
@@ -325,10 +325,10 @@ class SpecConformance(ConformanceKit):
         assert small_host.succeeded(small_host.submit_store([1], prepared.store_spec))
         small_host.manager.complete_store([key], ctx)
         assert small_host.load([key], [2])
-        assert small_host.read(2) == small_host.read(1)
+        assert small_host.digest(2) == small_host.digest(1)
         for other in shelf.order:
             assert small_host.load([other], [2])
-            assert small_host.read(2) == shelf.bytes_of[other]
+            assert small_host.digest(2) == shelf.digest_of[other]
 
     def test_load_from_reused_slot_gives_no_other_bytes(self, small_host: SpecHost) -> None:
         """The worker checks which block a slot holds, whatever the host asks for."""
@@ -343,12 +343,12 @@ class SpecConformance(ConformanceKit):
         gone = [key for key in places if small_host.manager.lookup(key, ctx) is LookupResult.MISS]
         assert gone, "nothing gave way"
         for key in gone:
-            before = small_host.everything()
+            before = small_host.digests()
             if small_host.succeeded(small_host.submit_load([1], places[key])):
                 # Where places have the names of their blocks, they may still be right.
-                assert small_host.read(1) == shelf.bytes_of[key]
-                before[1] = shelf.bytes_of[key]
-            assert small_host.everything() == before
+                assert small_host.digest(1) == shelf.digest_of[key]
+                before[1] = shelf.digest_of[key]
+            assert small_host.digests() == before
 
     def test_random_requests(self, small_host: SpecHost) -> None:
         """Requests look up, load and store in any order; every hit has its bytes."""
@@ -367,7 +367,7 @@ class SpecConformance(ConformanceKit):
                 num_loaded += len(hits)
             for block, key in enumerate(hits, start=8):
                 small_host.write(0, seed=int.from_bytes(key[16:48], "big"))
-                assert small_host.read(block) == small_host.read(0)
+                assert small_host.digest(block) == small_host.digest(0)
             for block, key in enumerate(keys):
                 small_host.write(block, seed=int.from_bytes(key[16:48], "big"))
             small_host.store(keys, range(len(keys)), ctx)
@@ -443,12 +443,12 @@ class SpecConformance(ConformanceKit):
         made.manager.reset_cache()
         assert {made.manager.lookup(key, ctx) for key in keys} == {LookupResult.MISS}
         assert made.succeeded(made.submit_load([5], where))
-        assert made.read(5) == made.read(0)
+        assert made.digest(5) == made.digest(0)
         made.manager.complete_load(keys[:1], ctx)
         assert made.manager.lookup(keys[0], ctx) is LookupResult.MISS
         made.store(keys, [2, 1, 0])
         assert made.load(keys, [8, 9, 10])
-        assert [made.read(block) for block in (8, 9, 10)] == [made.read(b) for b in (2, 1, 0)]
+        assert [made.digest(block) for block in (8, 9, 10)] == [made.digest(b) for b in (2, 1, 0)]
 
     def test_store_and_load_after_weights_change(self, small_host: SpecHost) -> None:
         """After a change, blocks are stored and loaded as before."""
@@ -459,7 +459,7 @@ class SpecConformance(ConformanceKit):
             assert shelf.add() is not None
             key = shelf.order[-1]
             assert small_host.load([key], [1])
-            assert small_host.read(1) == shelf.bytes_of[key]
+            assert small_host.digest(1) == shelf.digest_of[key]
 
     # -- what is told
 
@@ -478,7 +478,7 @@ class SpecConformance(ConformanceKit):
             known = known - set(event.keys) if event.removed else known | set(event.keys)
             assert len(known) <= len(shelf.order), "removals come before what takes their place"
         ctx = small_host.request()
-        hits = {k for k in shelf.bytes_of if small_host.manager.lookup(k, ctx) is LookupResult.HIT}
+        hits = {k for k in shelf.digest_of if small_host.manager.lookup(k, ctx) is LookupResult.HIT}
         assert known == hits
 
     def test_stats_are_numbers_and_counters_rise(self, host: MakeHost) -> None:
