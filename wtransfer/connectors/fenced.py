@@ -44,7 +44,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -56,7 +55,7 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from wtransfer.connectors.naming import is_uncacheable, particulars
+from wtransfer.connectors.naming import request_root
 from wtransfer.connectors.settings import Instance
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
 
@@ -386,10 +385,10 @@ class FencedScheduler(_FencedSide):
         fingerprint = self._fence.begin(request_id)
         if fingerprint is None:
             return None
-        if is_uncacheable(request) or _is_of_other_weights(request, fingerprint):
+        named = request_root(request, fingerprint, self._instance.root)
+        if named is None or _is_of_other_weights(request, fingerprint):
             self._unknown.add(request_id)
             return None
-        named = msgspec.msgpack.encode([fingerprint, self._instance.root, *particulars(request)])
         key = RequestKey(xxhash.xxh3_128_digest(named))
         known = _Known(RequestView(request, key), key)
         self._call("on_new_request", known.view)

@@ -47,10 +47,9 @@ class BlockNaming:
             request: ``all_token_ids``, or ``prompt_token_ids`` if that is missing, and if present
                 ``cache_salt``, ``lora_request``, ``mm_features``, ``prompt_embeds``, ``resumable``.
         """
-        uncacheable = is_uncacheable(request)
-        root = b"" if uncacheable else msgspec.msgpack.encode([self._root, *particulars(request)])
-        hashes = BlockHashes(self.block_size, root, self._hash)
-        return RequestNames(request, hashes, uncacheable=uncacheable)
+        root = request_root(request, self._root)
+        hashes = BlockHashes(self.block_size, root or b"", self._hash)
+        return RequestNames(request, hashes, uncacheable=root is None)
 
 
 class RequestNames:
@@ -91,31 +90,26 @@ def _tokens(request: Any) -> Any:
     return request.prompt_token_ids if tokens is None else tokens
 
 
-def is_uncacheable(request: Any) -> bool:
-    """Return whether a request's KV depends on something that no key can contain."""
+def request_root(request: Any, *parts: Any) -> bytes | None:
+    """Return everything that a request's KV depends on besides its tokens, encoded after `parts`.
+
+    None: its KV depends on something that no key can contain.
+    """
     if getattr(request, "prompt_embeds", None) is not None or _tokens(request) is None:
-        return True
+        return None
     # An adapter may be trained on under the same name and path.
     if getattr(request, "lora_request", None) is not None:
-        return True
+        return None
     # A session may get further media, which names of its first blocks would not contain.
     if getattr(request, "resumable", False):
-        return True
-    if any(each.identifier is None for each in getattr(request, "mm_features", None) or ()):
-        return True
+        return None
+    features = getattr(request, "mm_features", None) or ()
+    if any(each.identifier is None for each in features):
+        return None
+    # All media for every block: a block before the first medium could be shared, and is not.
+    media = [[each.identifier, each.mm_position.offset] for each in features]
     try:
-        msgspec.msgpack.encode(particulars(request))
+        return msgspec.msgpack.encode([*parts, getattr(request, "cache_salt", None), media])
     except UnicodeEncodeError:
         # JSON has texts that cannot be encoded: halves of surrogate pairs.
-        return True
-    return False
-
-
-def particulars(request: Any) -> list[Any]:
-    """Return everything that a request's KV depends on besides its tokens."""
-    # All media for every block: a block before the first medium could be shared, and is not.
-    media = [
-        [each.identifier, each.mm_position.offset]
-        for each in getattr(request, "mm_features", None) or ()
-    ]
-    return [getattr(request, "cache_salt", None), media]
+        return None
