@@ -8,6 +8,7 @@ one wrong byte in a block makes all later ones wrong, on all ranks, and the toke
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,12 +236,13 @@ class Instance:
         self.run()
         return request
 
-    def run(self, most=1000):
+    def run(self, most_s=8.0):
         """Step until no request is left, no block is held, and the connector is done."""
+        end = time.monotonic() + most_s
         while self.is_busy():
-            self.step()
-            most -= 1
-            assert most, "no progress"
+            if not self.step():
+                time.sleep(0.0005)
+            assert time.monotonic() < end, "no progress"
 
     def is_busy(self):
         requests = self.waiting or self.loading or self.running or self.held
@@ -273,7 +275,7 @@ class Instance:
     # -- a step
 
     def step(self):
-        """Make one step, whether there is something to compute or not."""
+        """Make one step, whether there is something to compute or not; return whether there was."""
         self.num_steps += 1
         self._admit()
         output = self._schedule()
@@ -283,6 +285,7 @@ class Instance:
         self.invalid = said.invalid_block_ids
         self.scheduler.update_connector_output(said)
         self._after(output, said)
+        return bool(output.num_scheduled_tokens)
 
     def _admit(self):
         # Only who is computed in this step as well, or loads beyond it.
@@ -365,6 +368,8 @@ class Instance:
             sent, received = worker.get_finished(output.finished_req_ids)
             said.finished_sending |= self._by_all(self._sent, sent)
             said.finished_recving |= self._by_all(self._received, received)
+            # As in vLLM: what ends here is reported with its failures.
+            said.invalid_block_ids |= worker.get_block_ids_with_load_errors()
             meta = worker.build_connector_worker_meta()
             assert_plain(meta)
             known = said.kv_connector_worker_meta
@@ -387,13 +392,15 @@ class Instance:
     def _after(self, output, said):
         for request_id in said.finished_sending:
             self.free.extend(self.held.pop(request_id))
+        # Also before all ranks have ended their loads: one of them may have failed sooner.
+        for request in self.loading.values():
+            self._recompute(request, said.invalid_block_ids)
         for request_id in said.finished_recving:
             request = self.loading.pop(request_id, None)
             if request is None:
                 # It was given up meanwhile; nobody writes into its blocks any more.
                 self.free.extend(self.held.pop(request_id))
                 continue
-            self._recompute(request, said.invalid_block_ids)
             self._start(request)
         for request_id, number in output.num_scheduled_tokens.items():
             request = self.running[request_id]

@@ -12,15 +12,11 @@ from pathlib import Path
 
 import torch
 
-from wtransfer.blocks import BlockGeometry
-from wtransfer.connectors.storage.files import BlockFiles
-from wtransfer.connectors.storage.incoming import lock
-from wtransfer.connectors.storage.store import Store, shelf_name
+from wtransfer.specs.file import FileTier
 from wtransfer.weights import process_weights
 
-GEOMETRY = BlockGeometry(4, (("bfloat16", 2 << 20),), 1, "a model")
-NUM_NAMES = 16
-SHELF = shelf_name(b"root", "fingerprint")
+NBYTES = 2 << 20
+NUM_KEYS = 16
 
 
 def driver():
@@ -35,33 +31,30 @@ def driver():
 
 @functools.cache
 def payload(number):
-    """Return what belongs to a name."""
+    """Return the bytes that belong to a key."""
     # A quarter of what the standard library takes, and it is for each process that is killed.
     generator = torch.Generator().manual_seed(number)
-    words = torch.randint(-(2**63), 2**63 - 1, (GEOMETRY.nbytes // 8,), generator=generator)
+    words = torch.randint(-(2**63), 2**63 - 1, (NBYTES // 8,), generator=generator)
     return words.numpy().tobytes()
 
 
-def hold_incoming(path, name):
-    """Write, and never come to the end."""
-    store = Store(path)
-    fd = store.incoming.folder.create_file(name)
-    assert lock(fd)
-    os.write(fd, b"half a bl")
-    Path(path, f"{name}.held").touch()
-    time.sleep(60)
-
-
 def write_for_ever(path, started):
-    """Write the same blocks again and again."""
-    store = Store(path)
-    files = BlockFiles(store, GEOMETRY, 0)
-    payloads = [payload(number) for number in range(NUM_NAMES)]
+    """Put the same blocks again and again."""
+    tier = FileTier({"shared_storage_path": path})
+    payloads = [payload(number) for number in range(NUM_KEYS)]
     Path(started).touch()
     while True:
         for number, data in enumerate(payloads):
-            with store.make_shelf(SHELF) as shelf:
-                files.write(shelf, bytes([number]) * 36, memoryview(data))
+            tier.put(bytes([number]) * 36, memoryview(data))
+
+
+def write_half(path, started):
+    """Begin to write a block, and never end."""
+    tier = FileTier({"shared_storage_path": path})
+    with tier._folders.temporary() as (_, fd):
+        os.write(fd, b"half a bl")
+        Path(started).touch()
+        time.sleep(60)
 
 
 def serve_for_ever(path, started, seed):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from driver import Instance, answer, names_in, transfer_config
-
-from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
 from wtransfer.connectors.storage.counts import Counts
 from wtransfer.connectors.storage.files import BlockFiles, file_name
 from wtransfer.connectors.storage.incoming import lock
 from wtransfer.connectors.storage.room import Room
 from wtransfer.connectors.storage.store import FORMAT, MAX_ASIDE, Store, shelf_name
+
+from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
 from wtransfer.errors import StorageError
 
 GEOMETRY = BlockGeometry(4, (("bfloat16", 40), ("bfloat16", 24)), 1, "a model")

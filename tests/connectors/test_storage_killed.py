@@ -9,8 +9,7 @@ import pytest
 import storage_jobs
 from driver import Instance, answer, names_in, transfer_config
 
-from wtransfer.connectors.storage.files import BlockFiles
-from wtransfer.connectors.storage.store import FORMAT, Store
+from wtransfer.specs.file import FORMAT, FileTier
 
 pytestmark = pytest.mark.slow  # processes that are killed
 
@@ -38,43 +37,48 @@ def kills(zygote, tmp_path, number):
         time.sleep(dice.random() * 0.05)
         child.kill()
         child.wait(PATIENCE_S)
-        num_caught += bool(names_in(incoming))
-        store = Store(str(tmp_path / "shared"))
+        num_caught += len(names_in(incoming)) > 1
+        tier = FileTier({"shared_storage_path": str(tmp_path / "shared")})
         assert names_in(incoming) == []
-        num_blocks += check(store)
-        store.close()
+        num_blocks += check(tier)
+        tier.close()
     assert num_blocks > 0
     return num_caught
 
 
-def check(store):
+def check(tier):
     """Fail if a block is there and is not right; return how many there are."""
-    files = BlockFiles(store, storage_jobs.GEOMETRY, 0)
-    into, num_found = bytearray(storage_jobs.GEOMETRY.nbytes), 0
-    shelf = store.shelf(storage_jobs.SHELF)
-    if shelf is None:
-        return 0
-    with shelf:
-        for number in range(storage_jobs.NUM_NAMES):
-            reason = files.read(shelf, bytes([number]) * 36, memoryview(into))
-            assert reason in (None, "absent")
-            if reason is None:
-                assert into == storage_jobs.payload(number)
-                num_found += 1
+    into, num_found = bytearray(storage_jobs.NBYTES), 0
+    for number in range(storage_jobs.NUM_KEYS):
+        if tier.get(bytes([number]) * 36, memoryview(into)):
+            assert into == storage_jobs.payload(number)
+            num_found += 1
     return num_found
 
 
-def test_a_writer_that_is_killed_tears_no_block(zygote, tmp_path):
+def test_sweep_spares_what_a_living_process_writes(zygote, tmp_path):
+    incoming = tmp_path / "shared" / FORMAT / "incoming"
+    child = start(zygote, tmp_path, "storage_jobs:write_half")
+    held = names_in(incoming)
+    FileTier({"shared_storage_path": str(tmp_path / "shared")}).close()
+    assert (len(held), names_in(incoming)) == (2, held)
+    child.kill()
+    child.wait(PATIENCE_S)
+    FileTier({"shared_storage_path": str(tmp_path / "shared")}).close()
+    assert names_in(incoming) == []
+
+
+def test_killed_writer_tears_no_block(zygote, tmp_path):
     assert kills(zygote, tmp_path, 12) > 0
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_writer_that_is_killed_200_times_tears_no_block(zygote, tmp_path):
+def test_writer_killed_200_times_tears_no_block(zygote, tmp_path):
     assert kills(zygote, tmp_path, 200) > 20
 
 
-def test_one_of_two_instances_may_be_killed_at_any_time(zygote, tmp_path, weights):
+def test_one_of_two_instances_is_killed(zygote, tmp_path, weights):
     dice, num_loaded = random.Random(11), 0
     transfer = transfer_config(
         "SharedStorageConnector", shared_storage_path=str(tmp_path / "shared"), max_bytes=60_000

@@ -9,7 +9,7 @@ import random
 import pytest
 from driver import Instance, answer, transfer_config
 
-from wtransfer.connectors.storage.store import FORMAT
+from wtransfer.specs.file import FORMAT
 
 NUM_ACTIONS = 60
 EXPECTED = functools.lru_cache(maxsize=None)(
@@ -104,7 +104,7 @@ class World:
         self.instances.append(self.make())
 
     def blocks(self):
-        return sorted(self.path.rglob(f"{FORMAT}/blocks-*/*"))
+        return sorted(self.path.rglob(f"{FORMAT}/blocks/*"))
 
     def check(self, made):
         """Compare what an instance has said with the truth, but for what a commit went through."""

@@ -43,8 +43,8 @@ class Kind:
     """Entry-point group; empty where backends of this kind are not discovered."""
     noun: str
     """What one of them is called in texts."""
-    base: str
-    """Base class as ``module:Class``."""
+    bases: tuple[str, ...]
+    """Base classes as ``module:Class``; one of them will do."""
     methods: tuple[str, ...] = ()
     """Where given, a class fits by having these methods, whatever its bases are."""
     unknown: str = ""
@@ -61,7 +61,7 @@ ENGINES = Kind(
     word="engines",
     group="wtransfer.engines",
     noun="weight transfer engine",
-    base="wtransfer.engines.interface:WeightTransferEngine",
+    bases=("wtransfer.engines.interface:WeightTransferEngine",),
     methods=("init_transfer_engine", "receive_weights", "shutdown"),
     unknown="Invalid weight transfer backend: {name}. Available engines: {available}",
     taken="Weight transfer engine '{name}' is already registered.",
@@ -72,7 +72,7 @@ CONNECTORS = Kind(
     word="connectors",
     group="wtransfer.connectors",
     noun="connector",
-    base="wtransfer.connectors.interface:Connector",
+    bases=("wtransfer.connectors.interface:Connector",),
     unknown="Unsupported connector type: {name}. Available connectors: {available}",
     taken="Connector '{name}' is already registered.",
 )
@@ -80,7 +80,7 @@ SPECS = Kind(
     word="specs",
     group="wtransfer.specs",
     noun="offloading spec",
-    base="wtransfer.specs.interface:OffloadingSpec",
+    bases=("wtransfer.specs.interface:OffloadingSpec", "wtransfer.specs.interface:Tier"),
     unknown="Unsupported spec type: {name}. Available specs: {available}",
     # The seed says "Connector" here, too; programs may rely on the text.
     taken="Connector '{name}' is already registered.",
@@ -89,7 +89,7 @@ TRAINERS = Kind(
     word="trainers",
     group="",
     noun="weight transfer trainer engine",
-    base="wtransfer.engines.interface:TrainerWeightTransferEngine",
+    bases=("wtransfer.engines.interface:TrainerWeightTransferEngine",),
     methods=("trainer_init", "send_weights"),
     unknown="Invalid weight transfer trainer backend: {name}. Available trainers: {available}",
     taken="Weight transfer trainer engine '{name}' is already registered.",

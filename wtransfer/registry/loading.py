@@ -248,15 +248,16 @@ def _check_class(record: Record, loaded: object) -> type:
         PluginTypeError: It is no class, misses methods or the base, or has abstract methods left.
     """
     kind, problem = record.kind, ""
+    base = " or ".join(kind.bases)
     if not isinstance(loaded, type):
-        problem = f"an object of type {type(loaded).__name__}; expected a class like {kind.base}"
+        problem = f"an object of type {type(loaded).__name__}; expected a class like {base}"
     elif missing := [each for each in kind.methods if not callable(getattr(loaded, each, None))]:
         problem = (
             f"the class {loaded.__qualname__} without {', '.join(missing)}; expected "
-            f"{', '.join(kind.methods)}, as in {kind.base}"
+            f"{', '.join(kind.methods)}, as in {base}"
         )
-    elif not kind.methods and not issubclass(loaded, pkgutil.resolve_name(kind.base)):
-        problem = f"the class {loaded.__qualname__}; expected a subclass of {kind.base}"
+    elif not kind.methods and not issubclass(loaded, tuple(map(pkgutil.resolve_name, kind.bases))):
+        problem = f"the class {loaded.__qualname__}; expected a subclass of {base}"
     elif inspect.isabstract(loaded):
         left = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
         problem = f"the class {loaded.__qualname__} with abstract methods left: {left}"

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from wtransfer.registry import hooks
 from wtransfer.registry.registry import registry
+from wtransfer.specs.interface import Tier
 from wtransfer.specs.seed_adapter import (
     adapt_spec,
     construct,
     extra_config_of,
     is_serving_config,
 )
+from wtransfer.specs.tier import tier_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -49,7 +51,7 @@ class OffloadingSpecFactory:
 
     @classmethod
     def get_spec_cls(cls, extra_config: Mapping[str, Any]) -> type[OffloadingSpec]:
-        """Return the class that options name.
+        """Return the class that options name; for a tier, the spec over it.
 
         Args:
             extra_config: ``spec_name``, by default ``CPUOffloadingSpec``, is looked up; where
@@ -57,12 +59,11 @@ class OffloadingSpecFactory:
 
         Raises:
             UnknownBackendError: No backend has this name, no module is named; a `ValueError`.
-            PluginTypeError: It is no subclass of `OffloadingSpec`; an `AssertionError`, too.
+            PluginTypeError: It is no subclass of `OffloadingSpec` or `Tier`; an `AssertionError`,
+                too.
             PluginError: It cannot be loaded, for one of the other reasons.
         """
-        return registry("specs").get_or_import(
-            extra_config.get("spec_name", DEFAULT), extra_config.get("spec_module_path")
-        )
+        return _spec_cls(extra_config, DEFAULT)
 
     @classmethod
     def create_spec(cls, config: Any, kv_cache_config: Any = None) -> OffloadingSpec:
@@ -86,14 +87,24 @@ class OffloadingSpecFactory:
                 too.
             PluginError: As for `get_spec_cls`.
         """
-        extra_config = extra_config_of(config)
-        spec_cls = cls.get_spec_cls(extra_config)
-        logger.info(
-            "Creating offloading spec with name: %s", extra_config.get("spec_name", DEFAULT)
-        )
-        spec = construct(spec_cls, config, kv_cache_config)
-        _observe(spec)
-        return spec if is_serving_config(config) else adapt_spec(spec, config)
+        return create_spec(config, kv_cache_config, DEFAULT)
+
+
+def create_spec(config: Any, kv_cache_config: Any, default: str) -> OffloadingSpec:
+    """Make a spec as `OffloadingSpecFactory.create_spec` does, with another default name."""
+    extra_config = extra_config_of(config)
+    spec_cls = _spec_cls(extra_config, default)
+    logger.info("Creating offloading spec with name: %s", extra_config.get("spec_name", default))
+    spec = construct(spec_cls, config, kv_cache_config)
+    _observe(spec)
+    return spec if is_serving_config(config) else adapt_spec(spec, config)
+
+
+def _spec_cls(extra_config: Mapping[str, Any], default: str) -> type[OffloadingSpec]:
+    found = registry("specs").get_or_import(
+        extra_config.get("spec_name", default), extra_config.get("spec_module_path")
+    )
+    return tier_spec(found) if issubclass(found, Tier) else found
 
 
 def _observe(spec: Any) -> None:

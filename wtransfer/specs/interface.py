@@ -35,7 +35,7 @@ import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from wtransfer.config import tokens_per_block
 
@@ -239,6 +239,9 @@ class CanonicalKVCacheRef:
     """Which of the tensors."""
     page_size_bytes: int
     """Bytes that are used."""
+    form: str = ""
+    """Layer, dtype, shape and order of the page's dimensions as text, equal where its bytes have
+    equal meaning; empty where the host does not say."""
 
 
 @dataclass
@@ -322,6 +325,15 @@ class OffloadingManager(ABC):
         are other keys, so old blocks are merely in the way.
         """
 
+    def load_failed(self, keys: Collection[OffloadKey]) -> bool:  # noqa: ARG002
+        """Record keys whose load has failed on a rank.
+
+        Returns:
+            Whether `lookup` takes that into account from now on. By default it does not: the
+            connector then replaces the keys (`wtransfer.kv.fence.InvalidatedKeys`).
+        """
+        return False
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what happened since the last call: of one `prepare_store`, removals first."""
         return ()
@@ -333,8 +345,12 @@ class OffloadingManager(ABC):
         """Whether steps are needed though no request is."""
         return False
 
-    def reset_cache(self) -> None:
-        """Forget every block that is not pinned, and the pinned ones when they are completed."""
+    def reset_cache(self) -> bool | None:
+        """Forget every block that is not pinned, and the pinned ones when they are completed.
+
+        Returns:
+            False where this tier cannot; anything else: done.
+        """
 
     def get_stats(self) -> Mapping[str, float]:
         """Return numbers for people: counters only rise, everything else may do both."""
@@ -356,6 +372,61 @@ def _looks_up_many(lookup: Any) -> bool:
 def _accept_request(self: OffloadingManager, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG001
     """Ask for what a request computes."""
     return RequestOffloadingContext()
+
+
+# -- a tier: a store of bytes by key --------------------------------------------------------------
+
+
+class Tier(ABC):
+    """A store of bytes by key: all that an author writes to keep KV cache somewhere else.
+
+    Registered in the group ``wtransfer.specs`` like an offloading spec, and named like one:
+    ``spec_name`` of `OffloadingConnector`. `wtransfer.specs.tier` does the rest: keys (tokens,
+    model, weights, layout, rank), header, checksum, threads, deadlines and statistics. So a store
+    that loses, truncates, mixes up or flips bytes costs hits, and never makes an answer wrong.
+
+    Methods may block. Threads of the spec call them, several at a time; never the scheduler or the
+    model. An exception is a failure of that call alone: a miss, or a block that is not kept. Each
+    process has an object of its own, the scheduler's too; objects with equal options reach the same
+    store, also at the same time. How much is kept, and what gives way, is up to the store.
+
+    Args:
+        options: ``kv_connector_extra_config``, without those of `wtransfer.specs.tier.TierOptions`.
+            One that is unknown or cannot be used is an `OffloadingOptionError`.
+    """
+
+    example_options: ClassVar[Mapping[str, Any]] = {}
+    """Options with which ``wtransfer plugins show`` writes an example."""
+
+    @abstractmethod
+    def __init__(self, options: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether `get` would find it. Keys have up to 66 bytes."""
+
+    @abstractmethod
+    def put(self, key: bytes, data: memoryview) -> None:
+        """Keep bytes under a key, in the place of what it had; `data` is reused afterwards."""
+
+    @abstractmethod
+    def get(self, key: bytes, into: memoryview) -> bool:
+        """Fill `into` with what is kept under a key.
+
+        Returns:
+            Whether that was done. False: there is nothing, or it has another length.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove keys; those that are not there are ignored."""
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return numbers for people; names of counters end in ``_total``."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of everything. A second call does nothing."""
 
 
 # -- the worker's side ------------------------------------------------------------------------
@@ -392,9 +463,16 @@ class OffloadingWorker(ABC):
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that have ended since the last call, each once."""
 
+    def get_released(self) -> set[int]:
+        """Return jobs that have not ended, but no longer use blocks of the cache.
+
+        A store that has copied its blocks elsewhere names its job here: the blocks are free.
+        """
+        return set()
+
     @abstractmethod
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended; unknown and ended ones count as ended.
+        """Wait until these jobs have ended or are released; unknown ones count as ended.
 
         Raises:
             StallError: They made no progress within the worker's deadline.

@@ -49,6 +49,7 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
 )
 from wtransfer.connectors.naming import BlockNaming
+from wtransfer.deadline import Deadline
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.testing.connector_host import (
     NUM_NEW_TOKENS,
@@ -525,7 +526,7 @@ class ConnectorConformance(ConformanceKit):
         params = bed.produce(prompt)
         bed.consumer.clear_cache()
         request = bed.submit_to_consumer(prompt, params)
-        plan = bed.consumer.loop.scheduler.plan()
+        plan = _plan_of(bed, bed.consumer, request)
         # The weights are the same again, but not those that the plan was made under.
         bed.weights.change(1, 0)
         bed.consumer.loop.scheduler.update(plan, bed.consumer.ranks.step(plan))
@@ -798,7 +799,7 @@ class ConnectorConformance(ConformanceKit):
             params = bed.produce(prompt)
             bed.consumer.clear_cache()
             request = bed.submit_to_consumer(prompt, params)
-            plan = bed.consumer.loop.scheduler.plan()
+            plan = _plan_of(bed, bed.consumer, request)
             bed.weights.change(*seeds)
             planned = list(request.block_ids[: request.num_external_tokens // BLOCK_SIZE])
             bed.consumer.loop.scheduler.update(plan, bed.consumer.ranks.step(plan))
@@ -1105,9 +1106,20 @@ def _planned(bed: ConnectorTestBed) -> tuple[Request, Any]:
     # An instance knows its weights after the first step.
     bed.step()
     request = bed.submit_to_producer(some_prompts(1)[0])
-    plan = bed.producer.loop.scheduler.plan()
+    plan = _plan_of(bed, bed.producer, request)
     assert plan.spans
     return request, plan
+
+
+def _plan_of(bed: ConnectorTestBed, instance: Any, request: Request) -> Any:
+    """Step until a plan gives blocks to a request: a connector may answer "ask again" before."""
+    deadline = Deadline(bed.deadline_s)
+    while True:
+        plan = instance.loop.scheduler.plan()
+        if request.block_ids:
+            return plan
+        instance.loop.scheduler.update(plan, instance.ranks.step(plan))
+        deadline.check("blocks for a request")
 
 
 def _check_not_saved(bed: ConnectorTestBed, request: Request, plan: Any) -> None:

@@ -33,11 +33,16 @@ from wtransfer.engines.interface import (
     WeightTransferUpdateInfo,
 )
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
-from wtransfer.specs.interface import OffloadingSpec, OffloadingWorker, TransferResult
+from wtransfer.specs.interface import (
+    OffloadingSpec,
+    OffloadingWorker,
+    Tier,
+    TransferResult,
+)
 from wtransfer.specs.manager import CPUOffloadingManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from wtransfer.blocks import OffloadKey
     from wtransfer.connectors.interface import KVConnectorOutput
@@ -269,6 +274,39 @@ class MemorySpec(OffloadingSpec):
         if self._worker is None:
             self._worker = self.worker_cls(kv_caches, self.blocks_per_chunk)
         return self._worker
+
+
+# -- tier
+
+
+class MemoryTier(Tier):
+    """Keep bytes in this process, under the option ``shelf``."""
+
+    shelves: ClassVar[defaultdict[str, dict[bytes, bytes]]] = defaultdict(dict)
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.kept = self.shelves[options.get("shelf", "")]
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which keys are kept."""
+        return [key in self.kept for key in keys]
+
+    def put(self, key: bytes, data: memoryview) -> None:
+        """Keep a copy."""
+        self.kept[key] = bytes(data)
+
+    def get(self, key: bytes, into: memoryview) -> bool:
+        """Copy what is kept, if it has this length."""
+        data = self.kept.get(key)
+        if data is None or len(data) != len(into):
+            return False
+        into[:] = data
+        return True
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Drop keys."""
+        for key in keys:
+            self.kept.pop(key, None)
 
 
 # -- connector

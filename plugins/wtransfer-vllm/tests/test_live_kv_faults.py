@@ -52,9 +52,12 @@ def engines(sealed, tmp_path):
 
 
 def block_files(folder):
-    """Return the files of all blocks in the storage connector's folder, by their folders."""
-    shelves = sorted((folder / "kv" / "wtransfer-kv-1").glob("blocks-*"))
-    return [sorted(shelf.iterdir()) for shelf in shelves]
+    """Return the files of all blocks in the storage connector's folder, once all are written."""
+    blocks, before = folder / "kv" / "wtransfer-kv-2" / "blocks", None
+    while not before or sorted(blocks.iterdir()) != before:
+        before = sorted(blocks.iterdir())
+        time.sleep(0.5)
+    return before
 
 
 def flip(file):
@@ -73,12 +76,12 @@ def cut(file):
 def test_damaged_blocks_are_computed(engines, fresh, tmp_path, damage):
     engine = engines(STORAGE, kv=RECOMPUTE)
     engine.do("answer", PROMPTS)
-    (files,) = block_files(tmp_path)
-    for file in files[::2]:
+    for file in block_files(tmp_path)[::2]:
         damage(file)
     forget_prefixes(engine)
     check_same(engine.do("answer", PROMPTS), fresh["A"])
-    # They were set aside and stored again.
+    # They were removed and stored again.
+    block_files(tmp_path)
     forget_prefixes(engine)
     again, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
     check_same(again, fresh["A"])
@@ -88,10 +91,10 @@ def test_damaged_blocks_are_computed(engines, fresh, tmp_path, damage):
 @nightly
 def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh, tmp_path):
     engines(STORAGE, kv=RECOMPUTE).do("answer", PROMPTS)
-    (of_a,) = block_files(tmp_path)
+    of_a = block_files(tmp_path)
     engine = engines(STORAGE, kv=RECOMPUTE, model="B")
     engine.do("answer", PROMPTS)
-    of_b = next(files for files in block_files(tmp_path) if files != of_a)
+    of_b = sorted({*block_files(tmp_path)} - {*of_a})
     # Each file of B becomes another block of B, or the block of A that has its place.
     kept = [file.read_bytes() for file in of_b]
     for number, file in enumerate(of_b):
@@ -175,6 +178,7 @@ def test_an_instance_that_was_killed_leaves_its_blocks_to_the_next(
     wait_until(lambda: list((tmp_path / "cache").rglob("fingerprint.json")))
     first.do("answer", ["a step by which the scheduler's side hears of it"])
     first.do("answer", PROMPTS)
+    block_files(tmp_path)
     os.killpg(first.process.pid, signal.SIGKILL)
     first.process.wait(20)
     second = engines(STORAGE, folder=models)

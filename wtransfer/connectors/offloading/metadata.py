@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from wtransfer.connectors.fenced import WeightReport
+from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata
 
 if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorWorkerMetadata
     from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec
     from wtransfer.weights import WeightVersions
+
+
+@dataclass
+class OffloadingHandshake(WeightHandshake):
+    """What a worker says before the first step."""
+
+    layout: bytes = b""
+    """Digest of how its cache is laid out: blocks of other layouts have other keys."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.config import blocks_per_chunk
 from wtransfer.connectors.fenced import reported_versions
@@ -14,6 +14,7 @@ from wtransfer.connectors.interface import ConnectorScheduler
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.connectors.offloading.metadata import (
     Job,
+    OffloadingHandshake,
     OffloadingMetadata,
     OffloadingWorkerMetadata,
 )
@@ -21,7 +22,7 @@ from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import BlockNotKeptError
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence
-from wtransfer.specs.factory import OffloadingSpecFactory
+from wtransfer.specs.factory import DEFAULT, create_spec
 from wtransfer.specs.interface import (
     GPULoadStoreSpec,
     LookupResult,
@@ -57,6 +58,7 @@ class _Offered:
     num_there: int = 0
     num_loaded: int = 0
     num_offered: int | None = None
+    first_own: int = 0
     doubtful: int = 0
     storing: set[int] = field(default_factory=set)
 
@@ -84,10 +86,13 @@ class OffloadingScheduler(ConnectorScheduler):
         kv_cache_config: Shape of the KV cache; None: it stands in ``config.cache_config``.
     """
 
+    default_spec: ClassVar[str] = DEFAULT
+    """Name of the spec where the options name none."""
+
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
-        instance = Instance.of(config)
-        spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
+        self._instance = instance = Instance.of(config)
+        spec = create_spec(config, kv_cache_config or config.cache_config, self.default_spec)
         self._manager = adapt_spec(spec).get_manager()
         self._num_ranks = instance.num_ranks
         self._fence = SchedulerFence(self._num_ranks)
@@ -95,7 +100,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self._block_size = instance.block_size
         extra = config.kv_transfer_config.kv_connector_extra_config or {}
         self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
-        self._naming = BlockNaming(self._block_size * self._blocks_per_chunk, instance.root)
+        self._naming = self._name_blocks({})
         self._requests: dict[str, _Offered] = {}
         self._progress = Progress()
         self._job_ids = itertools.count()
@@ -116,6 +121,11 @@ class OffloadingScheduler(ConnectorScheduler):
             fence_blocks_invalidated_total=0,
         )
 
+    def _name_blocks(self, layouts: Mapping[int, bytes]) -> BlockNaming:
+        """Return the naming of blocks that all ranks lay out in this way."""
+        layout = b"".join(layouts.get(rank, b"") for rank in range(self._num_ranks))
+        return BlockNaming(self._block_size * self._blocks_per_chunk, self._instance.root + layout)
+
     # -- what there is
 
     def on_new_request(self, request: Any) -> None:
@@ -131,7 +141,7 @@ class OffloadingScheduler(ConnectorScheduler):
         chunk = self._naming.block_size
         last = (request.num_tokens - 1) // chunk
         first = num_computed_tokens // chunk
-        if num_computed_tokens % self._block_size or last <= first:
+        if num_computed_tokens % self._block_size or last <= first or not self._instance.receives:
             return 0, False
         found = self._num_hits(request.request_id, offered, first, last)
         if found is None:
@@ -161,13 +171,16 @@ class OffloadingScheduler(ConnectorScheduler):
         if self._fence.versions(request_id) is None:
             self._counts["fence_misses_total"] += 1
         keys = self._keys(request_id, offered, first, last)
-        for count, key in enumerate(keys):
+        num_hits, is_pending = 0, False
+        # All that may be hits are looked up, also behind one that is not known yet: a manager that
+        # has to ask does so once for the request, and not once for each block.
+        for key in keys:
             found = self._manager.lookup(key, offered.context)
-            if found is LookupResult.RETRY:
-                return None
-            if found is not LookupResult.HIT:
-                return count
-        return len(keys)
+            if found not in (LookupResult.HIT, LookupResult.RETRY):
+                break
+            is_pending |= found is LookupResult.RETRY
+            num_hits += 1
+        return None if is_pending else num_hits
 
     def _begin(self, request: Any) -> _Offered:
         """Return what the spec knows of a request that has no blocks of its own.
@@ -185,7 +198,7 @@ class OffloadingScheduler(ConnectorScheduler):
             return self._announce(request)
         # Those that jobs may still read are no longer its own.
         offered.storing.clear()
-        offered.num_offered, offered.num_loaded = None, 0
+        offered.num_offered, offered.num_loaded, offered.first_own = None, 0, 0
         return offered
 
     def _announce(self, request: Any) -> _Offered:
@@ -234,9 +247,12 @@ class OffloadingScheduler(ConnectorScheduler):
                 # Another connector loads them, within the step perhaps. Should that fail, all that
                 # the step computes is wrong, and some hosts end it as if it were not.
                 offered.doubtful = self._step
+                # Nor is a chunk stored of which the other one has loaded a part.
+                offered.first_own = -(-tracked.num_before // chunk)
+        offered.first_own = min(offered.first_own, -(-tracked.num_before // chunk))
         # A step that did not count is taken again, and what it was to store was not.
-        offered.num_offered = min(offered.num_offered, before)
-        if offered.doubtful > self._num_heard:
+        offered.num_offered = max(min(offered.num_offered, before), offered.first_own)
+        if offered.doubtful > self._num_heard or not self._instance.sends:
             return
         end = tracked.num_computed // chunk
         versions = self._fence.versions(request.request_id)
@@ -315,8 +331,15 @@ class OffloadingScheduler(ConnectorScheduler):
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Hear what the ranks compute with, before the first step."""
+        """Record weights and layout of all ranks, before the first step."""
         self._hear(reported_versions(metadata))
+        layouts = {
+            rank: each.layout
+            for rank, each in metadata.items()
+            if isinstance(each, OffloadingHandshake)
+        }
+        if layouts:
+            self._naming = self._name_blocks(layouts)
 
     def request_finished(
         self,
@@ -372,7 +395,11 @@ class OffloadingScheduler(ConnectorScheduler):
             return
         self._counts["load_jobs_failed_total"] += not job.success
         self._manager.complete_load(job.keys, job.context)
-        if not job.success and job.versions is self._fence.current:
+        if job.success or job.versions is not self._fence.current:
+            return
+        # Managers of other classes may not have it.
+        load_failed = getattr(self._manager, "load_failed", None)
+        if load_failed is None or not load_failed(job.keys):
             self._counts["fence_blocks_invalidated_total"] += self._invalidated.add(job.keys)
 
     # -- the rest
@@ -386,9 +413,8 @@ class OffloadingScheduler(ConnectorScheduler):
         return self._manager.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Forget everything that is kept."""
-        self._manager.reset_cache()
-        return True
+        """Forget everything that is kept; return False where the spec cannot."""
+        return self._manager.reset_cache() is not False
 
     def get_stats(self) -> dict[str, float]:
         """Return the manager's numbers, and those of jobs."""

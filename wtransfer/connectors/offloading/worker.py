@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.connectors.fenced import WeightHandshake
+import xxhash
+
+from wtransfer.connectors.caches import page_form
 from wtransfer.connectors.interface import ConnectorWorker
-from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
+from wtransfer.connectors.offloading.metadata import (
+    OffloadingHandshake,
+    OffloadingWorkerMetadata,
+    Outcome,
+)
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import ConnectorRoleError
 from wtransfer.kv.fence import WorkerFence
-from wtransfer.specs.factory import OffloadingSpecFactory
+from wtransfer.specs.factory import DEFAULT, create_spec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -37,13 +43,18 @@ class OffloadingSide(ConnectorWorker):
         kv_cache_config: Shape of the KV cache; None: it stands in ``config.cache_config``.
     """
 
+    default_spec: ClassVar[str] = DEFAULT
+    """Name of the spec where the options name none."""
+
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         super().__init__(config, kv_cache_config)
         self._rank = Instance.of(config).rank
-        spec = OffloadingSpecFactory.create_spec(config, kv_cache_config or config.cache_config)
+        spec = create_spec(config, kv_cache_config or config.cache_config, self.default_spec)
         self._spec = adapt_spec(spec)
         self._fence = WorkerFence(self._rank)
         self._made: OffloadingWorker | None = None
+        self._layout = b""
+        self._saved_step = -1
         self._loading: dict[int, Job] = {}
         self._storing: dict[int, Job] = {}
         self._outcomes: list[Outcome] = []
@@ -66,12 +77,17 @@ class OffloadingSide(ConnectorWorker):
             )
             for cache in kv_caches.values()
         ]
-        pages = [CanonicalKVCacheRef(i, each.page_size_bytes) for i, each in enumerate(tensors)]
+        forms = [page_form(name, cache) for name, cache in kv_caches.items()]
+        pages = [
+            CanonicalKVCacheRef(number, each.page_size_bytes, form)
+            for number, (each, form) in enumerate(zip(tensors, forms, strict=True))
+        ]
+        self._layout = xxhash.xxh3_128_digest("\n".join(forms).encode())
         self._made = self._spec.get_worker(CanonicalKVCaches(tensors, [pages]))
 
-    def get_handshake_metadata(self) -> WeightHandshake:
-        """Return what this rank computes with."""
-        return WeightHandshake(self._fence.version())
+    def get_handshake_metadata(self) -> OffloadingHandshake:
+        """Return what this rank computes with, and how its cache is laid out."""
+        return OffloadingHandshake(self._fence.version(), self._layout)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingMetadata) -> None:  # type: ignore[override]
         """Wait for the jobs that still read blocks which are taken away."""
@@ -106,8 +122,10 @@ class OffloadingSide(ConnectorWorker):
     def wait_for_save(self) -> None:
         """Begin the step's stores; their blocks stay what they are until these have ended."""
         metadata: OffloadingMetadata = self.metadata
-        stores, metadata.stores = metadata.stores, []
-        for job in stores:
+        if self._saved_step == metadata.step:
+            return
+        self._saved_step = metadata.step
+        for job in metadata.stores:
             self._storing[job.job_id] = job
             if not self._fence.admits(job.versions):
                 self._counts["fence_stores_refused_total"] += 1
@@ -119,7 +137,10 @@ class OffloadingSide(ConnectorWorker):
         """Return requests whose blocks are free of jobs, and those that were loaded."""
         for result in self._worker.get_finished():
             self._end(result.job_id, result.success, result.transfer_size or 0)
-        busy = {job.request_id for job in (*self._loading.values(), *self._storing.values())}
+        # Workers of other classes may not have it.
+        released: set[int] = getattr(self._worker, "get_released", set)()
+        storing = (job for number, job in self._storing.items() if number not in released)
+        busy = {job.request_id for job in (*self._loading.values(), *storing)}
         sent = self._ended - busy
         self._ended -= sent
         received, self._received = self._received, set()
@@ -132,8 +153,9 @@ class OffloadingSide(ConnectorWorker):
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
         """Return what has ended, and what this rank computes with."""
-        # Those of a step that computed nothing: what they were to store is not there.
-        self._outcomes += [Outcome(job.job_id, success=False) for job in self.metadata.stores]
+        if self._saved_step != self.metadata.step:
+            # A step that computed nothing: what it was to store is not there.
+            self._outcomes += [Outcome(job.job_id, success=False) for job in self.metadata.stores]
         outcomes, self._outcomes = self._outcomes, []
         step = {self._rank: self.metadata.step}
         return OffloadingWorkerMetadata(self._fence.report(), {self._rank: outcomes}, step)

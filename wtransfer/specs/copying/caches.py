@@ -63,7 +63,9 @@ def geometries_of(
     geometries = []
     for number, (group, refs) in enumerate(zip(config.groups, refs_of, strict=True)):
         blocks_per_chunk = config.cache.blocks_per_chunk
-        pages = tuple((config.model.dtype, ref.page_size_bytes) for ref in refs)
+        pages = tuple(
+            (getattr(ref, "form", "") or config.model.dtype, ref.page_size_bytes) for ref in refs
+        )
         geometry = BlockGeometry(
             group.tokens_per_block * blocks_per_chunk,
             pages * blocks_per_chunk,

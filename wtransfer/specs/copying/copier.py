@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from wtransfer.specs.copying.pages import GroupPages, Numbers, Places
     from wtransfer.specs.shared_region import HeaderForm, Look, SharedRegion
 
-Reason = Mismatch | Literal["reused", "malformed", "shutdown", "error"]
+Reason = Mismatch | Literal["reused", "malformed", "slow", "shutdown", "error"]
 """Why a job failed. *reused*: the slot was given to another block meanwhile. *malformed*: its two
-sides do not belong together. *shutdown*: the worker was shut down. *error*: something raised; the
-log has it."""
+sides do not belong together. *slow*: it was not done by its deadline. *shutdown*: the worker was
+shut down. *error*: something raised; the log has it."""
 
 STEP_NBYTES = 512 * 1024
 """Bytes that are copied and then digested, or the other way round: a processor's cache holds them.

@@ -6,8 +6,10 @@ gives a slot to another block too early finds one of both blocks in it, never a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -23,7 +25,7 @@ from wtransfer.specs.interface import TransferResult
 from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from wtransfer.specs.copying.copier import Reason
     from wtransfer.specs.copying.pages import Numbers
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["store", "load"]
 """Which way a job copies."""
 
+_COMMIT_S = 0.001
 SHUTDOWN_S = 0.8
 """How long the steps that run may still take when the worker is shut down."""
 
@@ -53,7 +56,9 @@ class Job:
     def __init__(self, job_id: int, kind: Kind, steps: Sequence[Step], slots: Numbers) -> None:
         self.job_id, self.kind, self.steps, self.slots = job_id, kind, steps, slots
         self.num_left = len(steps)
-        """Steps that have not ended."""
+        """Steps and further parts that have not ended."""
+        self.num_steps_left = len(steps)
+        """Steps that have not ended: while there are any, the cache is in use."""
         self.serial = -1
         """Its place in the order of submission."""
         self.num_before = 0
@@ -66,6 +71,10 @@ class Job:
         """Why it has failed."""
         self.began: float | None = None
         """When its first step began."""
+        self.deadline: Deadline | None = None
+        """When it is given up, unless a step is writing to the cache."""
+        self.num_committing = 0
+        """Steps that are writing to the cache."""
 
     def result(self) -> TransferResult:
         """Return how it ended."""
@@ -81,11 +90,21 @@ class Jobs:
         num_slots: Slots of the arena.
         num_threads: Threads for each direction.
         deadline_s: Longest time without progress while somebody waits, in seconds.
+        give_up_s: Time after which a job fails, in seconds, whatever its steps still do: they write
+            to the cache within `committing` only. None: a job takes as long as it takes.
     """
 
-    def __init__(self, name: str, num_slots: int, num_threads: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_slots: int,
+        num_threads: int,
+        deadline_s: float,
+        give_up_s: float | None = None,
+    ) -> None:
         self._name = name
         self._deadline_s = deadline_s
+        self._give_up_s = give_up_s
         # Loads have threads of their own: a request waits for them, nobody does for a store.
         self._threads = {
             "store": CopyThreads("wtransfer-store", num_threads, NICENESS),
@@ -111,6 +130,8 @@ class Jobs:
         with self._moved:
             if self._closed or job.job_id in self._open:
                 return False
+            if self._give_up_s is not None:
+                job.deadline = Deadline(self._give_up_s)
             self._open[job.job_id] = job
             before = self._line_up(job)
         if not before:
@@ -131,14 +152,66 @@ class Jobs:
             self._conclude(failed)
         return True
 
-    def finished(self) -> list[TransferResult]:
-        """Return what has ended since the last call."""
+    @contextlib.contextmanager
+    def committing(self, job_id: int) -> Iterator[None]:
+        """Let a step write to the cache: its job is not given up meanwhile.
+
+        Raises:
+            RefusedError: The job was given up before.
+        """
         with self._moved:
+            job = self._open.get(job_id)
+            if job is None or job.reason is not None:
+                raise RefusedError("slow")
+            job.num_committing += 1
+        try:
+            yield
+        finally:
+            with self._moved:
+                job.num_committing -= 1
+
+    def add_part(self, job_id: int) -> None:
+        """Add a part that outlasts the step that calls this, until `end_part`."""
+        with self._moved:
+            job = self._open.get(job_id)
+            if job is not None:
+                job.num_left += 1
+
+    def end_part(self, job_id: int, reason: Reason | None) -> None:
+        """End a part that `add_part` has added; a reason fails the job."""
+        with self._moved:
+            job = self._open.get(job_id)
+            freed = [] if job is None else self._end_of(job, 0, reason)
+        for each in freed:
+            self._begin(each)
+
+    def released(self) -> set[int]:
+        """Return jobs that have not ended, and no longer use the cache."""
+        with self._moved:
+            return {each.job_id for each in self._open.values() if not each.num_steps_left}
+
+    def seconds_left(self, job_id: int) -> float:
+        """Return how long until a job is given up; 0 for one that has ended."""
+        with self._moved:
+            job = self._open.get(job_id)
+            return 0.0 if job is None or job.deadline is None else job.deadline.remaining()
+
+    def finished(self) -> list[TransferResult]:
+        """Return what has ended since the last call, and what is given up now."""
+        with self._moved:
+            self._give_up()
             finished, self._finished = self._finished, []
             return finished
 
-    def wait(self, job_ids: Iterable[int]) -> None:
-        """Wait until jobs have ended.
+    def _give_up(self) -> None:
+        for job in list(self._open.values()):
+            if job.deadline is not None and job.deadline.expired and not job.num_committing:
+                job.reason = job.reason or "slow"
+                self._end(job)
+                self._moved.notify_all()
+
+    def wait(self, job_ids: Iterable[int], *, released: bool = False) -> None:
+        """Wait until jobs have ended; or, if `released`, no longer use the cache.
 
         Raises:
             StallError: Nothing moved for the time allowed.
@@ -146,9 +219,14 @@ class Jobs:
         wanted = set(job_ids)
         deadline = Deadline(self._deadline_s)
         with self._moved:
-            while left := wanted & self._open.keys():
+            while left := {
+                each
+                for each in wanted & self._open.keys()
+                if not released or self._open[each].num_steps_left
+            }:
                 seen = self._progress(left)
-                self._moved.wait(deadline.remaining())
+                self._moved.wait(min(deadline.remaining(), self._next_s(left)))
+                self._give_up()
                 if self._progress(left) != seen:
                     deadline.restart()
                 elif deadline.expired:
@@ -184,6 +262,12 @@ class Jobs:
         return all(ended)
 
     # -- one job
+
+    def _next_s(self, job_ids: Iterable[int]) -> float:
+        """Return how long until the first of these jobs is to be given up, in seconds."""
+        deadlines = (self._open[each].deadline for each in job_ids)
+        left = (each.remaining() for each in deadlines if each is not None)
+        return max(_COMMIT_S, min(left, default=math.inf))
 
     def _progress(self, job_ids: Iterable[int]) -> tuple[int, int]:
         """Return what changes when jobs come nearer to their end.
@@ -223,14 +307,20 @@ class Jobs:
         with self._moved:
             if job.serial not in self._users:
                 return  # it hung, and was given up
-            job.nbytes += nbytes
-            job.reason = job.reason or reason
-            job.num_left -= 1
-            self._num_steps += 1
-            freed = self._end(job) if not job.num_left else []
-            self._moved.notify_all()
+            job.num_steps_left -= 1
+            freed = self._end_of(job, nbytes, reason)
         for each in freed:
             self._begin(each)
+
+    def _end_of(self, job: Job, nbytes: int, reason: Reason | None) -> list[Job]:
+        """Record the end of a step or part; return the jobs that may begin now."""
+        job.nbytes += nbytes
+        job.reason = job.reason or reason
+        job.num_left -= 1
+        self._num_steps += 1
+        freed = self._end(job) if not job.num_left else []
+        self._moved.notify_all()
+        return freed
 
     def _outcome(self, job: Job, step: Step) -> tuple[int, Reason | None]:
         try:

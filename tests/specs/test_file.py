@@ -1,0 +1,381 @@
+"""Tier ``file``: whole blocks or none, within the folder and the bound. FAULTS 32 to 36."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from wtransfer.errors import DescriptorLimitError, OffloadingOptionError, StorageError
+from wtransfer.specs.file import FORMAT, FileTier
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+KEY, OTHER = b"k" * 38, b"o" * 38
+DATA = bytes(range(200))
+NBYTES = len(DATA)
+AT_ONCE_S = 0.05
+
+
+@pytest.fixture
+def open_tier(tmp_path):
+    """Open tiers over one folder."""
+    made = []
+
+    def make(**options):
+        made.append(FileTier({"shared_storage_path": str(tmp_path / "shared"), **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def tier(open_tier):
+    return open_tier()
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    return tmp_path / "shared" / FORMAT / "blocks"
+
+
+@pytest.fixture
+def incoming(tmp_path):
+    return tmp_path / "shared" / FORMAT / "incoming"
+
+
+def put(tier, key=KEY, data=DATA):
+    tier.put(key, memoryview(data))
+
+
+def get(tier, key=KEY, nbytes=NBYTES):
+    """Return what is kept, or None."""
+    into = bytearray(nbytes)
+    return bytes(into) if tier.get(key, memoryview(into)) else None
+
+
+def temporaries(incoming):
+    return [each.name for each in incoming.iterdir() if not each.name.endswith(".lock")]
+
+
+# -- bytes by key
+
+
+def test_put_get_contains_remove(tier, open_tier, incoming):
+    assert (tier.contains([KEY, OTHER]), get(tier)) == ([False, False], None)
+    put(tier)
+    put(tier, OTHER, DATA[::-1])
+    second = open_tier()
+    assert (get(second), get(second, OTHER)) == (DATA, DATA[::-1])
+    tier.remove([KEY, b"never"])
+    assert (second.contains([KEY, OTHER]), get(second)) == ([False, True], None)
+    assert temporaries(incoming) == []
+
+
+def test_put_replaces(tier):
+    put(tier)
+    put(tier, data=DATA[::-1])
+    assert get(tier) == DATA[::-1]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, NBYTES - 1, NBYTES + 1])
+def test_other_length_is_a_miss(tier, nbytes):
+    put(tier)
+    assert get(tier, nbytes=nbytes) is None
+
+
+def test_reader_keeps_the_block_it_has_opened(tier, monkeypatch):
+    put(tier)
+    preadv = os.preadv
+
+    def replace_and_read(*args):
+        monkeypatch.undo()
+        put(tier, data=DATA[::-1])
+        tier.remove([KEY])
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", replace_and_read)
+    assert get(tier) == DATA
+
+
+def test_file_that_shrinks_while_it_is_read_is_a_miss(tier, blocks, monkeypatch):
+    put(tier)
+    preadv = os.preadv
+
+    def shrink_and_read(*args):
+        os.truncate(blocks / KEY.hex(), 100)
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", shrink_and_read)
+    assert get(tier) is None
+
+
+def test_folder_removed_by_hand_is_made_again(tier, tmp_path):
+    put(tier)
+    shutil.rmtree(tmp_path / "shared")
+    assert (get(tier), tier.contains([KEY])) == (None, [False])
+    put(tier)
+    assert get(tier) == DATA
+
+
+# -- what others plant
+
+
+def plant_socket(path):
+    with socket.socket(socket.AF_UNIX) as sock:
+        os.chdir(path.parent)
+        sock.bind("s")
+        Path("s").rename(path)
+
+
+def plant_folder(path):
+    path.mkdir()
+    (path / "inside").write_text("x")
+
+
+PLANTED = {
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "link to a good block": lambda path: path.symlink_to(path.with_name("good")),
+    "second name of a good block": lambda path: os.link(path.with_name("good"), path),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "pipe": os.mkfifo,
+    "folder": plant_folder,
+    "socket": plant_socket,
+    "device": lambda path: os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5)),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_planted_entry_is_a_miss_at_once_and_is_replaced(tier, blocks, what, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    put(tier)
+    path, good = blocks / KEY.hex(), blocks / "good"
+    path.rename(good)
+    try:
+        PLANTED[what](path)
+    except PermissionError:
+        pytest.skip("devices cannot be made here")
+    begun = time.monotonic()
+    assert (get(tier), tier.contains([KEY])) == (None, [False])
+    assert time.monotonic() - begun < AT_ONCE_S
+    put(tier)
+    assert (get(tier), tier.contains([KEY]), good.read_bytes()) == (DATA, [True], DATA)
+
+
+@pytest.mark.parametrize("name", [FORMAT, f"{FORMAT}/blocks", f"{FORMAT}/incoming"])
+@pytest.mark.parametrize("what", ["link", "file", "open to others"])
+def test_folder_that_is_not_private_is_refused(open_tier, tmp_path, name, what):
+    open_tier().close()
+    path = tmp_path / "shared" / name
+    if what == "open to others":
+        path.chmod(0o777)
+    else:
+        shutil.rmtree(path)
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir(mode=0o700)
+        path.symlink_to(elsewhere) if what == "link" else path.touch()
+    with pytest.raises(StorageError, match=r"not this user's alone|opening the folder"):
+        open_tier()
+
+
+def test_files_are_private(tier, tmp_path):
+    before = os.umask(0)
+    try:
+        put(tier)
+    finally:
+        os.umask(before)
+    inner = tmp_path / "shared" / FORMAT
+    assert {path.stat().st_mode & 0o077 for path in (inner, *inner.rglob("*"))} == {0}
+
+
+# -- the bound
+
+
+def kept(tier, number):
+    return [
+        n
+        for n, there in enumerate(tier.contains([bytes([n]) * 38 for n in range(number)]))
+        if there
+    ]
+
+
+def test_least_recently_used_is_evicted(open_tier, blocks):
+    tier = open_tier(max_bytes=10 * NBYTES)
+    for n in range(10):
+        put(tier, bytes([n]) * 38)
+    assert get(tier, bytes([0]) * 38) == DATA
+    put(tier, bytes([10]) * 38)
+    # Room for one, and an eighth of the bound so that it lasts for a while.
+    assert kept(tier, 11) == [0, 4, 5, 6, 7, 8, 9, 10] or kept(tier, 11) == [0, *range(3, 11)]
+    assert sum(each.stat().st_size for each in blocks.iterdir()) <= 10 * NBYTES
+    assert tier.get_stats()["files_evicted_total"] > 0
+
+
+def test_bound_counts_what_other_processes_write(open_tier, blocks):
+    tiers = [open_tier(max_bytes=64 * NBYTES) for _ in range(3)]
+    for n in range(200):
+        put(tiers[n % 3], bytes([n]) * 38)
+        total = sum(each.stat().st_size for each in blocks.iterdir())
+        assert total <= (64 + 3) * NBYTES
+    assert total > 32 * NBYTES
+
+
+def test_smallest_bound_holds(open_tier, blocks):
+    large, small = open_tier(), open_tier(max_bytes=4 * NBYTES)
+    for n in range(20):
+        put(large, bytes([n]) * 38)
+    put(small)
+    assert sum(each.stat().st_size for each in blocks.iterdir()) <= 4 * NBYTES
+
+
+def test_block_above_the_bound_is_refused(open_tier, blocks):
+    with pytest.raises(StorageError, match="max_bytes=10 is less than a block of 200 bytes"):
+        put(open_tier(max_bytes=10))
+    assert list(blocks.iterdir()) == []
+
+
+# -- writers that died
+
+
+def test_leftovers_of_a_dead_writer_are_swept_and_a_living_ones_are_not(tier, open_tier, incoming):
+    with tier._folders.temporary() as (name, _):
+        # A process that died: its lock is free.
+        for each in ("0123.lock", "0123.0", "0123.1"):
+            (incoming / each).write_bytes(b"half a bl")
+        open_tier()
+        assert temporaries(incoming) == [name]
+        assert len(list(incoming.iterdir())) == 2
+
+
+def test_writer_whose_lock_file_was_swept_takes_another(tier, open_tier, incoming, monkeypatch):
+    flock, swept = fcntl.flock, []
+
+    def sweep_and_lock(fd, how):
+        if not swept:
+            swept.append(True)
+            for each in incoming.iterdir():
+                each.unlink()
+        return flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_and_lock)
+    put(tier)
+    assert (get(tier), swept) == (DATA, [True])
+
+
+def test_writer_gives_up_where_every_lock_file_is_taken(tier, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(BlockingIOError()))
+    with pytest.raises(StorageError, match="let only wtransfer write there"):
+        put(tier)
+
+
+@pytest.mark.parametrize("age_s", [10, 7200])
+def test_without_locks_old_leftovers_are_swept(tier, open_tier, incoming, monkeypatch, age_s):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    put(tier)
+    left = incoming / "0123.0"
+    left.write_bytes(b"half a bl")
+    when = time.time() - age_s
+    os.utime(left, (when, when))
+    open_tier()
+    assert (left.exists(), get(tier)) == (age_s < 3600, DATA)
+
+
+# -- disks
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE])
+@pytest.mark.parametrize("call", ["open", "pwritev", "replace", "fchmod"])
+def test_failed_put_leaves_nothing_and_the_next_one_works(
+    tier, tmp_path, monkeypatch, number, call
+):
+    put(tier, OTHER)
+    folder = tmp_path / "shared" / FORMAT
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises((StorageError, DescriptorLimitError)):
+            put(tier)
+    assert temporaries(folder / "incoming") == []
+    assert not (folder / "blocks" / KEY.hex()).exists()
+    put(tier)
+    assert get(tier) == DATA
+
+
+@pytest.mark.parametrize("call", ["open", "fstat", "preadv"])
+def test_failed_get_is_an_error_and_the_block_stays(tier, monkeypatch, call):
+    put(tier)
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StorageError, match="Input/output error"):
+            get(tier)
+    assert get(tier) == DATA
+
+
+def test_full_disk_evicts_the_oldest(tmp_path):
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    tier, data = FileTier({"shared_storage_path": str(place)}), bytes(20_000)
+
+    def succeeds(n):
+        try:
+            put(tier, bytes([n]) * 38, data)
+        except StorageError as error:
+            return "No space left" not in str(error)
+        return True
+
+    try:
+        failed = [n for n in range(60) if not succeeds(n)]
+        assert 0 < len(failed) < 30
+        assert kept(tier, 60)[-1] >= 58
+        assert temporaries(place / FORMAT / "incoming") == []
+    finally:
+        tier.close()
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+# -- options
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "missing required field `shared_storage_path`"),
+        ({"shared_storage_path": ""}, "length >= 1"),
+        ({"shared_storage_path": "a\0b"}, "shared_storage_path"),
+        ({"shared_storage_path": "x", "max_byte": 1}, "unknown field `max_byte`; the options of"),
+        ({"shared_storage_path": "x", "max_bytes": 0}, ">= 1"),
+        ({"shared_storage_path": "x", "max_bytes": "1G"}, "max_bytes"),
+    ],
+)
+def test_option_that_cannot_be_used_is_refused(options, text):
+    with pytest.raises(OffloadingOptionError, match=text):
+        FileTier(options)
+
+
+def test_path_that_is_no_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="making the folder"):
+        FileTier({"shared_storage_path": str(tmp_path / "file")})

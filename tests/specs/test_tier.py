@@ -1,0 +1,470 @@
+"""A spec over any tier: whatever a store of bytes does, a hit is the right block."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict
+
+import pytest
+import torch
+
+from wtransfer.blocks import HEADER_NBYTES, fence_key, make_offload_key
+from wtransfer.config import OffloadingCacheConfig, OffloadingConfig, OffloadingParallelConfig
+from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTypeError
+from wtransfer.specs.factory import OffloadingSpecFactory
+from wtransfer.specs.interface import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+)
+from wtransfer.specs.tier import FAILED_S, LOOKUP_S, TierLoadStoreSpec, rank_key, tier_spec
+from wtransfer.testing.fakes import MemoryTier
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+PAGE, NUM_LAYERS, NUM_BLOCKS = 64, 2, 16
+PATIENCE_S = 10.0
+numbers = itertools.count()
+
+
+def key(number):
+    return fence_key(make_offload_key(b"block %d" % number), "weights")
+
+
+class Gate(MemoryTier):
+    """A tier whose calls can be held, or fail."""
+
+    held: set[str]
+    failing: set[str]
+    entered: defaultdict[str, int]
+    gate: threading.Event
+
+    def call(self, name):
+        self.entered[name] += 1
+        if name in self.failing:
+            raise ConnectionError(f"{name} is refused")
+        if name in self.held:
+            self.gate.wait(30)
+
+    def contains(self, keys):
+        self.call("contains")
+        return super().contains(keys)
+
+    def put(self, key, data):
+        self.call("put")
+        super().put(key, data)
+
+    def get(self, key, into):
+        self.call("get")
+        return super().get(key, into)
+
+    def remove(self, keys):
+        self.call("remove")
+        super().remove(keys)
+
+
+class Rig:
+    """A manager, and a worker and a cache of each rank, over one store."""
+
+    def __init__(self, *, num_ranks=1, blocks_per_chunk=1, shelf=None, page=PAGE, **options):
+        new = {"held": set(), "failing": set(), "entered": defaultdict(int)}
+        self.tier_cls = type("Held", (Gate,), {**new, "gate": threading.Event()})
+        options = {"shelf": shelf or f"shelf {next(numbers)}", **options}
+        self.kept = MemoryTier(options).kept
+        self.workers, self.caches = [], []
+        for rank in range(num_ranks):
+            config = OffloadingConfig(
+                extra_config=options,
+                worker_kv_bytes_per_block=NUM_LAYERS * page,
+                cache=OffloadingCacheConfig(16, blocks_per_chunk),
+                parallel=OffloadingParallelConfig(rank=rank, world_size=num_ranks),
+            )
+            spec = tier_spec(self.tier_cls)(config)
+            layers = [torch.zeros(NUM_BLOCKS, page, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
+            tensors = [CanonicalKVCacheTensor(each, page) for each in layers]
+            refs = [CanonicalKVCacheRef(n, page) for n in range(NUM_LAYERS)]
+            self.caches.append(layers)
+            self.workers.append(spec.get_worker(CanonicalKVCaches(tensors, [refs])))
+        self.manager = spec.get_manager()
+        self.jobs = itertools.count()
+        self.ended = [{} for _ in self.workers]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.tier_cls.gate.set()
+        self.manager.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+    @property
+    def held(self):
+        return self.tier_cls.held
+
+    @property
+    def failing(self):
+        return self.tier_cls.failing
+
+    def request(self):
+        context = ReqContext(f"request {next(numbers)}")
+        self.manager.on_new_request(context)
+        return context
+
+    def fill(self, block, seed):
+        for rank, layers in enumerate(self.caches):
+            for n, layer in enumerate(layers):
+                generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + n)
+                layer[block] = torch.randint(0, 256, layer[block].shape, generator=generator)
+
+    def content(self, block):
+        return [layer[block].tolist() for layers in self.caches for layer in layers]
+
+    def lookup(self, keys, context=None):
+        """Return the answers, once there are some."""
+        context, end = context or self.request(), time.monotonic() + PATIENCE_S
+        while True:
+            found = [self.manager.lookup(each, context) for each in keys]
+            if LookupResult.RETRY not in found:
+                return found
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def submit_store(self, keys, blocks):
+        job = next(self.jobs)
+        for worker in self.workers:
+            assert worker.submit_store(job, GPULoadStoreSpec(blocks), TierLoadStoreSpec(keys))
+        return job
+
+    def submit_load(self, keys, blocks, **more):
+        job = next(self.jobs)
+        for worker in self.workers:
+            to = GPULoadStoreSpec(blocks, **more)
+            assert worker.submit_load(job, TierLoadStoreSpec(keys), to)
+        return job
+
+    def has_ended(self, job, rank=0):
+        for each, worker in zip(self.ended, self.workers, strict=True):
+            each.update((result.job_id, result) for result in worker.get_finished())
+        return job in self.ended[rank]
+
+    def success(self, job, within_s=PATIENCE_S):
+        """Wait until a job has ended on all ranks; return whether it succeeded on each."""
+        end = time.monotonic() + within_s
+        while not all(self.has_ended(job, rank) for rank in range(len(self.workers))):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return [each[job].success for each in self.ended]
+
+    def store(self, numbers):
+        """Store blocks 0, 1, ... of the cache, filled by their numbers."""
+        for block, number in enumerate(numbers):
+            self.fill(block, number)
+        return self.success(self.submit_store([key(n) for n in numbers], list(range(len(numbers)))))
+
+
+@pytest.fixture
+def rig():
+    with Rig() as made:
+        yield made
+
+
+# -- blocks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_blocks_come_back_on_all_ranks(num_ranks):
+    with Rig(num_ranks=num_ranks) as rig:
+        assert rig.store([3, 1, 4]) == [True] * num_ranks
+        expected = [rig.content(block) for block in range(3)]
+        keys = [key(n) for n in (3, 1, 4)]
+        assert rig.lookup([*keys, key(9)]) == [LookupResult.HIT] * 3 + [LookupResult.MISS]
+        assert all(rig.success(rig.submit_load(keys, [7, 9, 8])))
+        assert [rig.content(block) for block in (7, 9, 8)] == expected
+        assert {len(data) for data in rig.kept.values()} == {HEADER_NBYTES + NUM_LAYERS * PAGE}
+
+
+def test_chunk_of_several_blocks_is_loaded_from_its_middle_on():
+    with Rig(blocks_per_chunk=2) as rig:
+        for block in range(4):
+            rig.fill(block, block)
+        keys = [key(1), key(2)]
+        assert rig.success(rig.submit_store(keys, [0, 1, 2, 3])) == [True]
+        before = rig.content(8)
+        assert rig.success(rig.submit_load(keys, [5, 6, 7], block_indices=[1])) == [True]
+        assert [rig.content(n) for n in (5, 6, 7)] == [rig.content(n) for n in (1, 2, 3)]
+        assert rig.content(8) == before
+
+
+def test_hit_needs_the_part_of_every_rank():
+    with Rig(num_ranks=2) as rig:
+        rig.store([1, 2])
+        del rig.kept[rank_key(key(1), 1)]
+        assert rig.lookup([key(1), key(2)]) == [LookupResult.MISS, LookupResult.HIT]
+
+
+def test_block_that_is_there_is_not_put_again(rig):
+    rig.store([1])
+    puts = rig.tier_cls.entered["put"]
+    assert rig.store([1]) == [True]
+    assert rig.tier_cls.entered["put"] == puts
+    assert rig.workers[0].get_stats()["puts_skipped_total"] == 1
+
+
+def test_load_needs_a_hit(rig):
+    context = rig.request()
+    rig.store([1])
+    with pytest.raises(BlockNotKeptError):
+        rig.manager.prepare_load([key(1)], context)
+    rig.lookup([key(1), key(2)], context)
+    assert rig.manager.prepare_load([key(1)], context).keys == [key(1)]
+    with pytest.raises(BlockNotKeptError):
+        rig.manager.prepare_load([key(1), key(2)], context)
+
+
+def test_store_takes_each_new_key_once(rig):
+    rig.store([1])
+    first, second = rig.request(), rig.request()
+    rig.lookup([key(1)], first)
+    keys = [key(n) for n in (3, 1, 2, 3)]
+    assert rig.manager.prepare_store(keys, first).keys_to_store == [key(3), key(2)]
+    assert rig.manager.prepare_store([key(2), key(4)], second).keys_to_store == [key(4)]
+    rig.manager.complete_store([key(2)], first, success=False)
+    assert rig.manager.prepare_store([key(2)], second).keys_to_store == [key(2)]
+
+
+# -- stores that are damaged: FAULTS 30, 32
+
+
+def damages(rig):
+    """Return what may stand under a key in the place of its block."""
+    good = bytes(rig.kept[rank_key(key(1), 0)])
+    other = bytes(rig.kept[rank_key(key(2), 0)])
+    flipped = {f"bit {n} of byte {n}": n for n in range(len(good))}
+    return {
+        "empty": b"",
+        "short": good[:-1],
+        "long": good + b"x",
+        "zeros": bytes(len(good)),
+        "another block": other,
+        "header of another block": other[:HEADER_NBYTES] + good[HEADER_NBYTES:],
+        "bytes of another block": good[:HEADER_NBYTES] + other[HEADER_NBYTES:],
+        **{
+            name: good[:n] + bytes([good[n] ^ 1 << n % 8]) + good[n + 1 :]
+            for name, n in flipped.items()
+        },
+    }
+
+
+def test_damaged_block_fails_its_load_and_is_removed(rig):
+    rig.store([1, 2])
+    own = rank_key(key(1), 0)
+    good, before = rig.kept[own], rig.content(5)
+    cases = damages(rig)
+    for name, data in cases.items():
+        rig.kept[own] = data
+        assert rig.success(rig.submit_load([key(1)], [5])) == [False], name
+        assert (rig.content(5), own in rig.kept) == (before, False), name
+    rig.kept[own] = good
+    assert rig.success(rig.submit_load([key(1)], [5])) == [True]
+    assert rig.content(5) == rig.content(0)
+    assert rig.workers[0].get_stats()["blocks_refused_total"] == len(cases)
+
+
+def test_block_of_another_layout_is_refused():
+    with Rig(shelf="two layouts") as first, Rig(shelf="two layouts", page=2 * PAGE) as second:
+        first.store([1])
+        assert second.success(second.submit_load([key(1)], [5])) == [False]
+
+
+def test_part_of_another_rank_is_refused():
+    with Rig(num_ranks=2) as rig:
+        rig.store([1])
+        rig.kept[rank_key(key(1), 1)] = rig.kept[rank_key(key(1), 0)]
+        assert rig.success(rig.submit_load([key(1)], [5])) == [True, False]
+
+
+def test_key_whose_load_failed_is_a_miss_for_a_while(rig, monkeypatch):
+    rig.store([1])
+    assert rig.manager.load_failed([key(1)]) is True
+    assert rig.lookup([key(1)]) == [LookupResult.MISS]
+    # And it may be stored again.
+    context = rig.request()
+    assert rig.manager.prepare_store([key(1)], context).keys_to_store == [key(1)]
+    rig.manager.complete_store([key(1)], context)
+    assert rig.lookup([key(1)]) == [LookupResult.HIT]
+    assert rig.manager.load_failed([key(1)]) is True
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + FAILED_S + 1)
+    context = rig.request()
+    while (found := rig.manager.lookup(key(1), context)) is LookupResult.RETRY:
+        time.sleep(0.001)
+    assert found is LookupResult.HIT
+
+
+# -- stores that fail
+
+
+@pytest.mark.parametrize("call", ["contains", "put"])
+def test_failed_put_fails_its_store_alone(rig, call):
+    rig.failing.add(call)
+    assert rig.store([1]) == [False]
+    rig.failing.clear()
+    assert rig.lookup([key(1)]) == [LookupResult.MISS]
+    assert rig.store([1]) == [True]
+    assert rig.lookup([key(1)]) == [LookupResult.HIT]
+    assert rig.workers[0].get_stats()["put_failures_ConnectionError_total"] == 1
+
+
+def test_failed_lookup_is_a_miss(rig):
+    rig.store([1])
+    rig.failing.add("contains")
+    assert rig.lookup([key(1)]) == [LookupResult.MISS]
+    rig.failing.clear()
+    assert rig.lookup([key(1)]) == [LookupResult.HIT]
+    assert rig.manager.get_stats()["lookup_failures_total"] == 1
+
+
+def test_lookup_with_too_few_answers_is_a_miss(rig, monkeypatch):
+    rig.store([1])
+    monkeypatch.setattr(rig.tier_cls, "contains", lambda self, keys: [])
+    assert rig.lookup([key(1)]) == [LookupResult.MISS]
+
+
+@pytest.mark.parametrize("failing", [{"get"}, {"get", "remove"}])
+def test_failed_get_fails_its_load_and_keeps_the_block(rig, failing):
+    rig.store([1])
+    before = rig.content(5)
+    rig.failing.update(failing)
+    assert rig.success(rig.submit_load([key(1)], [5])) == [False]
+    assert rig.content(5) == before
+    rig.failing.clear()
+    assert rig.success(rig.submit_load([key(1)], [5])) == [True]
+    # It is there, and is put again: what could not be read may be broken on the disk.
+    puts = rig.tier_cls.entered["put"]
+    assert rig.store([1]) == [True]
+    assert rig.tier_cls.entered["put"] == puts + 1
+
+
+# -- stores that hang
+
+
+def test_lookup_in_a_tier_that_hangs_is_a_miss_soon(rig):
+    rig.held.add("contains")
+    begun = time.monotonic()
+    assert rig.lookup([key(1), key(2)]) == [LookupResult.MISS] * 2
+    assert time.monotonic() - begun < LOOKUP_S + 2
+    # Further requests do not wait at all.
+    assert rig.manager.lookup(key(3), rig.request()) is LookupResult.MISS
+    rig.tier_cls.gate.set()
+    rig.held.clear()
+    end = time.monotonic() + PATIENCE_S
+    while rig.manager.lookup(key(3), rig.request()) is LookupResult.MISS:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_late_load_fails_and_writes_nothing():
+    with Rig(deadline_s=0.3) as rig:
+        rig.store([1])
+        before = rig.content(5)
+        rig.held.add("get")
+        job = rig.submit_load([key(1)], [5])
+        assert rig.success(job) == [False]
+        rig.held.clear()
+        rig.tier_cls.gate.set()
+        # What hung has come to its end when a later load has.
+        for _ in range(4):
+            assert rig.success(rig.submit_load([key(1)], [6])) == [True]
+        assert rig.content(5) == before
+        assert rig.workers[0].get_stats()["loads_failed_slow_total"] == 1
+
+
+def test_put_that_hangs_holds_no_block_of_the_cache(rig):
+    rig.held.add("put")
+    rig.fill(0, 1)
+    job = rig.submit_store([key(1)], [0])
+    rig.workers[0].wait({job})
+    assert rig.workers[0].get_released() == {job}
+    assert not rig.has_ended(job)
+    expected = rig.content(0)
+    rig.fill(0, 2)
+    rig.tier_cls.gate.set()
+    assert rig.success(job) == [True]
+    assert rig.success(rig.submit_load([key(1)], [5])) == [True]
+    assert rig.content(5) == expected
+
+
+def test_stores_fail_at_once_while_all_buffers_are_held():
+    block = HEADER_NBYTES + NUM_LAYERS * PAGE
+    with Rig(buffer_bytes=2 * block, deadline_s=60.0) as rig:
+        rig.held.add("put")
+        held = [rig.submit_store([key(n)], [n]) for n in range(2)]
+        rig.workers[0].wait(set(held))
+        # The first one waits for a moment; those after it do not.
+        assert rig.success(rig.submit_store([key(2)], [2])) == [False]
+        begun = time.monotonic()
+        for n in range(3, 9):
+            assert rig.success(rig.submit_store([key(n)], [n])) == [False]
+        assert time.monotonic() - begun < 1
+        rig.tier_cls.gate.set()
+        assert [rig.success(job) for job in held] == [[True], [True]]
+        assert rig.success(rig.submit_store([key(2)], [2])) == [True]
+
+
+def test_more_blocks_than_buffers_are_stored():
+    block = HEADER_NBYTES + NUM_LAYERS * PAGE
+    with Rig(buffer_bytes=block) as rig:
+        assert rig.store(range(NUM_BLOCKS)) == [True]
+        assert rig.lookup([key(n) for n in range(NUM_BLOCKS)]) == [LookupResult.HIT] * NUM_BLOCKS
+
+
+@pytest.mark.parametrize("call", ["contains", "put", "get"])
+def test_shutdown_ends_though_a_call_hangs(call):
+    with Rig() as rig:
+        rig.store([1])
+        rig.held.add(call)
+        rig.manager.lookup(key(1), rig.request())
+        rig.submit_store([key(2)], [2])
+        rig.submit_load([key(1)], [5])
+        end = time.monotonic() + PATIENCE_S
+        while not rig.tier_cls.entered[call]:
+            assert time.monotonic() < end
+        begun = time.monotonic()
+        rig.manager.shutdown()
+        rig.workers[0].shutdown()
+        assert time.monotonic() - begun < 5
+        assert not rig.workers[0].submit_load(99, TierLoadStoreSpec([]), GPULoadStoreSpec([]))
+
+
+# -- names and options
+
+
+def test_tier_is_named_like_a_spec(tmp_path):
+    config = OffloadingConfig(
+        extra_config={"spec_name": "file", "shared_storage_path": str(tmp_path), "deadline_s": 2}
+    )
+    spec = OffloadingSpecFactory.create_spec(config)
+    assert (type(spec).__name__, spec.options.deadline_s) == ("FileTier", 2.0)
+    manager = spec.get_manager()
+    assert manager is spec.get_manager()
+    manager.shutdown()
+
+
+def test_class_that_is_neither_spec_nor_tier_is_refused():
+    config = OffloadingConfig(extra_config={"spec_name": "Thread", "spec_module_path": "threading"})
+    with pytest.raises(PluginTypeError, match="OffloadingSpec or wtransfer"):
+        OffloadingSpecFactory.create_spec(config)
+
+
+@pytest.mark.parametrize(
+    "options", [{"buffer_bytes": 0}, {"num_io_threads": "x"}, {"deadline_s": 0}]
+)
+def test_option_that_cannot_be_used_is_refused(options):
+    with pytest.raises(OffloadingOptionError, match=next(iter(options))):
+        tier_spec(MemoryTier)(OffloadingConfig(extra_config=options))

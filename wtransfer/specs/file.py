@@ -1,0 +1,397 @@
+"""Tier ``file``: blocks as files in a folder that instances may share.
+
+Everything is in one folder of its own, which belongs to this user alone::
+
+    <shared_storage_path>/wtransfer-kv-2/
+        blocks/<key in hexadecimal>       whole blocks, never written to again
+        incoming/<process>.lock           held for as long as a process may write
+        incoming/<process>.<number>       blocks that are being written
+
+A block gets its name when it is whole, so a reader sees all of it or nothing. No name contains
+anything that a user or a peer chose. Only plain files with one name are read: a link, a pipe, a
+folder or a second name of a file is a miss, and the next `put` replaces it.
+
+Bytes in ``blocks`` are bounded; the file that was not used for longest goes first. Processes that
+share the folder bound it together: each lists it again before it has written a sixty-fourth of the
+bound, so each may be above it by that much, or by one block where that is more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import secrets
+import stat
+import threading
+import time
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+
+import msgspec
+
+from wtransfer.errors import OffloadingOptionError, StorageError, WTransferError
+from wtransfer.specs.interface import Tier
+from wtransfer.transport.files import Folder, read_at, storage_errors, write_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+FORMAT = "wtransfer-kv-2"
+"""Name of the folder within the shared one; another format of files gets another name."""
+
+_SLACK = 64
+_FREED = 8
+_ABANDONED_S = 3600.0
+_PRIVATE = 0o077
+_MAX_TRIES = 16
+_LOCK = ".lock"
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+_PLANTED = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options in ``kv_connector_extra_config``."""
+
+    shared_storage_path: Annotated[str, msgspec.Meta(min_length=1, pattern="^[^\0]*$")]
+    """The folder; made where there is none. It may hold other things as well."""
+    max_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 30
+    """Bytes of blocks that are kept, of all models, weights and instances together. Where instances
+    that share the folder set different bounds, the smallest one holds."""
+
+
+class FileTier(Tier):
+    """Keeps blocks as files.
+
+    Args:
+        options: `FileOptions`.
+
+    Raises:
+        OffloadingOptionError: An option is missing, unknown or cannot be used.
+        StorageError: The folder cannot be made or read, or others may write there.
+    """
+
+    example_options: ClassVar[Mapping[str, Any]] = {"shared_storage_path": "/mnt/kv"}
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        try:
+            self._options = msgspec.convert(dict(options), FileOptions)
+        except msgspec.ValidationError as error:
+            known = ", ".join(FileOptions.__struct_fields__)
+            raise OffloadingOptionError(
+                f"kv_connector_extra_config: {error}; the options of the tier 'file' are {known}"
+            ) from error
+        self._open_lock = threading.Lock()
+        self._replaced: list[_Folders] = []
+        self._folders = _Folders(self._options.shared_storage_path)
+        self._room = _Room(self._options.max_bytes)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether there is a plain file for each key; nothing is opened."""
+        blocks = self._folders.blocks
+
+        def is_there(key: bytes) -> bool:
+            try:
+                return _is_plain(os.stat(key.hex(), dir_fd=blocks.fd, follow_symlinks=False))
+            except FileNotFoundError:
+                return False
+
+        with storage_errors(f"looking at {blocks.path!r}"):
+            return [is_there(key) for key in keys]
+
+    def get(self, key: bytes, into: memoryview) -> bool:
+        """Read a file of exactly this length; its time of use is now."""
+        blocks = self._folders.blocks
+        with storage_errors(f"reading '{blocks.path}/{key.hex()}'"):
+            try:
+                fd = os.open(key.hex(), _READ, dir_fd=blocks.fd)
+            except OSError as error:
+                if error.errno in _PLANTED | {errno.ENOENT}:
+                    return False
+                raise
+            try:
+                entry = os.fstat(fd)
+                if not _is_plain(entry) or entry.st_size != into.nbytes:
+                    return False
+                if read_at(fd, [into], 0) != into.nbytes:
+                    return False
+                # Not on a read-only disk.
+                with contextlib.suppress(OSError):
+                    _note_use(fd)
+            finally:
+                os.close(fd)
+        return True
+
+    def put(self, key: bytes, data: memoryview) -> None:
+        """Write a file and give it its name. It is not synced: a torn block is found by checksum.
+
+        Raises:
+            StorageError: The disk fails or is full, or ``max_bytes`` is too small for the block.
+        """
+        folders = self._folders
+        try:
+            self._write(folders, key.hex(), data)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            # The folder was removed by hand: one more try in a new one. The old one stays open as
+            # long as other threads may use it.
+            with self._open_lock:
+                if self._folders is folders:
+                    self._replaced.append(folders)
+                    self._folders = _Folders(self._options.shared_storage_path)
+            self._write(self._folders, key.hex(), data)
+
+    def _write(self, folders: _Folders, name: str, data: memoryview) -> None:
+        blocks, incoming = folders.blocks, folders.incoming
+        self._room.make(blocks, data.nbytes)
+        with folders.temporary() as (temporary, fd), storage_errors(f"writing {name!r}"):
+            try:
+                write_at(fd, [data], 0)
+                _note_use(fd)
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._room.fill_up(blocks)
+                raise
+            try:
+                os.replace(temporary, name, src_dir_fd=incoming.fd, dst_dir_fd=blocks.fd)
+            except IsADirectoryError:
+                # Planted: everything else would have been replaced.
+                aside = f"{secrets.token_hex(8)}.planted"
+                os.rename(name, aside, src_dir_fd=blocks.fd, dst_dir_fd=incoming.fd)
+                os.replace(temporary, name, src_dir_fd=incoming.fd, dst_dir_fd=blocks.fd)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove files."""
+        for key in keys:
+            self._folders.blocks.remove(key.hex())
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return how many files this process has evicted."""
+        return {"files_evicted_total": self._room.num_evicted}
+
+    def close(self) -> None:
+        """Close the folder; a second call does nothing."""
+        for folders in (*self._replaced, self._folders):
+            folders.close()
+
+
+class _Folders:
+    """The folders, open. Leftovers of writers that have died are swept.
+
+    A process holds a lock on a file of its own, and the names of its temporary files begin with
+    that file's. The kernel frees the lock at the process's death. A sweep removes what belongs to a
+    lock that it can take, and the lock's file last. Between making that file and locking it, a
+    sweep may take it: the writer then finds it locked or without a name, and makes another one.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._numbers = itertools.count()
+        self._locking = threading.Lock()
+        self._lock = -1
+        with contextlib.ExitStack() as on_error:
+            with storage_errors(f"making the folder {path!r}"):
+                os.makedirs(path, exist_ok=True)  # noqa: PTH103  # as everything here, by os
+            with Folder(path) as shared, _private(shared, FORMAT) as base:
+                self.blocks = on_error.enter_context(_private(base, "blocks"))
+                """Whole blocks."""
+                self.incoming = on_error.enter_context(_private(base, "incoming"))
+                """Files that are being written."""
+            self._token = ""
+            with contextlib.suppress(WTransferError, OSError):
+                self._sweep()
+            on_error.pop_all()
+
+    def close(self) -> None:
+        for folder in (self.blocks, self.incoming):
+            if self._lock >= 0 and folder is self.incoming:
+                with contextlib.suppress(WTransferError):
+                    folder.remove(self._token + _LOCK)
+            folder.close()
+        fd, self._lock = self._lock, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[tuple[str, int]]:
+        """Create a file that no sweep takes away; yield name and descriptor, leave nothing."""
+        with self._locking:
+            if self._lock < 0:
+                self._lock_token()
+        name = f"{self._token}.{next(self._numbers)}"
+        fd = self.incoming.create_file(name)
+        try:
+            with storage_errors(f"making {name!r} private"):
+                os.fchmod(fd, 0o600)
+            yield name, fd
+        finally:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=self.incoming.fd)
+
+    def _lock_token(self) -> None:
+        for _ in range(_MAX_TRIES):
+            token = secrets.token_hex(8)
+            name = token + _LOCK
+            fd = self.incoming.create_file(name)
+            try:
+                with storage_errors(f"locking {name!r}"):
+                    os.fchmod(fd, 0o600)
+                    if _locks(fd) is not False and name in self.incoming.names():
+                        self._token, self._lock = token, fd
+                        return
+            except BaseException:
+                os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=self.incoming.fd)
+                raise
+            os.close(fd)
+        raise StorageError(
+            f"each of {_MAX_TRIES} new files in {self.incoming.path!r} was taken away; let only "
+            "wtransfer write there"
+        )
+
+    def _sweep(self) -> None:
+        names = self.incoming.names()
+        for token in {name.partition(".")[0] for name in names}:
+            own = [name for name in names if name.partition(".")[0] == token]
+            try:
+                fd = self.incoming.open_file(token + _LOCK)
+            except StorageError:
+                fd = -1
+            try:
+                is_dead = _locks(fd) if fd >= 0 else None
+                for name in sorted(own, key=lambda name: name.endswith(_LOCK)):
+                    if is_dead or (is_dead is None and self._is_old(name)):
+                        self.incoming.remove(name)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+    def _is_old(self, name: str) -> bool:
+        found = os.stat(name, dir_fd=self.incoming.fd, follow_symlinks=False)
+        return time.time() - found.st_mtime > _ABANDONED_S
+
+
+def _locks(fd: int) -> bool | None:
+    """Lock a file until it is closed.
+
+    Returns:
+        Whether nothing else holds it; None where the file system has no locks: what is old was
+        left behind then.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
+
+
+def _note_use(fd: int) -> None:
+    # The system's own clock of files is too coarse to order the blocks of a prefix.
+    now = time.time_ns()
+    os.utime(fd, ns=(now, now))
+
+
+def _is_plain(entry: os.stat_result) -> bool:
+    return stat.S_ISREG(entry.st_mode) and entry.st_nlink == 1
+
+
+class _Kept(NamedTuple):
+    used_ns: int
+    nbytes: int
+    name: str
+
+
+class _Room:
+    """Bounds the bytes of a folder that other processes write to as well. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._lock = threading.Lock()
+        self._listed: int | None = None
+        self._written = 0
+        self.num_evicted = 0
+
+    def make(self, blocks: Folder, nbytes: int) -> None:
+        """Make room for a block that is then written."""
+        if nbytes > self._max:
+            raise StorageError(f"max_bytes={self._max:,} is less than a block of {nbytes:,} bytes")
+        with self._lock:
+            listed, written = self._listed, self._written + nbytes
+            if listed is None or written > self._max // _SLACK or listed + written > self._max:
+                # Some more than needed: else the next block would list the folder again.
+                most = self._max - nbytes
+                self._listed = self._shrink(blocks, most, most - self._max // _FREED)
+                written = nbytes
+            self._written = written
+
+    def fill_up(self, blocks: Folder) -> None:
+        """Evict an eighth: the disk is full."""
+        with self._lock, contextlib.suppress(WTransferError):
+            total = sum(each.nbytes for each in _kept(blocks))
+            self._listed = self._shrink(blocks, 0, total - total // _FREED)
+            self._written = 0
+
+    def _shrink(self, blocks: Folder, most: int, enough: int) -> int:
+        """Evict down to `enough` bytes if there are more than `most`; return the bytes left."""
+        kept = sorted(_kept(blocks))
+        total = sum(each.nbytes for each in kept)
+        if total <= most:
+            return total
+        for each in kept:
+            if total <= max(0, enough):
+                break
+            with contextlib.suppress(WTransferError):
+                blocks.remove(each.name)
+                self.num_evicted += 1
+                total -= each.nbytes
+        return total
+
+
+def _kept(blocks: Folder) -> list[_Kept]:
+    kept = []
+    with storage_errors(f"listing {blocks.path!r}"), os.scandir(blocks.fd) as entries:
+        for entry in entries:
+            # Other processes evict as well.
+            with contextlib.suppress(FileNotFoundError):
+                found = entry.stat(follow_symlinks=False)
+                nbytes = found.st_size if stat.S_ISREG(found.st_mode) else 0
+                kept.append(_Kept(found.st_mtime_ns, nbytes, entry.name))
+    return kept
+
+
+def _private(parent: Folder, name: str) -> Folder:
+    """Open a folder that only this user may write to; make it where there is none.
+
+    Raises:
+        StorageError: It is another user's, or others may write there, or it is no folder.
+    """
+    with storage_errors(f"making '{parent.path}/{name}'"):
+        try:
+            os.mkdir(name, 0o700, dir_fd=parent.fd)
+        except OSError as error:
+            # On a read-only disk it may be there all the same.
+            if error.errno not in (errno.EEXIST, errno.EROFS):
+                raise
+    folder = parent.folder(name)
+    try:
+        with storage_errors(f"looking at {folder.path!r}"):
+            found = os.fstat(folder.fd)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _PRIVATE:
+            raise StorageError(
+                f"{folder.path!r} is not this user's alone (owner {found.st_uid}, "
+                f"{stat.filemode(found.st_mode)}); KV cache holds what users wrote: remove it, or "
+                "take another shared_storage_path"
+            )
+    except BaseException:
+        folder.close()
+        raise
+    return folder

@@ -1,0 +1,582 @@
+"""An offloading spec over any `Tier`: what keeps a store of bytes from making an answer wrong.
+
+1.  S looks blocks up on a thread of its own: `TierManager.lookup` answers *ask again* until the
+    tier has answered, and *miss* where it takes longer than `LOOKUP_S`. A hit needs the part of
+    every rank.
+2.  W stores: a block is copied to a buffer, which releases it, and put from there. A tier that
+    hangs holds buffers, and blocks of the cache for `STALL_S`: then stores fail until a buffer
+    comes free again.
+3.  W loads: a thread gets a block into memory of its own, compares header and checksum, and writes
+    it to the cache only while its job has not ended. A job that takes longer than ``deadline_s``
+    fails; bytes that arrive later are dropped.
+4.  A block that is not what it should be is removed from the tier, and one that cannot be read is
+    replaced by the next store. A key whose load has failed is a miss until then, or for `FAILED_S`.
+
+What a key contains is the connector's (`wtransfer.connectors.offloading`); here a rank's number is
+added. What stands under it is a `BlockHeader` and the block's pages, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
+
+import msgspec
+import numpy as np
+
+from wtransfer.blocks import HEADER_NBYTES, BlockHeader, checksum
+from wtransfer.deadline import Deadline
+from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
+from wtransfer.specs.copying.caches import geometries_of, pages_of
+from wtransfer.specs.copying.chunks import Bounds, MalformedJobError, chunks_of
+from wtransfer.specs.copying.copier import RefusedError
+from wtransfer.specs.copying.jobs import SHUTDOWN_S, Job, Jobs
+from wtransfer.specs.copying.threads import CopyThreads
+from wtransfer.specs.interface import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+from wtransfer.transport.niceness import NICENESS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from wtransfer.blocks import BlockGeometry, OffloadKey
+    from wtransfer.config import OffloadingConfig
+    from wtransfer.specs.copying.chunks import Chunks
+    from wtransfer.specs.copying.copier import Reason
+    from wtransfer.specs.copying.jobs import Kind
+    from wtransfer.specs.copying.pages import GroupPages
+    from wtransfer.specs.interface import (
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        ReqContext,
+        Tier,
+        TransferResult,
+    )
+
+    Buffer = npt.NDArray[np.uint8]
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_S = 1.0
+"""Longest that a request waits for an answer of the tier, in seconds."""
+FRESH_S = 0.5
+"""Time after which a request asks the tier again, in seconds."""
+FAILED_S = 30.0
+"""How long a key whose load has failed is a miss, unless it is stored anew, in seconds."""
+STALL_S = 1.0
+"""Longest that a store waits for a buffer while none comes free, in seconds."""
+
+_OF_THE_HOST = ("spec_name", "spec_module_path", "block_size")
+
+
+class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of every tier, in ``kv_connector_extra_config``; all others are the tier's own."""
+
+    buffer_bytes: Annotated[int, msgspec.Meta(gt=0, le=1 << 40)] = 128 << 20
+    """Memory of each rank for blocks on their way to the tier; at least one block."""
+    num_io_threads: Annotated[int, msgspec.Meta(gt=0, le=64)] = 2
+    """Threads of each rank that put, and as many that get."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
+    """Longest that a load or a store may take, in seconds; it fails then."""
+
+
+@functools.cache
+def tier_spec(tier_cls: type[Tier]) -> type[TierSpec]:
+    """Return the offloading spec that keeps blocks in a tier of this class."""
+    attributes = {"tier_cls": tier_cls, "example_options": tier_cls.example_options}
+    return type(tier_cls.__name__, (TierSpec,), {**attributes, "__module__": tier_cls.__module__})
+
+
+class TierSpec(OffloadingSpec):
+    """Keeps blocks in a tier. Made by `tier_spec`.
+
+    Args:
+        config: Options in ``extra_config``: `TierOptions`, and the tier's.
+
+    Raises:
+        OffloadingOptionError: An option of `TierOptions` cannot be used.
+    """
+
+    tier_cls: ClassVar[type[Tier]]
+    """The tier."""
+    example_options: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        extra = {k: v for k, v in config.extra_config.items() if k not in _OF_THE_HOST}
+        try:
+            self.options = msgspec.convert(extra, TierOptions)
+            """Those of every tier."""
+        except msgspec.ValidationError as error:
+            raise OffloadingOptionError(f"kv_connector_extra_config: {error}") from error
+        known = TierOptions.__struct_fields__
+        self.tier_options = {name: value for name, value in extra.items() if name not in known}
+        """Those of this tier."""
+        self._manager: TierManager | None = None
+        self._worker: TierWorker | None = None
+
+    def get_manager(self) -> TierManager:
+        """Open the tier for the scheduler's side."""
+        if self._manager is None:
+            tier = self.tier_cls(self.tier_options)
+            self._manager = TierManager(tier, self.config.parallel.world_size)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> TierWorker:
+        """Open the tier for one rank.
+
+        Raises:
+            OffloadingOptionError: The cache is not what the config says of it.
+        """
+        if self._worker is None:
+            config, groups = self.config, pages_of(kv_caches)
+            most = max(pages.block_nbytes for pages in groups) * config.cache.blocks_per_chunk
+            geometries = geometries_of(config, kv_caches, most)
+            tier = self.tier_cls(self.tier_options)
+            copies = list(zip(groups, geometries, strict=True))
+            self._worker = TierWorker(tier, copies, config, self.options)
+        return self._worker
+
+
+class TierLoadStoreSpec(LoadStoreSpec):
+    """Blocks by key.
+
+    Args:
+        keys: In the order of the blocks.
+    """
+
+    def __init__(self, keys: Collection[OffloadKey]) -> None:
+        self.keys = list(keys)
+        """Keys, without rank."""
+
+    @staticmethod
+    def medium() -> str:
+        """Return ``"STORAGE"``."""
+        return "STORAGE"
+
+
+def rank_key(key: bytes, rank: int) -> bytes:
+    """Return the key of one rank's part of a block."""
+    return key + rank.to_bytes(2, "big")
+
+
+class _Failures:
+    """Counts failures by reason, and logs the first of each reason. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[f"{name}_total"] += number
+
+    def fail(self, name: str, reason: str, detail: object) -> None:
+        with self._lock:
+            self._counts[f"{name}_total"] += 1
+            self._counts[f"{name}_{reason}_total"] += 1
+            is_first = self._counts[f"{name}_{reason}_total"] == 1
+        if is_first:
+            text = "%s (%s): %s; further ones are only counted"
+            logger.warning(text, name.replace("_", " "), reason, detail)
+
+    def numbers(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._counts)
+
+
+# -- the scheduler's side ---------------------------------------------------------------------
+
+
+@dataclass
+class _Answer:
+    """What the tier has said of one key."""
+
+    at: float
+    """When it was asked, then when it answered."""
+    hit: bool | None = None
+    """None: nothing yet."""
+
+
+@dataclass
+class _Lookups:
+    """Answers for one request, by key."""
+
+    answers: dict[OffloadKey, _Answer] = field(default_factory=dict)
+
+
+class TierManager(OffloadingManager):
+    """Asks the tier what it has, on a thread; nothing here waits for the tier.
+
+    Args:
+        tier: The tier; this side's own.
+        num_ranks: Ranks whose parts make a block.
+    """
+
+    def __init__(self, tier: Tier, num_ranks: int) -> None:
+        self._tier = tier
+        self._ranks = range(num_ranks)
+        self._thread = CopyThreads("wtransfer-tier-lookup", 1)
+        self._lock = threading.Lock()
+        self._asked: list[tuple[OffloadKey, _Answer]] = []
+        self._busy_since: float | None = None
+        self._storing: set[OffloadKey] = set()
+        self._failed: dict[OffloadKey, float] = {}
+        self._counts = _Failures()
+        self._closed = False
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Ask for the blocks that a request computes."""
+        req_context.set_state(_Lookups())
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return what the tier has answered, *RETRY* until then; a late answer is a miss."""
+        answers, now = _answers(req_context), time.monotonic()
+        known = answers.get(key)
+        if self._busy_since is not None and now - self._busy_since > LOOKUP_S:
+            # The tier hangs: nothing is asked that would wait behind.
+            self._counts.add("lookups_late")
+            return LookupResult.MISS
+        if known is None or (known.hit is not None and now - known.at > FRESH_S):
+            answers[key] = self._ask(key, now)
+            return LookupResult.RETRY
+        if known.hit is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if known.hit and not self._has_failed(key) else LookupResult.MISS
+
+    def prepare_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> TierLoadStoreSpec:
+        """Return where blocks are that were hits; nothing is pinned, a lost one fails its load.
+
+        Raises:
+            BlockNotKeptError: One was no hit.
+        """
+        answers = _answers(req_context)
+        for key in keys:
+            if key not in answers or not answers[key].hit:
+                raise BlockNotKeptError(f"The block {key.hex()} is no hit; look it up first.")
+        return TierLoadStoreSpec(keys)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Take all blocks but those that are being stored, or that this request has found."""
+        answers = _answers(req_context)
+        found = {key for key in keys if key in answers and answers[key].hit}
+        found -= self._failed.keys()
+        new = [key for key in dict.fromkeys(keys) if key not in found | self._storing]
+        self._storing.update(new)
+        return PrepareStoreOutput(new, TierLoadStoreSpec(new), [])
+
+    def complete_store(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
+    ) -> None:
+        """Let the tier be asked again about these keys, and take them again."""
+        self._storing.difference_update(keys)
+        answers = _answers(req_context)
+        for key in keys:
+            answers.pop(key, None)
+            if success:
+                self._failed.pop(key, None)
+
+    def load_failed(self, keys: Collection[OffloadKey]) -> bool:
+        """Let keys be misses for a while: another load may fail like this one."""
+        now = time.monotonic()
+        self._failed = {key: until for key, until in self._failed.items() if until > now}
+        self._failed.update(dict.fromkeys(keys, now + FAILED_S))
+        return True
+
+    def reset_cache(self) -> bool:
+        """Return False: other instances share the tier; what it keeps stays."""
+        return False
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return how many keys were looked up and found, and how many look-ups failed."""
+        return {**self._tier.get_stats(), **self._counts.numbers()}
+
+    def shutdown(self) -> None:
+        """Close the tier, unless a look-up hangs in it. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._thread.stop()
+            if self._thread.join(Deadline(SHUTDOWN_S)):
+                self._tier.close()
+
+    def _ask(self, key: OffloadKey, now: float) -> _Answer:
+        answer = _Answer(now)
+        with self._lock:
+            self._asked.append((key, answer))
+            is_first = len(self._asked) == 1
+        # One call for all that is asked until the thread comes to it.
+        if is_first:
+            self._thread.submit(self._answer)
+        return answer
+
+    def _answer(self) -> None:
+        self._busy_since = time.monotonic()
+        with self._lock:
+            asked, self._asked = self._asked, []
+        keys = [rank_key(key, rank) for key, _ in asked for rank in self._ranks]
+        found = [False] * len(keys)
+        try:
+            if not self._closed:
+                found = list(self._tier.contains(keys))
+            if len(found) != len(keys):
+                raise ValueError(f"contains() of {len(keys)} keys returned {len(found)} answers")
+        except Exception as error:
+            self._counts.fail("lookup_failures", type(error).__name__, error)
+            found = [False] * len(keys)
+        step, now = len(self._ranks), time.monotonic()
+        for number, (_, answer) in enumerate(asked):
+            answer.at = now
+            answer.hit = all(found[number * step : (number + 1) * step])
+        self._busy_since = None
+        self._counts.add("lookups", len(asked))
+        self._counts.add("lookup_hits", sum(bool(answer.hit) for _, answer in asked))
+
+    def _has_failed(self, key: OffloadKey) -> bool:
+        return self._failed.get(key, 0.0) > time.monotonic()
+
+
+def _answers(req_context: ReqContext) -> dict[OffloadKey, _Answer]:
+    lookups = req_context.get_state(_Lookups)
+    if lookups is None:
+        req_context.set_state(lookups := _Lookups())
+    return lookups.answers
+
+
+# -- the worker's side ------------------------------------------------------------------------
+
+
+class TierWorker(OffloadingWorker):
+    """Copies between one rank's cache and the tier. Made by `TierSpec.get_worker`.
+
+    Args:
+        tier: The tier; this worker's own.
+        groups: For each group its pages, and how a chunk of it is laid out.
+        config: Rank and chunk size.
+        options: Buffers, threads and deadline.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        groups: Sequence[tuple[GroupPages, BlockGeometry]],
+        config: OffloadingConfig,
+        options: TierOptions,
+    ) -> None:
+        self._tier = tier
+        self._groups = list(groups)
+        self._rank = config.parallel.rank
+        self._blocks_per_chunk = config.cache.blocks_per_chunk
+        name = f"rank {self._rank} of engine {config.engine_id!r}"
+        num_threads, deadline_s = options.num_io_threads, options.deadline_s
+        self._jobs = Jobs(name, 0, num_threads, 2 * deadline_s, give_up_s=deadline_s)
+        self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
+        nbytes = HEADER_NBYTES + max(geometry.nbytes for _, geometry in groups)
+        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        # Buffers that have not been made yet.
+        self._spare = itertools.repeat(nbytes, max(1, options.buffer_bytes // nbytes))
+        # Keys that are there, and are put again all the same.
+        self._unreadable: set[bytes] = set()
+        self._of_thread = threading.local()
+        self._buffer_nbytes = nbytes
+        self._is_stalled = False
+        self._counts = _Failures()
+        self._closed = False
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Begin to copy blocks to the buffers, from which they are put.
+
+        Returns:
+            False after `shutdown`, and while a job of this number runs.
+        """
+        return self._submit(job_id, "store", src_spec, dst_spec)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
+    ) -> bool:
+        """Begin to load blocks; as `submit_store`."""
+        return self._submit(job_id, "load", dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that have ended since the last call, by success, failure or deadline."""
+        return self._jobs.finished()
+
+    def get_released(self) -> set[int]:
+        """Return stores whose blocks are in the buffers."""
+        return self._jobs.released()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these jobs have ended or are released, at most until their deadlines."""
+        self._jobs.wait(job_ids, released=True)
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return how many jobs, bytes and failures there were, the latter also by reason."""
+        return {**self._tier.get_stats(), **self._jobs.counts(), **self._counts.numbers()}
+
+    def shutdown(self) -> None:
+        """End within two seconds: puts that are under way may end, jobs fail.
+
+        A second call does nothing. A tier in which a call hangs is not closed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        ended = self._jobs.shutdown()
+        self._puts.stop()
+        if self._puts.join(Deadline(SHUTDOWN_S)) and ended:
+            self._tier.close()
+        self._groups = []
+
+    # -- jobs
+
+    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, tier: object) -> bool:
+        keys: list[OffloadKey] = getattr(tier, "keys", [])
+        if self._closed:
+            return False
+        bounds = Bounds(
+            len(keys), tuple(pages.num_blocks for pages, _ in self._groups), self._blocks_per_chunk
+        )
+        try:
+            chunks_of_groups = chunks_of(cache, _Numbered(keys), bounds)
+        except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
+            logger.warning("%s job %d cannot be done: %s", kind, job_id, error)
+            return self._jobs.fail(job_id, kind, "malformed")
+        copy = self._store if kind == "store" else self._load
+        steps = []
+        for chunks in chunks_of_groups:
+            mark = self._groups[chunks.group][0].mark()
+            steps += [functools.partial(copy, job_id, each, mark) for each in chunks.split(1)]
+        # The end of a prefix first: a store that evicts what was used longest ago keeps its head.
+        return self._jobs.submit(Job(job_id, kind, steps[::-1] or [lambda: 0], np.empty(0, int)))
+
+    def _store(self, job_id: int, chunk: Chunks, mark: object) -> int:
+        """Copy a chunk to a buffer, and have it put from there."""
+        pages, geometry = self._groups[chunk.group]
+        if (chunk.blocks < 0).any():
+            raise RefusedError("malformed")
+        buffer = self._take_buffer(job_id)
+        try:
+            self._copy(pages.gather, pages, chunk, buffer, mark)
+        except BaseException:
+            self._buffers.put(buffer)
+            raise
+        self._jobs.add_part(job_id)
+        self._puts.submit(functools.partial(self._put, job_id, chunk.keys[0], geometry, buffer))
+        return geometry.nbytes
+
+    def _take_buffer(self, job_id: int) -> Buffer:
+        try:
+            return self._buffers.get_nowait()
+        except queue.Empty:
+            for nbytes in self._spare:
+                return np.empty(nbytes, np.uint8)
+        try:
+            wait_s = 0.0 if self._is_stalled else min(STALL_S, self._jobs.seconds_left(job_id))
+            return self._buffers.get(timeout=wait_s)
+        except queue.Empty:
+            self._is_stalled = True
+            raise RefusedError("slow") from None
+
+    def _put(self, job_id: int, key: bytes, geometry: BlockGeometry, buffer: Buffer) -> None:
+        reason: Reason | None = None
+        data = buffer[: HEADER_NBYTES + geometry.nbytes]
+        payload = data[HEADER_NBYTES:]
+        try:
+            own = rank_key(key, self._rank)
+            if own not in self._unreadable and self._tier.contains([own]) == [True]:
+                self._counts.add("puts_skipped")
+            else:
+                parts = (key, geometry.digest, geometry.nbytes, checksum(payload), self._rank)
+                data[:HEADER_NBYTES] = np.frombuffer(BlockHeader(*parts).pack(), np.uint8)
+                self._tier.put(own, data.data)
+                self._unreadable.discard(own)
+                self._counts.add("puts")
+        except Exception as error:
+            self._counts.fail("put_failures", type(error).__name__, error)
+            reason = "error"
+        self._buffers.put(buffer)
+        self._is_stalled = False
+        self._jobs.end_part(job_id, reason)
+
+    def _load(self, job_id: int, chunk: Chunks, mark: object) -> int:
+        """Get a chunk, verify it, and write it to the cache if the job is still wanted."""
+        pages, geometry = self._groups[chunk.group]
+        key = chunk.keys[0]
+        buffer: Buffer | None = getattr(self._of_thread, "buffer", None)
+        if buffer is None:
+            buffer = self._of_thread.buffer = np.empty(self._buffer_nbytes, np.uint8)
+        data = buffer[: HEADER_NBYTES + geometry.nbytes]
+        own = rank_key(key, self._rank)
+        try:
+            found = self._tier.get(own, data.data)
+        except Exception as error:
+            self._counts.fail("get_failures", type(error).__name__, error)
+            self._unreadable.add(own)
+            raise RefusedError("error") from error
+        header = BlockHeader.unpack(data[:HEADER_NBYTES].tobytes()) if found else "absent"
+        if isinstance(header, BlockHeader):
+            reason = header.mismatch(key, geometry.digest, geometry.nbytes, self._rank)
+            if reason is None and header.checksum != checksum(data[HEADER_NBYTES:]):
+                reason = "checksum"
+        else:
+            reason = header
+        if reason is not None:
+            self._refuse(own, reason)
+        with self._jobs.committing(job_id):
+            self._copy(pages.scatter, pages, chunk, buffer, mark)
+        return int(np.count_nonzero(chunk.blocks >= 0)) * pages.block_nbytes
+
+    def _refuse(self, own: bytes, reason: Reason) -> NoReturn:
+        self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
+        try:
+            self._tier.remove([own])
+        except Exception as error:
+            self._counts.fail("remove_failures", type(error).__name__, error)
+        raise RefusedError(reason)
+
+    def _copy(
+        self, copy: Any, pages: GroupPages, chunk: Chunks, buffer: Buffer, mark: object
+    ) -> None:
+        """Copy the blocks of one chunk between cache and buffer."""
+        shape = (1, self._blocks_per_chunk, pages.block_nbytes)
+        nbytes = self._blocks_per_chunk * pages.block_nbytes
+        places = buffer[HEADER_NBYTES : HEADER_NBYTES + nbytes].reshape(shape)
+        blocks, rows, at = chunk.places()
+        copy(mark, blocks, places, rows, at)
+
+
+class _Numbered:
+    """Keys as `chunks_of` takes them: each is in the slot of its number."""
+
+    def __init__(self, keys: Sequence[OffloadKey]) -> None:
+        self.keys = keys
+        self.slots = range(len(keys))
