@@ -9,6 +9,7 @@ model that writes known bytes in place of keys and values.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -52,8 +53,6 @@ from wtransfer.weights import process_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from typing_extensions import Self
 
     from wtransfer.bench.harness import Runner, Setup
     from wtransfer.testing.mini_engine.cache import PagedCache
@@ -396,7 +395,7 @@ def options_of(setup: Setup, connector: str, num_blocks: int, block_nbytes: int)
     return known[connector]
 
 
-class Instance:
+class Instance(contextlib.ExitStack):
     """A serving engine with one request at a time. Use it as a context manager.
 
     Args:
@@ -410,7 +409,7 @@ class Instance:
     def __init__(
         self, setup: Setup, connector: str, role: str, num_blocks: int, block_nbytes: int
     ) -> None:
-        # As many as a rank of a serving engine beside others.
+        super().__init__()
         torch.set_num_threads(1)
         self._num_tokens = num_blocks * _BLOCK_SIZE
         self._random = np.random.default_rng(setup.rank)
@@ -428,23 +427,16 @@ class Instance:
             engine_id=f"bench-{role}",
         )
         # All processes of the bench compute with the same weights, or no block would fit.
-        self._weights = process_weights.hold("the bench's weights")
+        self.callback(process_weights.hold("the bench's weights").close)
         self.model = StampModel()
         self.worker = TimedSide(config.make_connector(KVConnectorRole.WORKER))
         self._scheduler = TimedSide(config.make_connector(KVConnectorRole.SCHEDULER))
         worker = Worker(config, cast("Any", self.model), cast("Any", self.worker))
         self.model.use(worker.cache)
         scheduler = Scheduler(config, cast("Any", self._scheduler))
-        self._engine = MiniEngine(scheduler, LocalExecutor(worker))
+        self._engine = self.enter_context(MiniEngine(scheduler, LocalExecutor(worker)))
         # The scheduler learns the weights of its worker.
         self._engine.step()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
-        self._weights.close()
 
     @property
     def save_s(self) -> float:
@@ -469,7 +461,7 @@ class Instance:
         return (reports or [start])[0].ended - start.began
 
     def serve(self, number: int, params: Any, poll_after_s: float = 0.0) -> Request:
-        """Serve the prompt of a round, with other blocks than before, and forget them.
+        """Serve the prompt of a round, in blocks that are in another order than before.
 
         Args:
             number: Of the round; no two prompts begin alike.

@@ -20,8 +20,6 @@ from wtransfer.testing.mini_engine.router import Router
 from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from wtransfer.testing.mini_engine.instance import Answer
     from wtransfer.transport.zygote import Child
 
@@ -118,7 +116,7 @@ class Row:
         )
 
 
-class Main:
+class Main(contextlib.ExitStack):
     """Starts the instances and asks the prompts. Use as a context manager: it ends every process.
 
     Every method raises a `WTransferError` where an instance cannot be made, or where one is lost
@@ -131,13 +129,13 @@ class Main:
     """
 
     def __init__(self, connector: str, options: dict[str, Any], progress: Progress) -> None:
+        super().__init__()
         self.rows: list[Row] = []
         self.exits: dict[str, list[int]] = {}
         """Instance -> exit status of each of its processes; without the killed ones."""
         self._progress = progress
-        self._stack = contextlib.ExitStack()
         folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
-        self._folder = Path(self._stack.enter_context(folder))
+        self._folder = Path(self.enter_context(folder))
         self._instances: dict[str, Instance] = {}
         self._connector = connector
         # What the built-in connectors need in order to hold all prompts.
@@ -147,15 +145,9 @@ class Main:
         }
         self._options = {**needed.get(connector, {}), **options}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def start(self) -> None:
         """Start every process; most of its time is the import of torch, once for all."""
-        self._zygote = self._stack.enter_context(Zygote(["torch", *MODULES]))
+        self._zygote = self.enter_context(Zygote(["torch", *MODULES]))
         for name in (PREFILL, DECODE, FRESH):
             self._start(name)
         self._router = Router(self._instances[PREFILL], self._instances[DECODE])
@@ -233,7 +225,7 @@ class Main:
             engine_id=name,
         )
         instance = self._instances[name] = Instance(settings, self._spawn)
-        self._stack.callback(instance.close)
+        self.callback(instance.close)
         return instance
 
     def _spawn(self, target: str, address: str) -> Child:

@@ -29,8 +29,6 @@ from wtransfer.weight_sync.trainer.source import ModuleSource
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from typing_extensions import Self
-
     from wtransfer.demo import worker
     from wtransfer.testing.mini_engine.channel import Channel
     from wtransfer.weight_sync.report import Report
@@ -361,7 +359,7 @@ class HoldableSource(ModuleSource):
             yield pair
 
 
-class Main:
+class Main(contextlib.ExitStack):
     """Trains, starts the workers, and plays the rounds. Use as a context manager.
 
     Every method raises a `WTransferError` where a process ended that should not have, or did not do
@@ -369,6 +367,7 @@ class Main:
     """
 
     def __init__(self, millions: float, num_rounds: int, progress: Progress) -> None:
+        super().__init__()
         self.log = RunLog()
         self.rows: list[dict[str, Any]] = []
         """The rounds in numbers, each made when all that belongs to it was reported."""
@@ -377,29 +376,22 @@ class Main:
         self._progress = progress
         self._children: dict[str, Child] = {}
         self._channels: dict[str, Channel] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def start(self) -> None:
         """Start every process and let the workers join; most of its time is the import of torch."""
         # As its workers do: more would take the processors from them.
         torch.set_num_threads(1)
         folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
-        self._folder = Path(self._stack.enter_context(folder))
-        self._zygote = self._stack.enter_context(Zygote(["wtransfer.demo.worker"]))
+        self._folder = Path(self.enter_context(folder))
+        self._zygote = self.enter_context(Zygote(["wtransfer.demo.worker"]))
         self._token = secrets.token_hex(32)
         self.model = ByteTransformer.of_size(self._millions, _TRAINER_SEED)
         self._learner = Learner(self.model)
         self._source = HoldableSource(self.model)
-        self._publisher = self._stack.enter_context(
+        self._publisher = self.enter_context(
             Publisher(self._source, token=self._token, deadline_s=DEADLINE_S)
         )
-        self._stack.callback(self._source.may_go_on.set)
+        self.callback(self._source.may_go_on.set)
         for worker in WORKERS:
             self._start(worker)
         traces = self.log.traces
@@ -511,7 +503,7 @@ class Main:
             return child
 
         self._channels[name] = start_process(name, spawn)
-        self._stack.callback(self._channels[name].close)
+        self.callback(self._channels[name].close)
 
     def _wait(self, is_reached: Callable[[], bool], what: str, *, trains: bool = True) -> None:
         """Train, and record what the workers report, until a condition holds."""
