@@ -432,11 +432,14 @@ class Main(contextlib.ExitStack):
         running = self._publisher.publish(over.version, wait=False)
         if kills:
             self._kill_victim(number)
-        try:
+        with contextlib.suppress(WTransferError):  # raised again by result()
             running.packed()
             # The engine has its own copy now: this step changes the weights while the workers still
             # verify and commit the old ones. If it had none, the digests would differ.
             log.losses.append(self._learner.step())
+        # Reports are taken meanwhile: a worker that cannot send any would not commit.
+        self._wait(lambda: running.done, "the end of the round", trains=False)
+        try:
             over.report = running.result()
         except WTransferError as error:
             over.error = error
