@@ -5,7 +5,7 @@ import signal
 import time
 from pathlib import Path
 
-import torch
+import numpy as np
 from torch import distributed as dist
 
 from wtransfer.bench import connectors, weights
@@ -61,61 +61,49 @@ def broadcast_all_but_the_last(setup, **keywords):
     return weights.time_rounds(send, setup, **keywords)
 
 
-def publish_without_switching_off(setup, **keywords):
-    weights.switch_digests_off = lambda: None
-    return weights.publish(setup, **keywords)
-
-
 def publish_the_same(setup, **keywords):
     weights.renew = lambda *_: None
     return weights.publish(setup, **keywords)
 
 
-def digest_with_digests_off(_setup):
-    from wtransfer.transport.digests import copy_digest, digest
-
-    weights.switch_digests_off()
-    small, large = torch.ones(8), torch.ones(1 << 20)
-    memory = torch.zeros(large.nbytes, dtype=torch.uint8).numpy()
-    return [digest(small), digest(large), copy_digest(memory, large).hexdigest]
-
-
 # -- connectors
+
+
+def decode(setup, seen=None, **keywords):
+    return connectors.decode(setup, **keywords)
 
 
 def prefill_and_die(setup, seen=None, **keywords):
     """Die after the first round was saved; tell before that which files there are."""
 
     class Mortal(connectors.Instance):
-        def prefill(self, *arguments):
-            super().prefill(*arguments)
+        def serve(self, *arguments):
+            super().serve(*arguments)
             if seen:
-                files = [str(path) for path in self._files.rglob("*") if path.is_file()]
+                files = [str(path) for path in Path(setup.folder, "kv").rglob("*")]
                 Path(seen).write_text("\n".join(files))
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_self(setup)
 
     connectors.Instance = Mortal
     connectors.prefill(setup, **keywords)
 
 
 def decode_and_die(setup, **keywords):
-    connectors.Instance.load = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    connectors.Instance.load = lambda *_: kill_self(setup)
     return connectors.decode(setup, **keywords)
 
 
-def prefill_one_other_byte(setup, **keywords):
-    """Save a block of which one byte is not what it should be: the connector cannot know."""
-    compute = connectors.KVCache.compute
+def prefill_another_page(setup, **keywords):
+    """Save a page that is not what it should be: the connector cannot know."""
+    pages_of = connectors.StampModel._pages
 
-    def compute_wrongly(self, number, block_ids):
-        compute(self, number, block_ids)
-        self.layers["layer.31"][block_ids[-1], -1] ^= 1
+    def pages_with_another(*arguments):
+        *pages, (mark, page) = pages_of(*arguments)
+        return [*pages, (mark ^ np.uint64(1), page)]
 
-    connectors.KVCache.compute = compute_wrongly
+    connectors.StampModel._pages = pages_with_another
     connectors.prefill(setup, **keywords)
 
 
-def prefill_one_block_less(setup, **keywords):
-    prompt = connectors.prompt
-    connectors.prompt = lambda number, num_blocks: prompt(number, num_blocks - 1)
-    connectors.prefill(setup, **keywords)
+def prefill_one_block_less(setup, num_blocks, **keywords):
+    connectors.prefill(setup, num_blocks=num_blocks - 1, **keywords)

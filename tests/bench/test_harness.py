@@ -2,7 +2,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import bench_cases
@@ -15,12 +14,11 @@ from wtransfer.errors import PeerLostError, StallError
 
 def run(runner, trainer, worker=None, num_workers=1, **options):
     functions = [getattr(bench_cases, name or trainer) for name in (trainer, worker)]
-    return runner.run("a test", *map(partial, functions), num_workers, **options)
+    return runner.run("a test", *functions, num_workers, **options)
 
 
 def test_case_returns_what_its_functions_return(runner):
-    echo = partial(bench_cases.echo, word="ink")
-    found = runner.run("a test", echo, echo, 2)
+    found = runner.run("a test", bench_cases.echo, bench_cases.echo, 2, word="ink")
     assert found.trainer == [0, 2, {"word": "ink"}]
     assert found.workers == [[1, 2, {"word": "ink"}], [2, 2, {"word": "ink"}]]
     assert list(Path(runner.folder).iterdir()) == []
@@ -29,13 +27,12 @@ def test_case_returns_what_its_functions_return(runner):
 def test_case_is_run_once_for_all_rows_and_fails_for_all(runner, monkeypatch):
     reported = []
     monkeypatch.setattr(runner, "_report", reported.append)
-    failing = partial(bench_cases.fail)
 
     def measure(runner):
-        runner.run("fails", failing)
+        runner.run("fails", bench_cases.fail)
 
     def measure_well(runner):
-        runner.run("runs", partial(bench_cases.echo, number=reported.count("runs")))
+        runner.run("runs", bench_cases.echo, number=reported.count("runs"))
         return Result(Spread(1, 1, 1))
 
     rows = [

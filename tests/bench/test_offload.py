@@ -22,7 +22,7 @@ def test_goals_are_those_of_large_blocks_and_checksummed_copies():
     }
 
     class Prepared:
-        def run(self, *_):
+        def run(self, *_, **__):
             return type("Outcome", (), {"trainer": found})
 
     goals = {

@@ -1,5 +1,3 @@
-from functools import partial
-
 import bench_cases
 import pytest
 import torch
@@ -12,17 +10,8 @@ from wtransfer.errors import PeerLostError
 SMALL = {"tensors": TensorSet("many", 4096, 20), "num_rounds": 2}
 
 
-def publish(runner, trainer="publish", worker="join", *, verified=True, joins_verified=None):
-    def find(name):
-        return getattr(bench_cases, name, None) or getattr(weights, name)
-
-    joins_verified = verified if joins_verified is None else joins_verified
-    return runner.run(
-        "a test",
-        partial(find(trainer), **SMALL, engine="shm", verified=verified),
-        partial(find(worker), tensors=SMALL["tensors"], verified=joins_verified),
-        1,
-    )
+def publish(runner, trainer=weights.publish):
+    return runner.run("a test", trainer, weights.join, 1, **SMALL, engine="shm")
 
 
 def test_every_value_differs_from_the_round_before():
@@ -42,15 +31,16 @@ def test_every_value_differs_from_the_round_before():
     [pytest.param("gloo", marks=pytest.mark.slow), "gloo-buckets", "checkpoint"],
 )
 def test_other_way_brings_every_tensor_to_every_worker(runner, way):
-    seconds = weights.OTHER_WAYS[way].run(runner, SMALL["tensors"], 2, 2)
+    settings = Settings(workers=(2,))
+    seconds = weights.run_other_way(runner, settings, weights.OTHER_WAYS[way], **SMALL)
     assert len(seconds) == 2
     assert min(seconds) > 0
 
 
 def test_broadcast_that_loses_a_tensor_is_no_measurement(runner):
-    broken = partial(bench_cases.broadcast_all_but_the_last, **SMALL)
+    broken = bench_cases.broadcast_all_but_the_last
     with pytest.raises(PeerLostError, match="did not bring every tensor"):
-        runner.run("a test", broken, broken, 1)
+        runner.run("a test", broken, broken, 1, **SMALL)
 
 
 def test_buckets_hold_all_bytes_in_order():
@@ -61,26 +51,15 @@ def test_buckets_hold_all_bytes_in_order():
     assert torch.equal(joined.view(torch.int16), torch.cat(tensors))
 
 
-@pytest.mark.parametrize("verified", [True, False])
-def test_rounds_are_measured_with_and_without_verification(runner, verified):
-    rounds = Rounds(publish(runner, verified=verified))
+def test_rounds_that_count_are_measured(runner):
+    rounds = Rounds(publish(runner))
     assert (rounds.nbytes, len(rounds.seconds)) == (20 * 4096, 2)
     assert min(*rounds.seconds, *rounds.packed_s, *rounds.workers_cpu_s, rounds.copy_s) > 0
 
 
-def test_nothing_is_digested_with_digests_off(runner):
-    found = runner.run("a test", partial(bench_cases.digest_with_digests_off)).trainer
-    assert found == ["0" * 32] * 3
-
-
-def test_digest_that_was_not_switched_off_is_noticed(runner):
-    with pytest.raises(PeerLostError, match="weights were digested"):
-        publish(runner, "publish_without_switching_off", verified=False, joins_verified=True)
-
-
 def test_rounds_that_bring_the_same_weights_are_no_measurement(runner):
     with pytest.raises(PeerLostError, match="two rounds of the bench have one fingerprint"):
-        publish(runner, "publish_the_same")
+        publish(runner, bench_cases.publish_the_same)
 
 
 def outcome_of(*seconds):
@@ -114,9 +93,11 @@ class Prepared:
 
 
 def test_share_is_the_time_of_two_copies_by_that_of_a_round():
-    result = weights.measure_round(Settings(), "adopt", True, Prepared(outcome_of(0.4, 0.8, 0.2)))
+    prepared = Prepared(outcome_of(0.4, 0.8, 0.2))
+    result = weights.measure_adopt_and_copy(Settings(), "adopt", prepared)
     assert result.spread == Spread(0.5, 0.25, 1.0)
     assert result.goal == (">=", 0.9)
+    assert weights.measure_adopt_and_copy(Settings(engine="file"), "copy", prepared).goal is None
 
 
 def test_gaps_are_those_of_the_quiet_time_the_transfer_and_the_commit():
@@ -129,13 +110,9 @@ def test_gaps_are_those_of_the_quiet_time_the_transfer_and_the_commit():
 
 
 def test_every_commit_lies_between_two_tokens_of_the_worker(runner):
-    keywords = {"tensors": TensorSet("many", 64, 3)}
-    outcome = runner.run(
-        "a test",
-        partial(weights.publish_between_pauses, **keywords, num_rounds=1),
-        partial(weights.serve, **keywords),
-        1,
-    )
+    sides = (weights.publish_between_pauses, weights.serve)
+    tensors = TensorSet("many", 64, 3)
+    outcome = runner.run("a test", *sides, 1, tensors=tensors, num_rounds=1)
     (served,) = outcome.workers
     assert [each["version"] for each in outcome.trainer] == ["round-2"]
     assert served["commits"].keys() == {"round-0", "round-1", "round-2"}
@@ -149,9 +126,9 @@ def test_llama_has_the_bytes_asked_for_and_at_most_a_layer_more(nbytes):
     shapes = TensorSet("llama", nbytes).shapes()
     last = {name for name in shapes if name.split(".")[:2] == list(shapes)[-1].split(".")[:2]}
     smaller = {name: shape for name, shape in shapes.items() if name not in last}
-    total = weights._total_nbytes(shapes)
+    total = weights._nbytes_of(shapes)
     assert total == TensorSet("llama", nbytes).total_nbytes() >= nbytes
-    assert weights._total_nbytes(smaller) < nbytes
+    assert weights._nbytes_of(smaller) < nbytes
 
 
 def test_many_and_one_have_equally_many_bytes():
@@ -163,7 +140,6 @@ def test_many_and_one_have_equally_many_bytes():
 def test_more_workers_need_more_memory_where_each_has_its_own():
     few, many = Settings(workers=(1,)), Settings(workers=(4,))
     watched = weights.MAX_WATCHED_NBYTES
-    assert Settings(commits=("adopt",)).needed_nbytes < Settings().needed_nbytes
     assert Settings(workers=(1, 64)).needed_nbytes > few.needed_nbytes + watched
     assert many.needed_nbytes - few.needed_nbytes == 6 * few.nbytes
 

@@ -7,9 +7,8 @@ from wtransfer.demo.model import (
     ByteTransformer,
     Generator,
     Learner,
-    LiveDigest,
+    digest_in_parts,
     live_digest,
-    memcpy_seconds,
 )
 
 WIDTH = 64
@@ -25,22 +24,16 @@ def model():
     return ByteTransformer(WIDTH, seed=0)
 
 
-def test_attention_is_causal(model):
-    model.eval()
+@pytest.mark.parametrize("is_training", [True, False])
+def test_attention_is_causal(model, is_training):
+    model.train(is_training)
     inputs = torch.randint(256, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
     changed = inputs.clone()
     changed[0, 20] += 1
     with torch.no_grad():
         before, after = model(inputs), model(changed)
-    assert torch.equal(before[:, :20], after[:, :20])
-    assert not torch.equal(before[:, 20:], after[:, 20:])
-
-
-def test_tied_weights_are_one_memory_until_they_are_untied(model):
-    assert model.is_tied
-    assert {"head.weight", "embedding.weight", "trained_steps"} <= set(model.state_dict())
-    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
-    assert not model.is_tied
+    torch.testing.assert_close(before[:, :20], after[:, :20])
+    assert not torch.allclose(before[:, 20:], after[:, 20:])
 
 
 def test_seeds_decide_the_weights(model):
@@ -50,27 +43,28 @@ def test_seeds_decide_the_weights(model):
     assert not torch.equal(mine["embedding.weight"], other["embedding.weight"])
 
 
-def test_training_learns_and_counts_its_steps_in_the_weights(model):
-    learner = Learner(model)
-    learner.step()
-    first = learner.loss
-    for _ in range(39):
-        learner.step()
-    assert first > 5.0
-    assert learner.loss < first - 1.5
-    assert learner.steps == 40 == int(model.state_dict()["trained_steps"])
+def test_training_learns_counts_its_steps_in_the_weights_and_keeps_the_tie(model):
     assert model.is_tied
+    learner = Learner(model)
+    losses = [learner.step() for _ in range(40)]
+    assert losses[0] > 5.0
+    assert losses[-1] < losses[0] - 1.5
+    assert int(model.state_dict()["trained_steps"]) == 40
+    assert model.is_tied
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    assert not model.is_tied
 
 
 def test_generation_depends_on_nothing_but_weights_seed_and_text_so_far(model):
+    model.eval()
     one, two = Generator(model, seed=3), Generator(model, seed=3)
     for _ in range(30):
         one.next_byte()
-    other = ByteTransformer(WIDTH, seed=1)
     for _ in range(30):
         two.next_byte()
     assert one.last(34) == two.last(34)
     # New weights under a running generator: it must not use anything of the old ones.
+    other = ByteTransformer(WIDTH, seed=1).eval()
     model.load_state_dict(other.state_dict())
     fresh = Generator(other, seed=3)
     fresh._text[:] = two._text
@@ -81,11 +75,10 @@ def test_generation_depends_on_nothing_but_weights_seed_and_text_so_far(model):
     assert two.last(114) == fresh.last(114)
 
 
-def test_generated_text_is_printable_and_bounded(model):
+def test_generated_text_is_printable(model):
     generator = Generator(model, seed=0)
-    generator._text[:] = b"\x00\xff\n" * 3000
+    generator._text[:] = b"\x00\xff\n" * 30
     generator.next_byte()
-    assert len(generator._text) <= 4096
     assert generator.last(50).isprintable()
     assert len(generator.last(50)) == 50
 
@@ -98,30 +91,12 @@ def test_a_model_has_about_as_many_parameters_as_asked_for(millions):
     assert 0.7 <= num_parameters / (millions * 1e6) <= 1.3
 
 
-def test_training_batches_are_windows_of_text_and_the_bytes_that_follow(model, monkeypatch):
-    learner = Learner(model)
-    assert b"generator" in bytes(learner._windows[:, 0].tolist())
-    seen = []
-    monkeypatch.setattr(
-        torch.nn.functional,
-        "cross_entropy",
-        lambda logits, targets: seen.append(targets) or logits.sum(),
-    )
-    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    learner.step()
-    inputs, targets = seen
-    assert torch.equal(inputs[:, 1:], targets.view(-1, CONTEXT)[:, :-1])
-
-
-def test_equal_models_have_equal_digests(model):
-    other = ByteTransformer(WIDTH, seed=5)
-    assert live_digest(other) != live_digest(model)
-    other.load_state_dict(model.state_dict())
-    assert live_digest(other) == live_digest(model)
-
-
-def test_every_tensor_counts_to_its_last_bit(model):
+def test_equal_models_have_equal_digests_and_every_tensor_counts_to_its_last_bit(model):
     whole = live_digest(model)
+    other = ByteTransformer(WIDTH, seed=5)
+    assert live_digest(other) != whole
+    other.load_state_dict(model.state_dict())
+    assert live_digest(other) == whole
     for tensor in model.state_dict().values():
         flat = tensor.view(-1).view(torch.uint8)
         flat[-1] ^= 1
@@ -147,20 +122,11 @@ def test_equal_bytes_in_another_shape_dtype_or_name_differ():
     assert len(digests) == 5
 
 
-def test_a_digest_can_be_taken_a_part_at_a_time(model):
-    digest = LiveDigest(model)
-    num_more = model.pairs.weight.nbytes // (1 << 20)
-    for _ in range(2 * len(model.state_dict()) + num_more - 1):
-        assert digest.advance(0.0) is None
-    assert digest.advance(0.0) == live_digest(model)
-
-
-def test_a_digest_reads_the_memory_that_the_model_has_now(model):
+def test_a_digest_reads_the_memory_that_the_model_has_now_a_part_at_a_time(model):
     other = ByteTransformer(WIDTH, seed=9)
     for name, parameter in model.named_parameters():
         parameter.data = other.get_parameter(name).data.clone()
-    assert live_digest(model) == live_digest(other)
-
-
-def test_a_plain_copy_takes_time():
-    assert memcpy_seconds(1 << 20) > 0
+    *parts, digest = digest_in_parts(model)
+    assert digest == live_digest(other)
+    assert 64 <= len(parts) <= 64 + len(model.state_dict())
+    assert set(parts) == {""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -18,32 +19,18 @@ import click
 from wtransfer.errors import WTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from wtransfer.bench import connectors as connectors_bench
-    from wtransfer.bench import offload as offload_bench
-    from wtransfer.bench import weights as weights_bench
     from wtransfer.bench.harness import Result, Row
 
-TSettings = TypeVar(
-    "TSettings",
-    "weights_bench.Settings",
-    "offload_bench.Settings",
-    "connectors_bench.Settings",
-)
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9} | {
     "KIB": 1 << 10,
     "MIB": 1 << 20,
     "GIB": 1 << 30,
 }
-_COMMITS = ("adopt", "copy")
 WIDTH = 110
+
+TCommand = TypeVar("TCommand", bound="Callable[..., Any]")
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -53,25 +40,15 @@ def parse_nbytes(text: str) -> int:
     """Return a size in bytes: ``4096``, ``4KiB``, ``1.5 GiB``, ``2GB``.
 
     Raises:
-        ValueError: It is no size, or not above 0.
+        click.BadParameter: It is no size, or not above 0.
     """
     matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(matched[2].upper()) if matched else None
     if matched is None or unit is None or float(matched[1]) * unit < 1:
-        raise ValueError(f"{text!r} is no size; write a number and a unit: 512MiB, 2GiB, 4096")
+        raise click.BadParameter(
+            f"{text!r} is no size; write a number and a unit: 512MiB, 2GiB, 4096"
+        )
     return int(float(matched[1]) * unit)
-
-
-def parse_many(text: str) -> tuple[int, int]:
-    """Return how many tensors, and the bytes of each: ``20000x4KiB``.
-
-    Raises:
-        ValueError: It is not of this form, or a tensor has less than one element.
-    """
-    number, _, size = text.partition("x")
-    if not number.isdecimal() or int(number) < 1 or not size or (n := parse_nbytes(size)) < 2:  # noqa: PLR2004
-        raise ValueError(f"{text!r} is not NUMBERxSIZE; write 20000x4KiB")
-    return int(number), n
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
@@ -81,54 +58,33 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
 def _parse_numbers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(each.isdecimal() and int(each) for each in parts):
-        raise ValueError(f"{text!r} are no numbers above 0; write 1,4")
+        raise click.BadParameter(f"{text!r} are no numbers above 0; write 1,4")
     return tuple(map(int, parts))
 
 
-def _parse_commits(text: str) -> tuple[str, ...]:
-    chosen = tuple(text.split(","))
-    unknown = [each for each in chosen if each not in _COMMITS]
-    if unknown:
-        raise ValueError(f"there is no commit {unknown[0]!r}; there are {', '.join(_COMMITS)}")
-    return chosen
+def _size(text: str) -> Callable[[TCommand], TCommand]:
+    return click.option("--nbytes", type=parse_nbytes, metavar="SIZE", help=text)
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic in older releases
-    """An option whose text is parsed by a function that raises `ValueError`."""
-
-    def __init__(self, metavar: str, parse: Callable[[str], Any]) -> None:
-        self.name, self._parse = metavar, parse
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return what the text says."""
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-SIZE = Parsed("SIZE", parse_nbytes)
-SIZES = Parsed("SIZE,SIZE", _parse_sizes)
-NUMBERS = Parsed("N,M", _parse_numbers)
+def _blocks(default: str) -> Callable[[TCommand], TCommand]:
+    text = f"Sizes of a block, over its 32 layers [{default}]."
+    return click.option(
+        "--blocks", "block_nbytes", type=_parse_sizes, metavar="SIZE,SIZE", help=text
+    )
 
 
 def _common_options(command: Callable[..., None]) -> Callable[..., None]:
+    words = {
+        "json": "Print one JSON document, nothing else.",
+        "quick": "Small sizes: to see all rows, not their numbers.",
+        "only": "Only this row. Repeat for more.",
+        "rounds": "Rounds that count, per row [7].",
+    }
     for option in (
-        click.option(
-            "--json", "as_json", is_flag=True, help="Print one JSON document, nothing else."
-        ),
-        click.option(
-            "--quick", is_flag=True, help="Small sizes: to see all rows, not their numbers."
-        ),
-        click.option(
-            "--only", multiple=True, metavar="ROW", help="Only this row. Repeat for more."
-        ),
-        click.option(
-            "--rounds",
-            "num_rounds",
-            type=click.IntRange(min=1),
-            help="Rounds that count, per row [7].",
-        ),
+        click.option("--json", "as_json", is_flag=True, help=words["json"]),
+        click.option("--quick", is_flag=True, help=words["quick"]),
+        click.option("--only", multiple=True, metavar="ROW", help=words["only"]),
+        click.option("--rounds", "num_rounds", type=click.IntRange(1), help=words["rounds"]),
     ):
         command = option(command)
     return command
@@ -144,21 +100,15 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--engine", metavar="NAME", help="shm, gloo, or any that needs no option [shm].")
-@click.option("--nbytes", type=SIZE, help="Of an update [2GiB].")
+@_size("Of an update [2GiB].")
 @click.option(
     "--workers",
-    type=NUMBERS,
+    type=_parse_numbers,
+    metavar="N,M",
     help="Numbers of workers; the first one for all rows but those that compare [1,4].",
 )
-@click.option(
-    "--small",
-    type=Parsed("NxSIZE", parse_many),
-    metavar="NxSIZE",
-    help="How many small tensors of what size [20000x4KiB].",
-)
-@click.option("--commit", "commits", type=Parsed("MODES", _parse_commits), help="[adopt,copy]")
 @_common_options
-def weights(small: tuple[int, int] | None, **asked: Any) -> None:
+def weights(**asked: Any) -> None:
     """Measure rounds of weights: speed, pauses, memory, and how soon a death is noticed.
 
     Every number is a median of rounds that bring other values each time and whose receipts are
@@ -168,27 +118,12 @@ def weights(small: tuple[int, int] | None, **asked: Any) -> None:
 
     The exit status is 1 if a row could not be measured; a goal that is not reached is only shown.
     """
-    from wtransfer.bench import weights as module
-
-    if small:
-        asked["num_small"], asked["small_nbytes"] = small
-    _measure(module.Settings, module.rows, **asked)
+    _measure("weights", **asked)
 
 
 @bench.command()
-@click.option("--nbytes", type=SIZE, help="That one round copies [256MiB].")
-@click.option(
-    "--blocks",
-    "block_nbytes",
-    type=SIZES,
-    help="Sizes of a block, over its 32 layers [2MiB,128KiB,16KiB].",
-)
-@click.option(
-    "--kept",
-    "num_blocks",
-    type=NUMBERS,
-    help="How many blocks managers have; the last number for most rows [1000,10000,100000].",
-)
+@_size("That one round copies [256MiB].")
+@_blocks("2MiB,128KiB,16KiB")
 @_common_options
 def offload(**asked: Any) -> None:
     """Measure KV cache in host memory: copies into the arena and back, and its manager.
@@ -200,19 +135,12 @@ def offload(**asked: Any) -> None:
 
     The exit status is 1 if a row could not be measured; a goal that is not reached is only shown.
     """
-    from wtransfer.bench import offload as module
-
-    _measure(module.Settings, module.rows, **asked)
+    _measure("offload", **asked)
 
 
 @bench.command()
-@click.option("--nbytes", type=SIZE, help="That one round saves and loads [256MiB].")
-@click.option(
-    "--blocks",
-    "block_nbytes",
-    type=SIZES,
-    help="Sizes of a block, over its 32 layers [2MiB,128KiB].",
-)
+@_size("That one round saves and loads [256MiB].")
+@_blocks("2MiB,128KiB")
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, writable=True),
@@ -229,40 +157,33 @@ def connectors(**asked: Any) -> None:
 
     The exit status is 1 if a row could not be measured; a goal that is not reached is only shown.
     """
-    from wtransfer.bench import connectors as module
-
-    _measure(module.Settings, module.rows, **asked)
+    _measure("connectors", **asked)
 
 
-def _measure(
-    settings_type: type[TSettings],
-    rows: Callable[[TSettings], Iterable[Row]],
-    *,
-    only: tuple[str, ...],
-    quick: bool,
-    as_json: bool,
-    **asked: Any,
-) -> None:
-    from wtransfer.bench.harness import Runner, choose_rows, measure_rows
+def _measure(verb: str, *, only: tuple[str, ...], quick: bool, as_json: bool, **asked: Any) -> None:
+    from wtransfer.bench.harness import Runner, measure_rows
     from wtransfer.transport.memory import require_memory
 
     machine = describe_machine()
+    module: Any = importlib.import_module(f"wtransfer.bench.{verb}")
     given = {name: value for name, value in asked.items() if value is not None}
     try:
-        settings = replace(settings_type.quick() if quick else settings_type(), **given)
-        chosen = choose_rows(rows(settings), only)
+        settings = replace(module.Settings.quick() if quick else module.Settings(), **given)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    rows: dict[str, Row] = {row.name: row for row in module.rows(settings)}
+    for name in only:
+        if name not in rows:
+            raise click.UsageError(f"there is no row {name!r}; there are {', '.join(rows)}")
+    chosen = [row for name, row in rows.items() if not only or name in only]
 
     def report(text: str) -> None:
         click.echo(text, err=True)
 
     try:
         require_memory(settings.needed_nbytes, "this run")
-        folder = asked.get("folder")
-        with Runner(
-            [settings_type.__module__], folder, lambda name: report(f"    {name} ...")
-        ) as runner:
+        modules, folder = [module.__name__], asked.get("folder")
+        with Runner(modules, folder, lambda name: report(f"    {name} ...")) as runner:
             results = measure_rows(chosen, runner, report)
     except WTransferError as error:
         raise click.ClickException(str(error)) from error
@@ -298,18 +219,10 @@ def document(row: Row, result: Result | str) -> dict[str, Any]:
     """Return a row as plain data for ``--json``; its keys are stable."""
     if isinstance(result, str):
         return {"what": row.what, "error": result}
-    return {
-        "what": row.what,
-        "unit": result.unit,
-        **result.spread._asdict(),
-        "goal": None if result.goal is None else result.goal._asdict(),
-        "limit": result.limit,
-        "reached": result.reached,
-        "beside": result.beside,
-        "stages": result.stages,
-        "note": result.note,
-        "error": None,
-    }
+    found = asdict(result) | result.spread._asdict()
+    del found["spread"]
+    goal = result.goal._asdict() if result.goal else None
+    return {"what": row.what, **found, "goal": goal, "reached": result.reached, "error": None}
 
 
 def show(results: Mapping[Row, Result | str], machine: Mapping[str, Any]) -> None:

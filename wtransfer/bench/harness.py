@@ -19,7 +19,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import PeerLostError, StallError, WTransferError
@@ -27,11 +27,10 @@ from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from functools import partial
 
     from typing_extensions import Self
 
-T = TypeVar("T")
+    from wtransfer.transport.zygote import Child
 
 MIB = 1 << 20
 """Bytes."""
@@ -119,19 +118,6 @@ class Row(NamedTuple):
     """In words."""
     measure: Callable[[Runner], Result]
     """Raises a `WTransferError` if it cannot be measured."""
-
-
-def choose_rows(rows: Iterable[Row], names: Sequence[str]) -> list[Row]:
-    """Return the rows of these names, or all rows if there is no name.
-
-    Raises:
-        ValueError: There is no such row.
-    """
-    known = {row.name: row for row in rows}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"there is no row {unknown[0]!r}; there are {', '.join(known)}")
-    return [row for name, row in known.items() if not names or name in names]
 
 
 def measure_rows(
@@ -224,35 +210,37 @@ class Runner:
     def run(
         self,
         name: str,
-        trainer: partial[Any],
-        worker: partial[Any] | None = None,
+        trainer: Callable[..., Any],
+        worker: Callable[..., Any] | None = None,
         num_workers: int = 0,
         *,
         replace_killed: bool = False,
         timeout_s: float = 600.0,
+        **keywords: Any,
     ) -> Outcome:
         """Run a case until its trainer returns; once, however many rows need it.
 
         Args:
             name: Of the case, for people.
-            trainer: Function of a module, called with a `Setup` and the keywords of the partial.
-                Both keywords and what it returns are plain data.
+            trainer: Function of a module, called with a `Setup` and the keywords; it returns plain
+                data.
             worker: The same, for each worker.
             num_workers: How many workers there are.
             replace_killed: Start a new worker in place of one that was killed.
             timeout_s: Longest time that it may take, in seconds.
+            **keywords: Plain data, for trainer and workers.
 
         Raises:
             PeerLostError: A process failed; the error has the end of what it wrote.
             StallError: It takes too long.
         """
-        key = repr((trainer, worker, num_workers))
+        key = repr((trainer, worker, num_workers, keywords))
         if key not in self._known:
             self._report(name)
+            functions = [trainer, *[worker] * num_workers]
+            deadline = Deadline(timeout_s)
             try:
-                self._known[key] = self._run(
-                    name, [trainer, *[worker] * num_workers], replace_killed, Deadline(timeout_s)
-                )
+                self._known[key] = self._run(name, functions, keywords, replace_killed, deadline)
             except WTransferError as error:
                 self._known[key] = error
         found = self._known[key]
@@ -261,78 +249,77 @@ class Runner:
         return found
 
     def _run(
-        self, name: str, functions: list[Any], replace_killed: bool, deadline: Deadline
+        self,
+        name: str,
+        functions: list[Any],
+        keywords: dict[str, Any],
+        replace_killed: bool,
+        deadline: Deadline,
     ) -> Outcome:
-        setup = Setup(
-            rank=0,
-            num_workers=len(functions) - 1,
-            address=f"unix:@wtransfer-bench-{secrets.token_hex(8)}",
-            token=secrets.token_hex(16),
-            folder=tempfile.mkdtemp(dir=self.folder),
-        )
+        folder = tempfile.mkdtemp(dir=self.folder)
+        address = f"unix:@wtransfer-bench-{secrets.token_hex(8)}"
+        shared = (address, secrets.token_hex(16), folder)
         started: list[_Process] = []
 
         def start(rank: int) -> _Process:
-            stem = Path(setup.folder, f"process-{len(started)}")
-            started.append(_Process(self.zygote, functions[rank], setup._replace(rank=rank), stem))
+            function, setup = functions[rank], Setup(rank, len(functions) - 1, *shared)
+            target = f"{function.__module__}:{function.__name__}"
+            path = Path(setup.folder, f"process-{len(started)}")
+            arguments = (target, list(setup), keywords, str(path))
+            log = path.with_suffix(".log")
+            child = self.zygote.spawn(
+                f"{__name__}:run_in_child", *arguments, stdout=log, stderr=log
+            )
+            started.append(_Process(child, target, path, log))
             return started[-1]
+
+        def check(process: _Process) -> int | None:
+            """Return the return code of a process, once it has ended; raise if it is not 0."""
+            code = process.child.poll()
+            if code:
+                tail = process.log.read_bytes()[-_TAIL_NBYTES:].decode("utf-8", "replace").strip()
+                raise PeerLostError(
+                    f"a process of the bench ({process.target}) ended with {code} in the case "
+                    f"{name!r}: {tail}"
+                )
+            return code
 
         try:
             trainer, *workers = map(start, range(len(functions)))
-            while (code := trainer.child.poll()) is None:
+            while check(trainer) is None:
                 for at, worker in enumerate(workers):
-                    worker_code = worker.child.poll()
-                    if worker_code and replace_killed and worker_code < 0:
+                    if replace_killed and (worker.child.poll() or 0) < 0:
                         workers[at] = start(1 + at)
-                    elif worker_code:
-                        raise worker.lost(worker_code, name)
+                    check(workers[at])
                 deadline.check(f"the case {name!r} of the bench")
                 time.sleep(_POLL_S)
-            if code:
-                raise trainer.lost(code, name)
             for worker in workers:
                 with contextlib.suppress(StallError):
                     worker.child.wait(LEAVE_S)
-            ended = [worker for worker in workers if worker.child.poll() == 0]
-            return Outcome(trainer.result(), [worker.result() for worker in ended])
+            trainer_result, *results = [
+                json.loads(each.path.read_bytes())
+                for each in (trainer, *workers)
+                if each.child.poll() == 0
+            ]
+            return Outcome(trainer_result, results)
         finally:
             for each in started:
                 each.child.kill()
             for each in started:
                 each.child.wait(LEAVE_S)
-            shutil.rmtree(setup.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Process:
-    """One process of a case; writes its result and its output to files of the case's folder."""
-
-    def __init__(self, zygote: Zygote, function: partial[Any], setup: Setup, stem: Path) -> None:
-        self.function = f"{function.func.__module__}:{function.func.__qualname__}"
-        self._result, self._log = stem.with_suffix(".json"), stem.with_suffix(".log")
-        self.child = zygote.spawn(
-            f"{__name__}:run_in_child",
-            self.function,
-            list(setup),
-            function.keywords,
-            str(self._result),
-            stdout=self._log,
-            stderr=self._log,
-        )
-
-    def result(self) -> Any:
-        """Return what the function returned; the process has ended with 0."""
-        return json.loads(self._result.read_bytes())
-
-    def lost(self, code: int, name: str) -> PeerLostError:
-        log = self._log.read_bytes() if self._log.exists() else b""
-        return PeerLostError(
-            f"a process of the bench ({self.function}) ended with {code} in the case {name!r}: "
-            f"{log[-_TAIL_NBYTES:].decode('utf-8', 'replace').strip()}"
-        )
+class _Process(NamedTuple):
+    child: Child
+    target: str
+    path: Path
+    """Of what the function has returned."""
+    log: Path
 
 
-def run_in_child(function: str, setup: list[Any], keywords: dict[str, Any], result: str) -> None:
+def run_in_child(function: str, setup: list[Any], keywords: dict[str, Any], path: str) -> None:
     """Call a function in a child of the bench, and leave what it returns in a file."""
     module, _, name = function.partition(":")
     returned = getattr(importlib.import_module(module), name)(Setup(*setup), **keywords)
-    Path(result).write_text(json.dumps(returned), "utf-8")
+    Path(path).write_text(json.dumps(returned), "utf-8")

@@ -1,6 +1,7 @@
 """``bench offload``: KV cache in host memory, its copies beside memcpy, its manager beside vLLM's.
 
-Rows first, then the functions that the processes of their cases run.
+Each row is measured by the function ``measure_...`` of its kind; below them stand the functions
+that the processes of their cases run.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Settings:
     """Bytes of a block, of all its 32 layers."""
     nbytes: int = 256 * MIB
     """Bytes that one round copies."""
-    num_blocks: tuple[int, ...] = (1_000, 10_000, 100_000)
-    """How many blocks managers have; most rows use the last number."""
+    num_blocks: int = 100_000
+    """How many blocks managers have."""
     num_rounds: int = 7
     """Rounds that count."""
 
@@ -72,13 +73,11 @@ class Settings:
                     f"blocks of {nbytes} bytes: expected a multiple of {NUM_LAYERS}, one for each "
                     f"layer, and at most the {self.nbytes} of a round"
                 )
-        if min(self.num_blocks) < NUM_KEYS:
-            raise ValueError(f"managers of {self.num_blocks} blocks: expected {NUM_KEYS} and more")
 
     @classmethod
     def quick(cls) -> Settings:
         """Return small sizes, with which every row is filled and no number means much."""
-        return cls(nbytes=16 * MIB, num_blocks=(200, 2_000), num_rounds=3)
+        return cls(nbytes=16 * MIB, num_blocks=2_000, num_rounds=3)
 
     @property
     def needed_nbytes(self) -> int:
@@ -106,7 +105,6 @@ def slots_nbytes(num_blocks: int, block_nbytes: int) -> int:
 
 def rows(settings: Settings) -> Iterator[Row]:
     """Yield all rows, in order."""
-    few, many = settings.num_blocks[0], settings.num_blocks[-1]
     for suffix, proof in (("", "checksummed"), ("-unverified", "without checksums")):
         for block_nbytes in settings.block_nbytes:
             for direction, way in (("put", "cache to arena"), ("get", "arena to cache")):
@@ -115,43 +113,35 @@ def rows(settings: Settings) -> Iterator[Row]:
                     f"{direction}-{size.replace(' ', '')}{suffix}",
                     f"memcpy / ({way}, two threads), blocks of {size}, {proof}; memcpy: the same "
                     "blocks, each in one piece, on one thread",
-                    partial(measure_copies, settings, block_nbytes, direction, suffix),
+                    partial(measure_put_and_get, settings, block_nbytes, direction, suffix),
                 )
     for policy in ("lru", "arc"):
         for operation, what in OPERATIONS.items():
             yield Row(
                 f"{operation}-{policy}",
                 f"ours / vLLM's manager: {what}, per block, {policy}, {NUM_KEYS} blocks a call, "
-                f"{many:,} kept",
-                partial(measure_operation, settings, operation, policy),
+                f"{settings.num_blocks:,} kept",
+                partial(measure_lookup_store_evict_load, settings, operation, policy),
             )
-    for operation, what in OPERATIONS.items():
-        yield Row(
-            f"{operation}-growth",
-            f"cost per block with {many:,} blocks / with {few:,}: {what}, lru",
-            partial(measure_growth, settings, operation),
-        )
 
 
-def measure_copies(
+def measure_put_and_get(
     settings: Settings, block_nbytes: int, direction: str, suffix: str, runner: Runner
 ) -> Result:
     num_blocks = settings.nbytes // block_nbytes
     found = runner.run(
         f"blocks of {format_nbytes(block_nbytes)} into an arena and back",
-        partial(
-            copy_rounds,
-            block_nbytes=block_nbytes,
-            num_blocks=num_blocks,
-            num_rounds=settings.num_rounds,
-        ),
+        copy_rounds,
+        block_nbytes=block_nbytes,
+        num_blocks=num_blocks,
+        num_rounds=settings.num_rounds,
     ).trainer
-    goal = Goal(">=", 0.85) if goals_are_for(block_nbytes, settings.nbytes) else None
+    has_goal = goals_are_for(block_nbytes, settings.nbytes) and not suffix
     return compare_copies(
         found[f"memcpy-{direction}"],
         found[direction + suffix],
         num_blocks,
-        None if suffix else goal,
+        Goal(">=", 0.85) if has_goal else None,
     )
 
 
@@ -169,17 +159,16 @@ def compare_copies(
     )
 
 
-def run_managers(runner: Runner, settings: Settings, num_blocks: int, policy: str) -> Any:
-    """Return the microseconds of each manager and operation, round by round."""
-    name = f"managers of {num_blocks:,} blocks, {policy}"
-    time_all = partial(
-        time_managers, num_blocks=num_blocks, num_rounds=settings.num_rounds, policy=policy
-    )
-    return runner.run(name, time_all).trainer
-
-
-def measure_operation(settings: Settings, operation: str, policy: str, runner: Runner) -> Result:
-    found = run_managers(runner, settings, settings.num_blocks[-1], policy)
+def measure_lookup_store_evict_load(
+    settings: Settings, operation: str, policy: str, runner: Runner
+) -> Result:
+    found = runner.run(
+        f"managers of {settings.num_blocks:,} blocks, {policy}",
+        time_managers,
+        num_blocks=settings.num_blocks,
+        num_rounds=settings.num_rounds,
+        policy=policy,
+    ).trainer
     ours = found["ours"][operation]
     if found["missing"]:
         note = f"nothing stands beside it: vLLM's manager is not here ({found['missing']})"
@@ -190,19 +179,6 @@ def measure_operation(settings: Settings, operation: str, policy: str, runner: R
         goal=Goal("<=", 1.0),
         beside={"ours_us": median(ours), "vllm_us": median(theirs)},
     )
-
-
-def measure_growth(settings: Settings, operation: str, runner: Runner) -> Result:
-    found = {n: run_managers(runner, settings, n, "lru") for n in settings.num_blocks}
-    beside = {
-        f"{side}_{number}_us": median(each[side][operation])
-        for number, each in found.items()
-        for side in ("ours", "vllm")
-        if each[side]
-    }
-    base = beside[f"ours_{settings.num_blocks[0]}_us"]
-    ours = found[settings.num_blocks[-1]]["ours"][operation]
-    return Result(Spread.of(us / base for us in ours), beside=beside)
 
 
 # -- copies ----------------------------------------------------------------------------------------
@@ -349,17 +325,13 @@ def time_managers(
         num_rounds: Rounds that count.
         policy: Eviction policy.
     """
-    managers: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "ours": (CPUOffloadingManager, ReqContext)
-    }
+    managers: dict[str, tuple[Any, Any]] = {"ours": (CPUOffloadingManager, ReqContext)}
     missing = ""
     try:
-        vllm = (
-            importlib.import_module("vllm.v1.kv_offload.cpu.manager").CPUOffloadingManager,
-            importlib.import_module("vllm.v1.kv_offload.base").ReqContext,
-        )
-        time_manager(*vllm, 2 * NUM_KEYS, "lru")
-        managers["vllm"] = vllm
+        cpu = importlib.import_module("vllm.v1.kv_offload.cpu.manager")
+        base = importlib.import_module("vllm.v1.kv_offload.base")
+        time_manager(cpu.CPUOffloadingManager, base.ReqContext, 2 * NUM_KEYS, "lru")
+        managers["vllm"] = (cpu.CPUOffloadingManager, base.ReqContext)
     except Exception as error:
         # Not installed, or not one that this was written for.
         missing = f"{type(error).__name__}: {error}"
@@ -367,18 +339,16 @@ def time_managers(
         name: defaultdict(list) for name in ("ours", "vllm")
     }
     for number in range(1 + num_rounds):
-        for name, manager in managers.items():
-            for operation, us in time_manager(*manager, num_blocks, policy).items():
+        for name, (make_manager, make_context) in managers.items():
+            times = time_manager(make_manager, make_context, num_blocks, policy)
+            for operation, us in times.items():
                 if number:
                     found[name][operation].append(us)
     return {**found, "missing": missing}
 
 
 def time_manager(
-    make_manager: Callable[..., Any],
-    make_context: Callable[..., Any],
-    num_blocks: int,
-    policy: str,
+    make_manager: Callable[..., Any], make_context: Callable[..., Any], num_blocks: int, policy: str
 ) -> dict[str, float]:
     """Return microseconds per block of each operation of a manager with a full cache.
 

@@ -1,6 +1,7 @@
 """``bench weights``: rounds of a publisher and its workers, beside a plain copy and other ways.
 
-Rows first, then the functions that the processes of their cases run.
+Each row is measured by the function ``measure_...`` of its name; below them stand the functions
+that the processes of their cases run.
 """
 
 from __future__ import annotations
@@ -17,17 +18,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch import nn
 
-from wtransfer import Publisher, WorkerSession, manifest
+from wtransfer import Publisher, WorkerSession
 from wtransfer.bench.harness import (
     BESIDE_NBYTES,
     MIB,
@@ -39,6 +38,7 @@ from wtransfer.bench.harness import (
     format_nbytes,
 )
 from wtransfer.deadline import Deadline
+from wtransfer.demo.model import memcpy_seconds
 from wtransfer.errors import (
     ChecksumError,
     IncompleteUpdateError,
@@ -55,17 +55,15 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.report import Report
 
 Tensors = dict[str, torch.Tensor]
-Interval = tuple[float, float]
 
 # Each of the first two rounds touches one of the two segments for the first time.
 _WARM_UP_ROUNDS = 2
 _JOIN_S = 60.0
+_SMALL_NBYTES = 4096
 # Larger updates take as many copies, and the kernel long to count them.
 MAX_WATCHED_NBYTES = 256 * MIB
 # Long enough to be hit in its middle, short enough to be over soon, whatever was asked for.
 KILLED_NBYTES = 256 * MIB
-# The trainer's weights and two segments.
-_NUM_COPIES_OF_TRAINER = 3
 
 
 class TensorSet(NamedTuple):
@@ -99,21 +97,17 @@ class TensorSet(NamedTuple):
             "norm": (width,),
         }
         for number in itertools.count():
-            if _total_nbytes(shapes) >= self.nbytes:
+            if _nbytes_of(shapes) >= self.nbytes:
                 break
             shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
         return shapes
 
     def total_nbytes(self) -> int:
         """Return the bytes of all tensors."""
-        return _total_nbytes(self.shapes())
+        return _nbytes_of(self.shapes())
 
 
-def format_workers(number: int) -> str:
-    return f"{number} worker{'' if number == 1 else 's'}"
-
-
-def _total_nbytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+def _nbytes_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return 2 * sum(map(math.prod, shapes.values()))
 
 
@@ -131,10 +125,6 @@ class Settings:
     """Rounds that count."""
     num_small: int = 20_000
     """How many small tensors."""
-    small_nbytes: int = 4096
-    """Bytes of each."""
-    commits: tuple[str, ...] = ("adopt", "copy")
-    """How workers commit."""
     num_kills: int = 11
     """How many workers are killed."""
 
@@ -147,15 +137,14 @@ class Settings:
     def needed_nbytes(self) -> int:
         """Memory that the largest case takes.
 
-        Workers that adopt have no memory of their own, since theirs is never written to. Those
-        that copy, or are broadcast to, have one copy; and until a commit is settled the last one.
+        The trainer has its weights and two segments. Workers that adopt have no memory of their
+        own, since theirs is never written to. Those that copy, or are broadcast to, have one copy;
+        and until a commit is settled the last one.
         """
-        own = 2 if "copy" in self.commits else 1
-        large = max(self.nbytes, self.num_small * self.small_nbytes)
+        large = max(self.nbytes, self.num_small * _SMALL_NBYTES)
         watched = min(self.nbytes, MAX_WATCHED_NBYTES)
         return BESIDE_NBYTES + max(
-            (_NUM_COPIES_OF_TRAINER + own * self.workers[0]) * large,
-            (_NUM_COPIES_OF_TRAINER + own * max(self.workers)) * watched,
+            (3 + 2 * self.workers[0]) * large, (3 + max(self.workers)) * watched
         )
 
     @property
@@ -170,61 +159,213 @@ class Settings:
 def rows(settings: Settings) -> Iterator[Row]:
     """Yield the rows that make sense with these settings, in order."""
     engine, most = settings.engine, max(settings.workers)
-    for suffix, proof in (("", "verified"), ("-unverified", "digests replaced by constants")):
-        for commit in settings.commits:
-            how = f"commit by {'adopting' if commit == 'adopt' else 'copying'}, {proof}"
-            yield Row(
-                commit + suffix,
-                f"{engine}: (2 x memcpy) / (publish to committed), {how}",
-                partial(measure_round, settings, commit, not suffix),
-            )
-    for commit in settings.commits:
-        yield Row(
+
+    def row(name: str, what: str, measure: Callable[..., Result], *arguments: Any) -> Row:
+        return Row(name, what, partial(measure, settings, *arguments))
+
+    for commit in ("adopt", "copy"):
+        yield row(
+            commit,
+            f"{engine}: (2 x memcpy) / (publish to committed), commit by "
+            f"{'adopting' if commit == 'adopt' else 'copying'}, verified",
+            measure_adopt_and_copy,
+            commit,
+        )
+    for commit in ("adopt", "copy"):
+        yield row(
             f"{commit}-cpu",
             f"{engine}: CPU seconds of trainer and workers, {commit} / those of memcpy",
-            partial(measure_cpu, settings, commit),
+            measure_adopt_cpu_and_copy_cpu,
+            commit,
         )
     for name, way in OTHER_WAYS.items():
-        yield Row(
-            name,
-            f"({way.what}) / ({engine}: publish to committed, verified)",
-            partial(measure_other_way, settings, way),
-        )
-    yield Row(
+        what = f"({way.what}) / ({engine}: publish to committed, verified)"
+        yield row(name, what, measure_gloo_and_checkpoint, way)
+    yield row(
         "small",
         f"{engine}: microseconds for each of many small tensors, above one tensor of the same "
         "bytes",
-        partial(measure_small, settings),
+        measure_small,
     )
     # The goals of these are those of shared memory only.
     if engine != "shm":
         return
     if most > settings.workers[0]:
-        yield Row(
-            "packed",
-            f"shm: time until the trainer may train on, {most} workers / the usual",
-            partial(measure_packed, settings),
-        )
-    yield Row(
+        what = f"shm: time until the trainer may train on, {most} workers / the usual"
+        yield row("packed", what, measure_packed)
+    yield row(
         "memory",
         "shm: staging memory on the host, in copies of one update, however many workers adopt",
-        partial(measure_memory, settings),
+        measure_memory,
     )
-    yield Row(
+    yield row(
         "gap",
         "longest gap between two served tokens: during the transfer / in a quiet time as long",
-        partial(measure_gap, settings),
+        measure_gap,
     )
-    yield Row(
-        "pause",
-        "serving stands still for a commit by adopting",
-        partial(measure_pause, settings),
-    )
-    yield Row(
+    yield row("pause", "serving stands still for a commit by adopting", measure_pause)
+    yield row(
         "death",
         "SIGKILL of a worker in the middle of a round, to the publisher's error that names it",
-        partial(measure_death, settings),
+        measure_death,
     )
+
+
+def measure_adopt_and_copy(settings: Settings, commit: str, runner: Runner) -> Result:
+    rounds = run_rounds(runner, settings, commit=commit)
+    goal = Goal(">=", {"adopt": 0.9, "copy": 0.7}[commit])
+    return Result(
+        Spread.of(2 * rounds.copy_s / seconds for seconds in rounds.seconds),
+        goal=goal if settings.engine == "shm" else None,
+        beside={
+            "update_nbytes": rounds.nbytes,
+            "round_s": median(rounds.seconds),
+            "memcpy_s": rounds.copy_s,
+        },
+        stages=rounds.stages(),
+    )
+
+
+def measure_adopt_cpu_and_copy_cpu(settings: Settings, commit: str, runner: Runner) -> Result:
+    rounds = run_rounds(runner, settings, commit=commit)
+    trainer = [each["cpu_s"] for each in rounds.trainer]
+    both = [sum(each) for each in zip(trainer, rounds.workers_cpu_s, strict=True)]
+    gib = rounds.nbytes / (1 << 30)
+    return Result(
+        # A copy on one thread waits for nothing: its seconds are CPU seconds.
+        Spread.of(seconds / rounds.copy_s for seconds in both),
+        beside={
+            "cpu_s_per_gib": median(both) / gib,
+            "trainer_cpu_s_per_gib": median(trainer) / gib,
+            "workers_cpu_s_per_gib": median(rounds.workers_cpu_s) / gib,
+            "memcpy_cpu_s_per_gib": rounds.copy_s / gib,
+        },
+    )
+
+
+def measure_gloo_and_checkpoint(settings: Settings, way: OtherWay, runner: Runner) -> Result:
+    theirs = run_other_way(runner, settings, way, settings.llama, settings.num_rounds)
+    ours_s = median(run_rounds(runner, settings).seconds)
+    return Result(
+        Spread.of(seconds / ours_s for seconds in theirs),
+        "times",
+        way.goals.get(settings.engine),
+        {"other_s": median(theirs), "ours_s": ours_s},
+    )
+
+
+def measure_small(settings: Settings, runner: Runner) -> Result:
+    number = settings.num_small
+    tensors = TensorSet("many", _SMALL_NBYTES, number)
+    many = run_rounds(runner, settings, tensors)
+    one_s = median(run_rounds(runner, settings, tensors._replace(kind="one")).seconds)
+    beside = {"number": float(number), "one_s": one_s, "many_s": median(many.seconds)}
+    for name in ("gloo", "gloo-buckets"):
+        # One by one they take seconds, and hardly vary: two rounds will do.
+        seconds = run_other_way(runner, settings, OTHER_WAYS[name], tensors, 2)
+        beside[f"{name}_each_us"] = median(seconds) / number * 1e6
+    each_us = Spread.of((seconds - one_s) / number * 1e6 for seconds in many.seconds)
+    return Result(each_us, "us", Goal("<=", 10.0), beside, many.stages())
+
+
+def measure_packed(settings: Settings, runner: Runner) -> Result:
+    few, most = run_rounds(runner, settings), max(settings.workers)
+    many = run_rounds(runner, settings, num_workers=most)
+    return Result(
+        Spread.of(seconds / median(few.packed_s) for seconds in many.packed_s),
+        goal=Goal("<=", 1.1),
+        beside={
+            "workers": most,
+            "packed_s": median(many.packed_s),
+            "usual_packed_s": median(few.packed_s),
+        },
+        stages=many.stages(),
+    )
+
+
+def measure_memory(settings: Settings, runner: Runner) -> Result:
+    """Count memory beside the weights of the trainer and those that all workers have in use.
+
+    It is a difference between two sizes of update: processes have memory beside the weights, and
+    how much of that the kernel shares among them changes all the time.
+    """
+    most = max(2, min(settings.nbytes, MAX_WATCHED_NBYTES) // MIB)
+    nbytes = (most - most // 2) * MIB
+
+    def staging(num_workers: int) -> Spread:
+        small, large = (
+            runner.run(
+                f"memory of {format_nbytes(number * MIB)}, {_workers(num_workers)}",
+                *(publish_watched, join, num_workers),
+                tensors=TensorSet("many", MIB, number),
+                num_rounds=settings.num_rounds,
+            ).trainer
+            for number in (most // 2, most)
+        )
+        return Spread.of((each - median(small)) / nbytes - 2 for each in large)
+
+    few, many = settings.workers[0], max(settings.workers)
+    found, beside = staging(many), {"workers": float(many)}
+    if few != many:
+        beside[f"staging_with_{few}"] = staging(few).median
+    note = (
+        "two segments are shared: one holds the last update, which all workers that adopt have in "
+        "use together, the other stages the next"
+    )
+    # Messages and page tables grow with the weights, too: by less than a twentieth.
+    return Result(found, "copies", Goal("<=", 1.05), beside, note=note)
+
+
+def measure_gap(settings: Settings, runner: Runner) -> Result:
+    gaps, usual_s = run_serving(runner, settings)
+    quiet_s = median(each.quiet_s for each in gaps)
+    return Result(
+        Spread.of(each.transfer_s / quiet_s for each in gaps),
+        goal=Goal("<=", 2.0),
+        beside={
+            "usual_gap_s": usual_s,
+            "longest_quiet_s": quiet_s,
+            "longest_in_transfer_s": median(each.transfer_s for each in gaps),
+            "around_commit_s": median(each.around_commit_s for each in gaps),
+        },
+    )
+
+
+def measure_pause(settings: Settings, runner: Runner) -> Result:
+    gaps, usual_s = run_serving(runner, settings)
+    beside = {
+        "update_nbytes": settings.llama.total_nbytes(),
+        "usual_gap_s": usual_s,
+        "around_commit_s": median(each.around_commit_s for each in gaps),
+    }
+    return Result(Spread.of(each.commit_s * 1e3 for each in gaps), "ms", Goal("<=", 5.0), beside)
+
+
+def measure_death(settings: Settings, runner: Runner) -> Result:
+    tensors = TensorSet("llama", KILLED_NBYTES)
+    found = runner.run(
+        "killed workers",
+        *(publish_and_kill, join, 1),
+        replace_killed=True,
+        tensors=tensors,
+        num_kills=settings.num_kills,
+    ).trainer
+    if not found["noticed_s"]:
+        raise StallError("every round was over before its worker could be killed")
+    return Result(
+        Spread.of(seconds * 1e3 for seconds in found["noticed_s"]),
+        "ms",
+        Goal("<=", 50.0),
+        {"kills": len(found["noticed_s"]), "undisturbed_round_s": found["round_s"]},
+        limit=1000.0,
+    )
+
+
+# -- cases of several rows -------------------------------------------------------------------------
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'' if number == 1 else 's'}"
 
 
 class Rounds:
@@ -260,157 +401,30 @@ def run_rounds(
     *,
     commit: str = "adopt",
     num_workers: int | None = None,
-    verified: bool = True,
 ) -> Rounds:
     """Run rounds of the engine; by default of a Llama to the usual number of workers."""
     tensors, number = tensors or settings.llama, num_workers or settings.workers[0]
-    common: dict[str, Any] = {"tensors": tensors, "verified": verified}
-    digests = "" if verified else ", without verification"
     return Rounds(
         runner.run(
-            f"{settings.engine}, {tensors.kind}, {commit}, {format_workers(number)}{digests}",
-            partial(publish, **common, engine=settings.engine, num_rounds=settings.num_rounds),
-            partial(join, **common, commit=commit),
-            number,
+            f"{settings.engine}, {tensors.kind}, {commit}, {_workers(number)}",
+            *(publish, join, number),
+            tensors=tensors,
+            engine=settings.engine,
+            commit=commit,
+            num_rounds=settings.num_rounds,
         )
     )
 
 
-def measure_round(settings: Settings, commit: str, verified: bool, runner: Runner) -> Result:
-    rounds = run_rounds(runner, settings, commit=commit, verified=verified)
-    goal = Goal(">=", {"adopt": 0.9, "copy": 0.7}[commit])
-    return Result(
-        Spread.of(2 * rounds.copy_s / seconds for seconds in rounds.seconds),
-        goal=goal if verified and settings.engine == "shm" else None,
-        beside={
-            "update_nbytes": rounds.nbytes,
-            "round_s": median(rounds.seconds),
-            "round_gb_per_s": rounds.nbytes / median(rounds.seconds) / 1e9,
-            "memcpy_s": rounds.copy_s,
-            "memcpy_gb_per_s": rounds.nbytes / rounds.copy_s / 1e9,
-        },
-        stages=rounds.stages(),
-    )
-
-
-def measure_cpu(settings: Settings, commit: str, runner: Runner) -> Result:
-    rounds = run_rounds(runner, settings, commit=commit)
-    trainer = [each["cpu_s"] for each in rounds.trainer]
-    both = [sum(each) for each in zip(trainer, rounds.workers_cpu_s, strict=True)]
-    gib = rounds.nbytes / (1 << 30)
-    return Result(
-        # A copy on one thread waits for nothing: its seconds are CPU seconds.
-        Spread.of(seconds / rounds.copy_s for seconds in both),
-        beside={
-            "cpu_s_per_gib": median(both) / gib,
-            "trainer_cpu_s_per_gib": median(trainer) / gib,
-            "workers_cpu_s_per_gib": median(rounds.workers_cpu_s) / gib,
-            "memcpy_cpu_s_per_gib": rounds.copy_s / gib,
-        },
-    )
-
-
-def measure_other_way(settings: Settings, way: OtherWay, runner: Runner) -> Result:
-    theirs = way.run(runner, settings.llama, settings.workers[0], settings.num_rounds)
-    ours_s = median(run_rounds(runner, settings, commit=settings.commits[0]).seconds)
-    return Result(
-        Spread.of(seconds / ours_s for seconds in theirs),
-        "times",
-        way.goals.get(settings.engine),
-        {
-            "other_s": median(theirs),
-            "other_gb_per_s": settings.llama.total_nbytes() / median(theirs) / 1e9,
-            "ours_s": ours_s,
-        },
-    )
-
-
-def measure_small(settings: Settings, runner: Runner) -> Result:
-    number = settings.num_small
-    tensors = TensorSet("many", settings.small_nbytes, number)
-    many = run_rounds(runner, settings, tensors)
-    one_s = median(run_rounds(runner, settings, tensors._replace(kind="one")).seconds)
-    beside: dict[str, float] = {
-        "number": number,
-        "each_nbytes": settings.small_nbytes,
-        "one_s": one_s,
-        "many_s": median(many.seconds),
-    }
-    for name in ("gloo", "gloo-buckets"):
-        # One by one they take seconds, and hardly vary: two rounds will do.
-        seconds = OTHER_WAYS[name].run(runner, tensors, settings.workers[0], 2)
-        beside[f"{name}_each_us"] = median(seconds) / number * 1e6
-    each_us = Spread.of((seconds - one_s) / number * 1e6 for seconds in many.seconds)
-    return Result(each_us, "us", Goal("<=", 8.0), beside, many.stages())
-
-
-def measure_packed(settings: Settings, runner: Runner) -> Result:
-    few, most = run_rounds(runner, settings), max(settings.workers)
-    many = run_rounds(runner, settings, num_workers=most)
-    return Result(
-        Spread.of(seconds / median(few.packed_s) for seconds in many.packed_s),
-        goal=Goal("<=", 1.1),
-        beside={
-            "usual_workers": settings.workers[0],
-            "usual_packed_s": median(few.packed_s),
-            "usual_round_s": median(few.seconds),
-            "workers": most,
-            "packed_s": median(many.packed_s),
-            "round_s": median(many.seconds),
-        },
-        stages=many.stages(),
-    )
-
-
-def measure_memory(settings: Settings, runner: Runner) -> Result:
-    few, most = settings.workers[0], max(settings.workers)
-    staging, shared = _count_copies(runner, settings, "adopt", most)
-    beside = {"workers": float(most), "shared_copies": shared}
-    if few != most:
-        beside[f"staging_with_{few}"] = _count_copies(runner, settings, "adopt", few)[0].median
-    if "copy" in settings.commits:
-        by_copy, beside["shared_copies_by_copy"] = _count_copies(runner, settings, "copy", most)
-        beside["staging_by_copy"] = by_copy.median
-    note = (
-        "two segments are shared: one holds the last update, which all workers that adopt have in "
-        "use together, the other stages the next"
-    )
-    # Messages and page tables grow with the weights, too: by less than a twentieth.
-    return Result(staging, "copies", Goal("<=", 1.05), beside, note=note)
-
-
-def _count_copies(
-    runner: Runner, settings: Settings, commit: str, num_workers: int
-) -> tuple[Spread, float]:
-    """Return staging and shared memory on the host, in copies of one update.
-
-    Staging memory is that beside the weights of the trainer and those that workers have in use.
-    Both are differences between two sizes of update: processes have memory beside the weights, and
-    how much of that the kernel shares among them changes all the time.
-    """
-    most = max(2, min(settings.nbytes, MAX_WATCHED_NBYTES) // MIB)
-    small, large = (
-        runner.run(
-            f"memory of {format_nbytes(number * MIB)}, {commit}, {format_workers(num_workers)}",
-            partial(
-                publish_watched,
-                tensors=TensorSet("many", MIB, number),
-                num_rounds=settings.num_rounds,
-            ),
-            partial(join, tensors=TensorSet("many", MIB, number), commit=commit),
-            num_workers,
-        ).trainer
-        for number in (most // 2, most)
-    )
-    nbytes = (most - most // 2) * MIB
-    in_use = 1 + (1 if commit == "adopt" else num_workers)
-    least = median(pss for pss, _ in small)
-    shared_nbytes = max(shared for _, shared in large) - max(shared for _, shared in small)
-    return Spread.of((pss - least) / nbytes - in_use for pss, _ in large), shared_nbytes / nbytes
-
-
-def _is_in(moment: float, wait: Interval) -> bool:
-    return wait[0] <= moment < wait[1]
+def run_other_way(
+    runner: Runner, settings: Settings, way: OtherWay, tensors: TensorSet, num_rounds: int
+) -> list[float]:
+    """Return the seconds of each round of another way to send."""
+    number = settings.workers[0]
+    name = f"{way.what}, {tensors.kind}, {_workers(number)}"
+    case = (way.function, way.function, number)
+    found: list[float] = runner.run(name, *case, tensors=tensors, num_rounds=num_rounds).trainer
+    return found
 
 
 class Gaps(NamedTuple):
@@ -425,97 +439,46 @@ class Gaps(NamedTuple):
     commit_s: float
     """Of the commit itself."""
 
-    @classmethod
-    def of(
-        cls, round_: Mapping[str, Any], waits: Sequence[Interval], commits: Mapping[str, Interval]
-    ) -> Gaps:
-        """Return the gaps around a round.
-
-        Args:
-            round_: Its ``version``, when it ``began``, and since when it was quiet before that.
-            waits: When the last token before each wait was finished, and the first one after it.
-            commits: When the commit of each version began and ended.
-        """
-        began, ended = commits[round_["version"]]
-        around = [
-            wait for wait in waits if any(_is_in(start, wait) for start, _ in commits.values())
-        ]
-        others = [wait for wait in waits if wait not in around]
-
-        def longest(since: float, until: float) -> float:
-            """Return the longest wait with a part in a time; 0 if a commit fills all of it."""
-            parts = (stop - start for start, stop in others if start < until and stop > since)
-            return max(parts, default=0.0)
-
-        quiet_from = round_["quiet_from"]
-        return cls(
-            quiet_s=longest(quiet_from, quiet_from + began - round_["began"]),
-            transfer_s=longest(round_["began"], began),
-            around_commit_s=max(wait[1] - wait[0] for wait in around if _is_in(began, wait)),
-            commit_s=ended - began,
-        )
-
 
 def run_serving(runner: Runner, settings: Settings) -> tuple[list[Gaps], float]:
     """Return the gaps around each round, and the usual one."""
     outcome = runner.run(
         "serving, adopt, 1 worker",
-        partial(publish_between_pauses, tensors=settings.llama, num_rounds=settings.num_rounds),
-        partial(serve, tensors=settings.llama),
-        1,
+        *(publish_between_pauses, serve, 1),
+        tensors=settings.llama,
+        num_rounds=settings.num_rounds,
     )
-    served = outcome.workers[0]
-    waits = list(pairwise(served["tokens"]))
-    gaps = [Gaps.of(each, waits, served["commits"]) for each in outcome.trainer]
-    return gaps, median(stop - start for start, stop in waits)
+    tokens, commits = outcome.workers[0]["tokens"], outcome.workers[0]["commits"]
+    # From one token to the next, and whether a commit began meanwhile.
+    waits = [
+        (start, stop, any(start <= began < stop for began, _ in commits.values()))
+        for start, stop in pairwise(tokens)
+    ]
+
+    def longest(since: float, until: float) -> float:
+        """Return the longest wait with a part in a time; 0 if a commit fills all of it."""
+        others = [(start, stop) for start, stop, has_commit in waits if not has_commit]
+        parts = (stop - start for start, stop in others if start < until and stop > since)
+        return max(parts, default=0.0)
+
+    gaps = []
+    for round_ in outcome.trainer:
+        began, ended = commits[round_["version"]]
+        quiet_from = round_["quiet_from"]
+        gaps.append(
+            Gaps(
+                quiet_s=longest(quiet_from, quiet_from + began - round_["began"]),
+                transfer_s=longest(round_["began"], began),
+                around_commit_s=max(
+                    stop - start for start, stop, _ in waits if start <= began < stop
+                ),
+                commit_s=ended - began,
+            )
+        )
+    return gaps, median(stop - start for start, stop, _ in waits)
 
 
-def measure_gap(settings: Settings, runner: Runner) -> Result:
-    gaps, usual_s = run_serving(runner, settings)
-    quiet_s = median(each.quiet_s for each in gaps)
-    return Result(
-        Spread.of(each.transfer_s / quiet_s for each in gaps),
-        goal=Goal("<=", 2.0),
-        beside={
-            "usual_gap_s": usual_s,
-            "longest_quiet_s": quiet_s,
-            "longest_in_transfer_s": median(each.transfer_s for each in gaps),
-            "around_commit_s": median(each.around_commit_s for each in gaps),
-        },
-    )
-
-
-def measure_pause(settings: Settings, runner: Runner) -> Result:
-    gaps, usual_s = run_serving(runner, settings)
-    beside = {
-        "update_nbytes": settings.llama.total_nbytes(),
-        "usual_gap_s": usual_s,
-        "around_commit_s": median(each.around_commit_s for each in gaps),
-    }
-    return Result(Spread.of(each.commit_s * 1e3 for each in gaps), "ms", Goal("<=", 5.0), beside)
-
-
-def measure_death(settings: Settings, runner: Runner) -> Result:
-    tensors = TensorSet("llama", KILLED_NBYTES)
-    found = runner.run(
-        "killed workers",
-        partial(publish_and_kill, tensors=tensors, num_kills=settings.num_kills),
-        partial(join, tensors=tensors),
-        1,
-        replace_killed=True,
-    ).trainer
-    if not found["noticed_s"]:
-        raise StallError("every round was over before its worker could be killed")
-    return Result(
-        Spread.of(seconds * 1e3 for seconds in found["noticed_s"]),
-        "ms",
-        Goal("<=", 50.0),
-        {"kills": len(found["noticed_s"]), "undisturbed_round_s": found["round_s"]},
-        limit=1000.0,
-    )
-
-
-# -- weights of a case -----------------------------------------------------------------------------
+# -- what the processes run ------------------------------------------------------------------------
 
 
 def make(tensors: Sequence[Any]) -> Tensors:
@@ -542,34 +505,16 @@ def are_of(weights: Mapping[str, torch.Tensor], number: int) -> bool:
     return all(float(each[0]) == value == float(each[-1]) for each in flat)
 
 
-def memcpy(nbytes: int) -> float:
-    """Return the seconds of the fastest of three plain copies, on one thread."""
-    # Both are written to here, so that no page is touched for the first time while it is measured.
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    target = torch.zeros(nbytes, dtype=torch.uint8)
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-# -- trainers and workers --------------------------------------------------------------------------
-
-
 def publish(
-    setup: Setup, tensors: Sequence[Any], engine: str, num_rounds: int, verified: bool
+    setup: Setup, tensors: Sequence[Any], engine: str, num_rounds: int, **_others: Any
 ) -> dict[str, Any]:
     """Publish round after round between two plain copies; return those that count."""
-    if not verified:
-        switch_digests_off()
     weights, nbytes = make(tensors), TensorSet(*tensors).total_nbytes()
     rounds: list[dict[str, Any]] = []
     fingerprints = set()
     with Publisher(weights, engine=engine, listen=setup.address, token=setup.token) as publisher:
         publisher.wait_for_workers(setup.num_workers, _JOIN_S)
-        copy_s = memcpy(nbytes)
+        copy_s = memcpy_seconds(nbytes)
         for number in range(_WARM_UP_ROUNDS + num_rounds):
             renew(weights, number)
             began_s = time.process_time()
@@ -585,16 +530,10 @@ def publish(
                     "cpu_s": cpu_s,
                 }
             )
-    # Each round had other weights: real digests all differ, constants are all the same.
-    if verified and len(fingerprints) != len(rounds):
+    if len(fingerprints) != len(rounds):
         raise ChecksumError("two rounds of the bench have one fingerprint; each must bring others")
-    if not verified and len(fingerprints) != 1:
-        raise ChecksumError(
-            "weights were digested though the bench had replaced the hash functions of xxhash; "
-            "what replaces them now has to be replaced in wtransfer.bench.weights"
-        )
     # The memory of the segments is free again.
-    return {"rounds": rounds[_WARM_UP_ROUNDS:], "copy_s": min(copy_s, memcpy(nbytes))}
+    return {"rounds": rounds[_WARM_UP_ROUNDS:], "copy_s": min(copy_s, memcpy_seconds(nbytes))}
 
 
 def publish_one(publisher: Publisher, number: int) -> Report:
@@ -610,11 +549,9 @@ def publish_one(publisher: Publisher, number: int) -> Report:
 
 
 def join(
-    setup: Setup, tensors: Sequence[Any], commit: Any = "adopt", verified: bool = True
+    setup: Setup, tensors: Sequence[Any], commit: Any = "adopt", **_others: Any
 ) -> list[float]:
     """Commit every update until the publisher is gone; return the CPU clock after each commit."""
-    if not verified:
-        switch_digests_off()
     with _session(make(tensors), setup, commit) as session:
         return [
             time.process_time() for _ in _while_published(session) if session.commit_pending(0.1)
@@ -637,24 +574,6 @@ def _while_published(session: WorkerSession) -> Iterator[None]:
         yield
 
 
-def switch_digests_off() -> None:
-    """Let every digest in this process be the same, and cost nothing.
-
-    No option of the product turns verification off. Only a process of the bench that is used for
-    nothing else can: the passes over the tensors, their pieces, the count of what is not finite
-    and the messages all stay.
-    """
-    constant = "0" * 32
-    hasher = SimpleNamespace(update=lambda _data: None, hexdigest=lambda: constant)
-    replaced: Any = xxhash
-    identities: Any = manifest
-    # The fingerprint hashes digests, not weights. It stays real, so that `publish` sees by it
-    # whether the digests were constants.
-    identities.xxhash = SimpleNamespace(**vars(xxhash))
-    replaced.xxh3_128 = lambda *_args, **_keywords: hasher
-    replaced.xxh3_128_hexdigest = lambda _data: constant
-
-
 class WatchedSource(StateDictSource):
     """Weights whose round stands still when all were handed over and none is committed.
 
@@ -665,30 +584,29 @@ class WatchedSource(StateDictSource):
     def __init__(self, weights: Tensors) -> None:
         super().__init__(weights)
         self.pids: list[int] = []
-        self.seen: list[tuple[int, int]] = []
+        self.seen: list[int] = []
+        """Bytes of all processes in each round, as the kernel counts them: what is shared, once."""
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().iter_full()
         # Workers are behind by what was announced last: until three looks in a row are alike.
         deadline, looks = Deadline(20.0), [self._look()]
-        while len(looks) < 3 or max(looks[-3:])[0] - min(looks[-3:])[0] > 0.005 * looks[-1][0]:  # noqa: PLR2004
+        while len(looks) < 3 or max(looks[-3:]) - min(looks[-3:]) > 0.005 * looks[-1]:  # noqa: PLR2004
             deadline.check("memory that stays as it is")
             time.sleep(0.1)
             looks.append(self._look())
         self.seen.append(looks[-1])
 
-    def _look(self) -> tuple[int, int]:
-        """Return all memory and shared memory as the kernel counts it, what is shared once."""
-        sums = dict.fromkeys(("Pss", "Pss_Shmem"), 0)
-        for pid in self.pids:
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines():
-                name, _, rest = line.partition(":")
-                if name in sums:
-                    sums[name] += int(rest.split()[0]) * 1024
-        return sums["Pss"], sums["Pss_Shmem"]
+    def _look(self) -> int:
+        return 1024 * sum(
+            int(line.split()[1])
+            for pid in self.pids
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()
+            if line.startswith("Pss:")
+        )
 
 
-def publish_watched(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[tuple[int, int]]:
+def publish_watched(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[int]:
     """Return how much memory all processes together had in each round that counts."""
     weights = make(tensors)
     source = WatchedSource(weights)
@@ -708,9 +626,8 @@ class ServedModel(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(64, 1, 256, dropout=0.0, batch_first=True)
         self.transformer = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.moved = nn.ParameterDict(
-            {name.replace(".", "_"): tensor for name, tensor in make(tensors).items()}
-        )
+        moved = {name.replace(".", "_"): tensor for name, tensor in make(tensors).items()}
+        self.moved = nn.ParameterDict(moved)
         self.requires_grad_(requires_grad=False)
         self.eval()
 
@@ -727,12 +644,12 @@ class ServedModel(nn.Module):
         return torch.cat((window[:, 1:], self.transformer(window)[:, -1:]), dim=1)
 
 
-def serve(setup: Setup, tensors: Sequence[Any]) -> dict[str, Any]:
+def serve(setup: Setup, tensors: Sequence[Any], **_others: Any) -> dict[str, Any]:
     """Compute token after token; return when each was finished, and each commit's begin and end."""
     model = ServedModel(tensors)
     window = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(1))
     tokens: list[float] = []
-    commits: dict[str | None, Interval] = {}
+    commits: dict[str | None, tuple[float, float]] = {}
     with _session(model, setup) as session:
         for _ in _while_published(session):
             window = model.compute_token(window)
@@ -821,15 +738,6 @@ class OtherWay(NamedTuple):
     """In words."""
     goals: dict[str, Goal]
     """How many times faster a round should be, by engine."""
-
-    def run(
-        self, runner: Runner, tensors: TensorSet, num_workers: int, num_rounds: int
-    ) -> list[float]:
-        """Return the seconds of each round."""
-        function = partial(self.function, tensors=tensors, num_rounds=num_rounds)
-        name = f"{self.what}, {tensors.kind}, {format_workers(num_workers)}"
-        found: list[float] = runner.run(name, function, function, num_workers).trainer
-        return found
 
 
 def broadcast_tensors(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:

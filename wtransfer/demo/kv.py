@@ -14,14 +14,12 @@ import torch
 
 from wtransfer.demo.model import memcpy_seconds
 from wtransfer.demo.output import Check, Progress, Result, cell
-from wtransfer.errors import PeerError, StallError
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
 from wtransfer.testing.mini_engine.instance import MODULES, Instance
+from wtransfer.testing.mini_engine.router import Router
 from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from wtransfer.testing.mini_engine.instance import Answer
     from wtransfer.transport.zygote import Child
 
@@ -67,8 +65,8 @@ class Row:
     """Tokens of the prompt."""
     num_loaded: int
     """Those whose keys and values came through the connector."""
-    num_cached: int
-    """Those that were still in the decode instance's own cache."""
+    num_computed: int
+    """Those that the decode instance has computed."""
     nbytes: int
     """Bytes loaded."""
     prefill_s: float | None
@@ -89,11 +87,6 @@ class Row:
     """Prompt tokens that were computed there."""
 
     @property
-    def num_recomputed(self) -> int:
-        """Prompt tokens that the decode instance computed."""
-        return self.num_prompt - self.num_loaded - self.num_cached
-
-    @property
     def same(self) -> bool:
         """Whether the answer is right."""
         return bool(self.tokens) and self.tokens == self.expected
@@ -103,6 +96,10 @@ class Row:
         """Speed of the load as a share of a plain copy's."""
         return self.memcpy_s / self.load_s if self.memcpy_s and self.load_s else None
 
+    def facts(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return asdict(self) | {"memcpy_share": self.memcpy_share, "same": self.same}
+
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, one cell per column."""
         seconds = (self.prefill_s, self.first_token_s, self.fresh_s, self.load_s)
@@ -111,16 +108,19 @@ class Row:
             self.prefill,
             str(self.num_prompt),
             str(self.num_loaded),
-            str(self.num_recomputed),
+            str(self.num_computed),
             f"{self.nbytes / 1e6:.1f}" if self.nbytes else "-",
-            *(cell(each and each * 1e3, 0) for each in seconds),
+            *(cell(each, 0, 1e3) for each in seconds),
             cell(self.memcpy_share, 3),
             "yes" if self.same else "NO",
         )
 
 
-class Main:
+class Main(contextlib.ExitStack):
     """Starts the instances and asks the prompts. Use as a context manager: it ends every process.
+
+    Every method raises a `WTransferError` where an instance cannot be made, or where one is lost
+    that should not be.
 
     Args:
         connector: Name of the connector.
@@ -129,14 +129,13 @@ class Main:
     """
 
     def __init__(self, connector: str, options: dict[str, Any], progress: Progress) -> None:
+        super().__init__()
         self.rows: list[Row] = []
-        self.events: list[str] = []
         self.exits: dict[str, list[int]] = {}
         """Instance -> exit status of each of its processes; without the killed ones."""
         self._progress = progress
-        self._stack = contextlib.ExitStack()
         folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
-        self._folder = Path(self._stack.enter_context(folder))
+        self._folder = Path(self.enter_context(folder))
         self._instances: dict[str, Instance] = {}
         self._connector = connector
         # What the built-in connectors need in order to hold all prompts.
@@ -146,42 +145,31 @@ class Main:
         }
         self._options = {**needed.get(connector, {}), **options}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def start(self) -> None:
-        """Start every process; most of its time is the import of torch, once for all.
-
-        Raises:
-            WTransferError: An instance could not be made.
-        """
-        self._zygote = self._stack.enter_context(Zygote(["torch", *MODULES]))
+        """Start every process; most of its time is the import of torch, once for all."""
+        self._zygote = self.enter_context(Zygote(["torch", *MODULES]))
         for name in (PREFILL, DECODE, FRESH):
             self._start(name)
+        self._router = Router(self._instances[PREFILL], self._instances[DECODE])
 
     def run(self) -> None:
-        """Ask all prompts, after `start`, and end every process.
-
-        Raises:
-            WTransferError: The decode or the fresh instance is lost.
-        """
-        for _ in range(NUM_BEFORE):
-            self._ask("alive")
-        self._ask("killed")
-        self._ask("gone")
+        """Ask all prompts, after `start`, and end every process."""
+        for prefill in (*["alive"] * NUM_BEFORE, "killed", "gone"):
+            self._ask(prefill)
         self._instances.pop(PREFILL).close()
-        pid = self._start(PREFILL).processes[0].pid
-        self._event(f"{PREFILL} is back as process {pid}, and knows nothing")
+        self._router.prefill = self._start(PREFILL)
+        pid = self._router.prefill.processes[0].pid
+        self._progress.event(f"{PREFILL} is back as process {pid}, and knows nothing")
         for _ in range(NUM_AFTER):
             self._ask("alive")
-        for name in list(self._instances):
-            self.exits[name] = self._instances.pop(name).close()
+        self.exits = {name: instance.close() for name, instance in self._instances.items()}
 
     def _ask(self, prefill: str) -> None:
-        """Answer a prompt as a router does: prefill there, then decode here with its params."""
+        """Have a prompt answered by prefill and decode, and by the fresh instance.
+
+        Args:
+            prefill: State of the prefill instance, as in `Row`.
+        """
         number = len(self.rows) + 1
         self._progress.status(f"prompt {number}")
         document = topics["specialnames"].encode()[:_NUM_DOCUMENT_TOKENS]
@@ -191,60 +179,53 @@ class Main:
         # As if other requests had needed the blocks: what is shown comes from elsewhere.
         decode.forget_cache()
         fresh.forget_cache()
-        handed: Answer | None = None
-        try:
-            handed = self._instances[PREFILL].ask(prompt, 1, {"do_remote_decode": True})
-        except (PeerError, StallError) as error:
-            self._event(f"prompt {number}: {DECODE} was asked alone: {error}")
+        handed = self._router.hand_over(prompt)
+        if handed.why:
+            self._progress.event(f"prompt {number}: {DECODE} was asked alone: {handed.why}")
         if prefill == "killed":
             self._instances[PREFILL].kill()
-            self._event(
+            self._progress.event(
                 f"prompt {number}: {PREFILL} was killed (SIGKILL) when it had answered, before "
                 f"{DECODE} had anything from it"
             )
-        # A request that did not finish may have been handed over in part.
-        params = handed.kv_transfer_params if handed and handed.state == "finished" else None
-        answer = decode.ask(prompt, _NUM_NEW_TOKENS, params)
+        answer = self._router.go_on(prompt, _NUM_NEW_TOKENS, handed).answer
         # One after the other: they would take the processor from each other.
         expected = fresh.ask(prompt, _NUM_NEW_TOKENS)
         num_loaded = answer.counts.get("tokens_loaded", 0)
         cache = decode.config.kv_cache_config
         nbytes = num_loaded // cache.block_size * cache.bytes_per_block
-        self.rows.append(
-            Row(
-                number=number,
-                prefill=prefill,
-                num_prompt=len(prompt),
-                num_loaded=num_loaded,
-                num_cached=answer.counts.get("tokens_cached", 0),
-                nbytes=nbytes,
-                prefill_s=handed.total_s if handed else None,
-                first_token_s=answer.first_token_s,
-                load_s=answer.load_s if num_loaded else None,
-                memcpy_s=memcpy_seconds(nbytes) if nbytes else None,
-                fresh_s=expected.first_token_s,
-                tokens=answer.tokens,
-                expected=expected.tokens,
-                num_expected_computed=expected.counts.get("tokens_computed", 0)
-                - len(expected.tokens[1:]),
-            )
+        row = Row(
+            number=number,
+            prefill=prefill,
+            num_prompt=len(prompt),
+            num_loaded=num_loaded,
+            num_computed=_num_prompt_computed(answer),
+            nbytes=nbytes,
+            prefill_s=handed.answer.total_s if handed.answer else None,
+            first_token_s=answer.first_token_s,
+            load_s=answer.load_s if num_loaded else None,
+            memcpy_s=memcpy_seconds(nbytes) if nbytes else None,
+            fresh_s=expected.first_token_s,
+            tokens=answer.tokens,
+            expected=expected.tokens,
+            num_expected_computed=_num_prompt_computed(expected),
         )
-        self._progress.row(self.rows[-1].cells(), "none" if prefill == "alive" else "yellow")
+        self.rows.append(row)
+        self._progress.row(row.cells(), is_usual=prefill == "alive")
 
     def _start(self, name: str) -> Instance:
         self._progress.status(f"starting {name}")
         num_blocks = -(-(_NUM_DOCUMENT_TOKENS + _MAX_OTHER_TOKENS) // _BLOCK_SIZE)
-        cache = CacheShape(_BLOCK_SIZE, 2 * num_blocks)
         settings = EngineConfig(
             _MODEL,
-            cache,
+            CacheShape(_BLOCK_SIZE, 2 * num_blocks),
             connector=self._connector if name in ROLES else None,
             options=self._options,
             role=ROLES.get(name, "kv_both"),
             engine_id=name,
         )
         instance = self._instances[name] = Instance(settings, self._spawn)
-        self._stack.callback(instance.close)
+        self.callback(instance.close)
         return instance
 
     def _spawn(self, target: str, address: str) -> Child:
@@ -252,9 +233,10 @@ class Main:
         log = self._folder / "log"
         return self._zygote.spawn(target, address, stdout=log, stderr=log)
 
-    def _event(self, text: str) -> None:
-        self.events.append(text)
-        self._progress.event(text)
+
+def _num_prompt_computed(answer: Answer) -> int:
+    # Every token of the answer but the last was computed as well, to get the next one.
+    return answer.counts.get("tokens_computed", 0) - len(answer.tokens[1:])
 
 
 def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list[Check]:
@@ -279,7 +261,7 @@ def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list
             promise,
             len(whole) == len(rows) == num_expected,
             f"{sum(row.num_loaded for row in rows)} tokens loaded and "
-            f"{sum(row.num_recomputed for row in rows)} computed of "
+            f"{sum(row.num_computed for row in rows)} computed of "
             f"{sum(row.num_prompt for row in rows)}, in {len(rows)} prompts",
         )
 
@@ -301,7 +283,7 @@ def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list
             [row.prefill for row in without] == ["killed", "gone"]
             and all(row.same for row in without),
             ", ".join(
-                f"prompt {row.number} ({row.prefill}): {row.num_recomputed} of {row.num_prompt} "
+                f"prompt {row.number} ({row.prefill}): {row.num_computed} of {row.num_prompt} "
                 "tokens computed"
                 for row in without
             ),
@@ -339,8 +321,10 @@ def run_kv(connector: str, options: dict[str, Any], *, quiet: bool) -> Result:
         began = time.monotonic()
         main.run()
         seconds = time.monotonic() - began
-    derived = ("num_recomputed", "memcpy_share", "same")
-    prompts = [asdict(row) | {name: getattr(row, name) for name in derived} for row in main.rows]
-    checks = judge(main.rows, main.exits, _NUM_DOCUMENT_TOKENS // _BLOCK_SIZE * _BLOCK_SIZE)
-    facts = {"connector": connector, "prompts": prompts, "events": main.events}
-    return Result(checks, seconds, facts)
+    facts = {
+        "connector": connector,
+        "prompts": [row.facts() for row in main.rows],
+        "events": progress.events,
+    }
+    num_shared = _NUM_DOCUMENT_TOKENS // _BLOCK_SIZE * _BLOCK_SIZE
+    return Result(judge(main.rows, main.exits, num_shared), seconds, facts)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,36 +18,10 @@ CONTEXT = 64
 """Bytes that the model looks back."""
 _NUM_BYTES = 256
 _HEAD_WIDTH = 64
-_MAX_WIDTH = 8192
 _BATCH_SIZE = 4
 _WARM_UP_STEPS = 10
 _TEMPERATURE = 0.7
-_MAX_KEPT = 4096
-_DIGEST_NBYTES = 1 << 20
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each on a normalised residual stream."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width, bias=False)
-        self.feed_norm = nn.LayerNorm(width)
-        self.feed_in = nn.Linear(width, 4 * width)
-        self.feed_out = nn.Linear(4 * width, width)
-
-    def forward(self, stream: torch.Tensor) -> torch.Tensor:
-        """Return the stream after the block: [batch, length, width]."""
-        heads = self.query_key_value(self.attention_norm(stream)).unflatten(
-            -1, (3, -1, _HEAD_WIDTH)
-        )
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.attention_out(mixed.transpose(1, 2).flatten(-2))
-        out: torch.Tensor = stream + self.feed_out(F.gelu(self.feed_in(self.feed_norm(stream))))
-        return out
+_NUM_DIGEST_PARTS = 64
 
 
 class ByteTransformer(nn.Module):
@@ -71,8 +44,12 @@ class ByteTransformer(nn.Module):
         self.embedding = nn.Embedding(_NUM_BYTES, width)
         self.pairs = nn.Embedding(_NUM_BYTES**2, width, sparse=True)
         self.position = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(_num_layers(width))))
-        self.norm = nn.LayerNorm(width)
+        layer = nn.TransformerEncoderLayer(
+            width, width // _HEAD_WIDTH, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, _num_layers(width), nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, _NUM_BYTES, bias=False)
         self.register_buffer("trained_steps", torch.zeros((), dtype=torch.int64))
         random = torch.Generator().manual_seed(seed)
@@ -87,12 +64,12 @@ class ByteTransformer(nn.Module):
     def of_size(cls, millions: float, seed: int) -> ByteTransformer:
         """Return a model of about so many million parameters."""
 
-        def num_parameters(width: int) -> int:
-            # A block holds 4 width^2 weights of attention and 8 width^2 of its feed-forward.
-            return 12 * _num_layers(width) * width**2 + _NUM_BYTES**2 * width
+        def distance(width: int) -> float:
+            # A layer holds 4 width^2 weights of attention and 8 width^2 of its feed-forward.
+            number = 12 * _num_layers(width) * width**2 + _NUM_BYTES**2 * width
+            return abs(number - millions * 1e6)
 
-        widths = range(_HEAD_WIDTH, _MAX_WIDTH, _HEAD_WIDTH)
-        return cls(min(widths, key=lambda w: abs(num_parameters(w) - millions * 1e6)), seed)
+        return cls(min(range(_HEAD_WIDTH, 8192, _HEAD_WIDTH), key=distance), seed)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return logits.
@@ -103,10 +80,11 @@ class ByteTransformer(nn.Module):
         Returns:
             [batch, length, 256].
         """
+        length = inputs.shape[1]
         pairs = F.pad(inputs, (1, 0))[:, :-1] * _NUM_BYTES + inputs
-        stream = self.embedding(inputs) + self.pairs(pairs)
-        stream = stream + self.position.weight[: inputs.shape[1]]
-        logits: torch.Tensor = self.head(self.norm(self.blocks(stream)))
+        stream = self.embedding(inputs) + self.pairs(pairs) + self.position.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        logits: torch.Tensor = self.head(self.layers(stream, mask, is_causal=True))
         return logits
 
     @property
@@ -123,8 +101,6 @@ class Learner:
     """Trains a model on the help topics of Python: random windows, cross entropy, Adam."""
 
     def __init__(self, model: ByteTransformer) -> None:
-        self.loss = float("nan")
-        """Cross entropy of the last batch, in nats per byte."""
         self._model = model
         text = "\n".join(topics[name] for name in sorted(topics)).encode()
         self._windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(
@@ -141,26 +117,21 @@ class Learner:
             torch.optim.SparseAdam([table]),
         )
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps so far."""
-        return int(self._model.trained_steps)
-
-    def step(self) -> None:
-        """Take one optimizer step."""
+    def step(self) -> float:
+        """Take one optimizer step; return the cross entropy of its batch, in nats per byte."""
         rows = torch.randint(len(self._windows), (_BATCH_SIZE,), generator=self._random)
         windows = self._windows[rows].long()
         logits = self._model(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         self._model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        clip_grad_norm_(self._dense, 1.0)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._rate * min(1.0, (self.steps + 1) / _WARM_UP_STEPS)
-            optimizer.step()
+        nn.utils.clip_grad_norm_(self._dense, 1.0)
         self._model.trained_steps += 1
-        self.loss = loss.item()
+        rate = self._rate * min(1.0, int(self._model.trained_steps) / _WARM_UP_STEPS)
+        for optimizer in self._optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+        return loss.item()
 
 
 class Generator:
@@ -186,7 +157,6 @@ class Generator:
         logits = self._model(window)[0, -1] / _TEMPERATURE
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=self._random)
         self._text.append(int(drawn))
-        del self._text[:-_MAX_KEPT]
 
     def last(self, length: int) -> str:
         """Return the last `length` bytes as text, with a dot for what cannot be printed."""
@@ -194,52 +164,35 @@ class Generator:
         return "".join(c if c.isprintable() and c != "\ufffd" else "." for c in decoded)
 
 
-class LiveDigest:
-    """A digest of a live model that shares nothing with the digests of the sessions.
+def digest_in_parts(model: nn.Module) -> Iterator[str]:
+    """Digest a live model; yield an empty text after each part, and the digest at last.
 
-    Sessions digest bytes as they arrive; this reads the tensors that the model computes with, under
-    every name of its state dict, with another hash. It is taken a part at a time, so that serving
-    does not pause for it.
+    Shares nothing with the digests of the sessions, which digest bytes as they arrive: this reads
+    the tensors that the model computes with, under every name of its state dict, with another hash.
+    There are 64 large parts and one for each tensor, so that serving need not pause for it.
 
     Args:
         model: Must not change until the digest is done.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._hash = hashlib.sha256()
-        self._parts = _parts(model)
-
-    def advance(self, seconds: float) -> str | None:
-        """Digest at least one more part, and further ones while time is left.
-
-        Returns:
-            The digest in hexadecimal when it is complete, before that None.
-        """
-        end = time.monotonic() + seconds
-        for part in self._parts:
-            self._hash.update(part)
-            if time.monotonic() >= end:
-                return None
-        return self._hash.hexdigest()
-
-
-def _parts(model: nn.Module) -> Iterator[bytes | memoryview]:
-    for name, tensor in sorted(model.state_dict().items()):
-        yield f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode()
-        for part in tensor.reshape(-1).view(torch.uint8).split(_DIGEST_NBYTES):
-            yield part.numpy().data
+    found = hashlib.sha256()
+    tensors = sorted(model.state_dict().items())
+    nbytes = sum(tensor.nbytes for _, tensor in tensors) // _NUM_DIGEST_PARTS + 1
+    for name, tensor in tensors:
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        for part in tensor.reshape(-1).view(torch.uint8).split(nbytes):
+            found.update(part.numpy().data)
+            yield ""
+    yield found.hexdigest()
 
 
 def live_digest(model: nn.Module) -> str:
     """Return the digest of a live model, taken at once."""
-    digest = LiveDigest(model).advance(float("inf"))
-    assert digest is not None
-    return digest
+    return "".join(digest_in_parts(model))
 
 
 def memcpy_seconds(nbytes: int) -> float:
-    """Return the seconds of the fastest of three plain copies on one thread."""
-    # Written once here, so that no page is touched for the first time while it is measured.
+    """Return the seconds of the fastest of three plain copies, on one thread of torch."""
+    # Both are written to here, so that no page is touched for the first time while it is measured.
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.zeros(nbytes, dtype=torch.uint8).fill_(2)
 

@@ -52,9 +52,8 @@ class Result(NamedTuple):
         for check in self.checks:
             click.echo(f"[{'ok' if check.kept else 'FAILED'}] {check.promise}\n     {check.seen}")
         num_kept = sum(check.kept for check in self.checks)
-        num_checks = len(self.checks)
         click.echo(
-            f"\n{num_kept} of {num_checks} promises kept, {self.seconds:.0f} s after imports"
+            f"\n{num_kept} of {len(self.checks)} promises kept, {self.seconds:.0f} s after imports"
         )
 
 
@@ -65,42 +64,47 @@ class Progress:
 
     Args:
         header: Names of the columns, each right-aligned in its width.
-        legend: Printed at the end.
+        legend: Printed at the end of a run that does not fail.
         quiet: Print nothing.
     """
 
     def __init__(self, header: str, legend: str, *, quiet: bool) -> None:
         self._console = Console(quiet=quiet)
         self._status = self._console.status("starting")
-        self._header = header
-        self._legend = legend
+        self._header, self._legend = header, legend
+        self.events: list[str] = []
+        """What was printed between the rows."""
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.quiet:
             self._status.start()
-        self.event(self._header, style="none")
+        self._print(self._header)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._status.stop()
         if kind is None:
-            self.event(self._legend, style="none")
+            self._print(self._legend)
 
-    def row(self, cells: Sequence[str], style: str = "none") -> None:
+    def row(self, cells: Sequence[str], *, is_usual: bool) -> None:
         """Print a row of the table."""
         columns = re.findall(r" *\S+", self._header)
         texts = [text.rjust(len(name)) for text, name in zip(cells, columns, strict=True)]
-        self.event("".join(texts), style)
+        self._print("".join(texts), "none" if is_usual else "yellow")
 
-    def event(self, text: str, style: str = "yellow") -> None:
+    def event(self, text: str) -> None:
         """Print a line."""
-        self._console.out(text, style=style, highlight=False)
+        self.events.append(text)
+        self._print(text, "yellow")
 
     def status(self, text: str) -> None:
         """Show what is going on."""
         self._status.update(text)
 
+    def _print(self, text: str, style: str = "none") -> None:
+        self._console.out(text, style=style, highlight=False)
 
-def cell(value: float | None, digits: int) -> str:
+
+def cell(value: float | None, digits: int, factor: float = 1.0) -> str:
     """Format a cell; None is a dash."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value * factor:.{digits}f}"

@@ -5,35 +5,43 @@ from __future__ import annotations
 import contextlib
 import secrets
 import tempfile
+import threading
 import time
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
+import torch
 
+from wtransfer import Publisher
 from wtransfer.deadline import Deadline
-from wtransfer.demo import messages
+from wtransfer.demo.model import ByteTransformer, Learner, live_digest, memcpy_seconds
 from wtransfer.demo.output import Check, Progress, Result, cell
+from wtransfer.demo.worker import DEADLINE_S, REPORTS, Applied, Proof, Ready, Tokens
 from wtransfer.errors import PeerLostError, WTransferError
-from wtransfer.testing.mini_engine.channel import Channel, start_process, wait_for_end
+from wtransfer.testing.mini_engine.channel import start_process, wait_for_end
 from wtransfer.transport.zygote import Child, Zygote
+from wtransfer.weight_sync.trainer.source import ModuleSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from typing_extensions import Self
+    from wtransfer.demo import worker
+    from wtransfer.testing.mini_engine.channel import Channel
+    from wtransfer.weight_sync.report import Report
 
 WORKERS = ("worker-0", "worker-1")
 SURVIVOR, VICTIM = WORKERS
 WITNESS_TOKENS = 3
 """Tokens that every worker must generate while the transfer is held."""
+_TRAINER_SEED = 1
 _TRAIN_S = 2.2
+_HOLD_S = 100.0
 _STEP_S = 180.0
 _END_S = 60.0
-_POLL_S = 0.01
 
 HEADER = "round   loss    version   weights       MB    GB/s  memcpy   pause  equal"
 LEGEND = (
@@ -46,34 +54,76 @@ LEGEND = (
 # -- what is recorded -----------------------------------------------------------------------------
 
 
-class Kill(NamedTuple):
-    """The kill of a worker."""
+@dataclass
+class Round:
+    """One round, as the trainer saw it."""
 
-    worker: str
     number: int
-    """Round."""
-    at: float
-
-
-class WorkerTrace:
-    """What one process of a worker reported."""
-
-    def __init__(self, ready: messages.Ready) -> None:
-        self.ready = ready
-        self.commits: list[messages.Applied] = []
-        self.proofs: list[messages.Proof] = []
-        # One entry per token, in order of time.
-        self.times: list[float] = []
-        self.versions: list[str | None] = []
+    """Counts from 1."""
+    version: str
+    step: int
+    """Optimizer steps in the published weights."""
+    loss: float
+    digest: str
+    """Digest of the trainer's live model, taken before the round."""
+    memcpy_s: float
+    """Seconds of a plain copy of as many bytes, just before the round."""
+    began_at: float
+    ended_at: float = float("inf")
+    report: Report | None = None
+    """None: the round was aborted."""
+    error: WTransferError | None = None
+    """Why it was."""
 
     @property
-    def holds(self) -> messages.Ready | messages.Applied:
+    def outcome(self) -> str:
+        """``committed``, ``mixed`` or ``aborted``."""
+        return self.report.outcome if self.report else "aborted"
+
+
+class Hold(NamedTuple):
+    """The time in which half of the tensors were handed to the engine, and `VICTIM` was killed."""
+
+    number: int
+    """Round."""
+    began_at: float
+    ended_at: float
+
+
+@dataclass
+class Trace:
+    """What one process of a worker has reported."""
+
+    ready: Ready
+    commits: list[Applied] = field(default_factory=list)
+    proofs: list[Proof] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each token was finished."""
+    versions: list[str | None] = field(default_factory=list)
+    """The weights of each token."""
+    texts: dict[str | None, str] = field(default_factory=dict)
+    """Version -> the text generated last with it."""
+
+    def add(self, report: worker.Report) -> None:
+        """Record a report."""
+        match report:
+            case Tokens():
+                self.times += report.ended_at
+                self.versions += [report.version] * len(report.ended_at)
+                self.texts[report.version] = report.text
+            case Applied():
+                self.commits.append(report)
+            case Proof():
+                self.proofs.append(report)
+
+    @property
+    def holds(self) -> Ready | Applied:
         """The report of the weights that it serves."""
         return self.commits[-1] if self.commits else self.ready
 
-    def proof_of(self, version: str) -> messages.Proof | None:
-        """Return the first proof of a version."""
-        return next((proof for proof in self.proofs if proof.version == version), None)
+    def proves(self, version: str | None, since: float = 0.0) -> bool:
+        """Return whether it has digested its live model with a version, from a time on."""
+        return any(each.version == version and each.began_at >= since for each in self.proofs)
 
     def versions_between(self, since: float, until: float) -> list[str | None]:
         """Return the version of every token that was finished in an interval."""
@@ -85,92 +135,68 @@ class WorkerTrace:
         return list(pairwise(self.times[first : bisect_left(self.times, until) + 1]))
 
 
+@dataclass
 class RunLog:
-    """Everything that was reported in one run."""
+    """Everything that was seen in one run."""
 
-    def __init__(self) -> None:
-        self.listening: messages.Listening | None = None
-        self.first_loss: float | None = None
-        self.trained: messages.Trained | None = None
-        """The last step."""
-        self.held: messages.Held | None = None
-        self.resumed_at: float | None = None
-        self.rounds: list[messages.RoundOver] = []
-        self.rows: list[dict[str, Any]] = []
-        """The rounds in numbers, each made when all that belongs to it was reported."""
-        self.traces: dict[str, list[WorkerTrace]] = {}
-        """Worker -> its processes, in order."""
-        self.kill: Kill | None = None
-        self.samples: list[messages.Sample] = []
-        self.events: list[str] = []
-        self.exits: dict[str, int] = {}
-        """Child -> exit status; without the killed one."""
+    losses: list[float] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    hold: Hold | None = None
+    traces: dict[str, list[Trace]] = field(default_factory=dict)
+    """Worker -> its processes, in order."""
+    exits: dict[str, int] = field(default_factory=dict)
+    """Worker -> exit status; without the killed one."""
 
-    def add(self, report: messages.Report) -> None:
-        """Record a report."""
-        match report:
-            case messages.Listening():
-                self.listening = report
-            case messages.Trained():
-                self.first_loss = self.first_loss or report.loss
-                self.trained = report
-            case messages.Held():
-                self.held = report
-            case messages.RoundOver():
-                self.rounds.append(report)
-            case messages.Sample():
-                self.samples.append(report)
-            case messages.Ready():
-                self.traces.setdefault(report.worker, []).append(WorkerTrace(report))
-            case messages.Tokens():
-                trace = self.traces[report.worker][-1]
-                trace.times += report.ended_at
-                trace.versions += [report.version] * len(report.ended_at)
-            case messages.Applied():
-                self.traces[report.worker][-1].commits.append(report)
-            case messages.Proof():
-                self.traces[report.worker][-1].proofs.append(report)
-
-    def all_traces(self) -> list[WorkerTrace]:
+    def all_traces(self) -> list[Trace]:
         """Return the traces of all worker processes."""
         return [trace for traces in self.traces.values() for trace in traces]
 
-    def last_committed(self, before: int | None = None) -> messages.RoundOver | None:
+    def last_committed(self, before: int | None = None) -> Round | None:
         """Return the last committed round, among those before a number."""
         rounds = self.rounds[: before and before - 1]
         return next((over for over in reversed(rounds) if over.outcome == "committed"), None)
 
-    def is_proven(self, over: messages.RoundOver) -> bool:
+    def is_proven(self, over: Round) -> bool:
         """Whether every worker that committed a round has digested its live model since."""
         return all(
-            any(trace.proof_of(over.version) for trace in self.traces.get(receipt.worker, []))
-            for receipt in over.receipts
+            any(trace.proves(over.version) for trace in self.traces.get(receipt.worker, []))
+            for receipt in (over.report.workers if over.report else ())
             if receipt.outcome == "committed"
         )
 
 
-def row_of(log: RunLog, over: messages.RoundOver) -> dict[str, Any]:
+def row_of(log: RunLog, over: Round) -> dict[str, Any]:
     """Return a round in numbers."""
-    is_done = over.outcome == "committed"
+    report, error = over.report, over.error
+    total_s = report.seconds["total"] if report and over.outcome == "committed" else None
     commits = [c for t in log.all_traces() for c in t.commits if c.version == over.version]
-    proofs = [
-        [trace.proof_of(over.version) for trace in log.traces[receipt.worker]]
-        for receipt in over.receipts
+    receipts = report.workers if report else ()
+    live_digests = [
+        {p.digest for t in log.traces[each.worker] for p in t.proofs if p.version == over.version}
+        for each in receipts
     ]
-    return msgspec.structs.asdict(over) | {
-        "receipts": [msgspec.structs.asdict(receipt) for receipt in over.receipts],
-        "seconds": over.total_s if is_done else None,
-        "gb_per_s": over.nbytes / over.total_s / 1e9 if is_done else None,
-        "memcpy_share": over.memcpy_s / over.total_s if is_done else None,
-        "commit_pause_s": max((c.ended_at - c.started_at for c in commits), default=None),
-        "num_receipts": len(over.receipts),
-        "num_equal": sum(any(p and p.digest == over.digest for p in each) for each in proofs),
+    return {
+        "number": over.number,
+        "version": over.version,
+        "outcome": over.outcome,
+        "step": over.step,
+        "loss": over.loss,
+        "fingerprint": report.fingerprint if report else None,
+        "nbytes": report.nbytes if report else 0,
+        "seconds": total_s,
+        "gb_per_s": report.nbytes / total_s / 1e9 if report and total_s else None,
+        "memcpy_share": over.memcpy_s / total_s if total_s else None,
+        "commit_pause_s": max((c.ended_at - c.began_at for c in commits), default=None),
+        "num_receipts": len(receipts),
+        "num_equal": live_digests.count({over.digest}),
+        "error": str(error) if error else None,
+        "blamed": error.worker if error else None,
+        "failed_in": error.phase if error else None,
     }
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """Return a row as text, one cell per column."""
-    pause_s = row["commit_pause_s"]
     return (
         str(row["number"]),
         f"{row['loss']:.2f}",
@@ -179,7 +205,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['nbytes'] / 1e6:.1f}" if row["nbytes"] else "-",
         cell(row["gb_per_s"], 2),
         cell(row["memcpy_share"], 2),
-        cell(pause_s and pause_s * 1e3, 1),
+        cell(row["commit_pause_s"], 1, 1e3),
         f"{row['num_equal']}/{row['num_receipts']}" if row["num_receipts"] else "-",
     )
 
@@ -189,84 +215,78 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def judge(log: RunLog) -> list[Check]:
     """Return one check per promise."""
-    kill, held, last = log.kill, log.held, log.last_committed()
-    old = log.last_committed(before=kill.number) if kill else None
+    hold, last = log.hold, log.last_committed()
+    old = log.last_committed(before=hold.number) if hold else None
     old_version = old.version if old else None
 
-    receipts = [(receipt, over) for over in log.rounds for receipt in over.receipts]
+    reports = [over.report for over in log.rounds if over.report and over.report.workers]
+    receipts = [(receipt, report) for report in reports for receipt in report.workers]
     wrong_receipts = [
-        f"{receipt.worker} in {over.version}"
-        for receipt, over in receipts
-        if not (
-            receipt.outcome == over.outcome == "committed"
-            and receipt.digests_equal
-            and receipt.fingerprint == over.fingerprint
-        )
+        f"{receipt.worker} in {report.version}"
+        for receipt, report in receipts
+        if (receipt.outcome, receipt.digests_equal) != ("committed", True)
+        or receipt.fingerprint != report.fingerprint
     ]
-    num_rounds = len({over.version for _, over in receipts})
-    num_expected = len(log.rounds) - (1 if kill else 0)
+    num_expected = len(log.rounds) - bool(hold)
 
-    published = {over.version: over for over in log.rounds}
+    published = {(over.version, over.digest, over.step, True) for over in log.rounds}
     proofs = [proof for trace in log.all_traces() for proof in trace.proofs]
     wrong_proofs = [
-        f"{proof.worker} with {proof.version}"
+        proof.version
         for proof in proofs
-        if proof.version not in published
-        or proof.digest != published[proof.version].digest
-        or proof.trained_steps != published[proof.version].step
-        or not proof.tied
+        if (proof.version, proof.digest, proof.trained_steps, proof.tied) not in published
     ]
     unproven = [over.version for over in log.rounds if not log.is_proven(over)]
 
     # Tokens that were begun and finished while a verified update waited for its commit.
     waits = [
-        sum(
-            since <= before and after <= commit.started_at
-            for before, after in trace.gaps(since, commit.started_at)
-        )
-        for receipt, over in receipts
+        sum(since <= a and b <= commit.began_at for a, b in trace.gaps(since, commit.began_at))
+        for receipt, report in receipts
         for trace in log.traces.get(receipt.worker, [])
         for commit in trace.commits
-        if commit.version == over.version
-        for since in [commit.started_at - receipt.waited_s]
+        if commit.version == report.version
+        for since in [commit.began_at - receipt.seconds.get("wait", 0.0)]
     ]
 
-    while_held: dict[str, list[str | None]] = {}
-    if held is not None and log.resumed_at is not None:
-        while_held = {
-            worker: traces[0].versions_between(held.at, log.resumed_at)
-            for worker, traces in log.traces.items()
-        }
+    while_held = {
+        worker: traces[0].versions_between(hold.began_at, hold.ended_at)
+        for worker, traces in log.traces.items()
+        if hold
+    }
+    in_use = ", ".join(f"{worker} {len(got)} tokens" for worker, got in while_held.items())
 
-    aborted = next((over for over in log.rounds if kill and over.number == kill.number), None)
-    survivors = [worker for worker in log.traces if kill and worker != kill.worker]
-    # The digest after the abort is the second one of the same version.
-    are_whole = all(
-        [proof.version for proof in log.traces[worker][0].proofs].count(old_version) > 1
-        for worker in survivors
+    aborted = next((over for over in log.rounds if hold and over.number == hold.number), None)
+    error = aborted.error if aborted else None
+    is_whole = aborted is not None and log.traces[SURVIVOR][0].proves(
+        old_version, since=aborted.ended_at
     )
-    was_applied = any(
-        aborted is not None and commit.version == aborted.version
-        for trace in log.all_traces()
-        for commit in trace.commits
+    was_applied = aborted is not None and any(
+        commit.version == aborted.version for trace in log.all_traces() for commit in trace.commits
     )
 
-    rejoined = log.traces.get(kill.worker, [])[1:] if kill else []
-    fingerprints = {worker: traces[-1].holds.fingerprint for worker, traces in log.traces.items()}
+    processes = log.traces.get(VICTIM, [])
+    killed, rejoined = processes[:1], processes[1:]
+    came_back = [
+        f"{trace.ready.version or 'no version'} ({trace.ready.fingerprint[:14]}), holds "
+        f"{trace.holds.version} now"
+        for trace in rejoined
+    ]
+
+    last_fingerprint = last.report.fingerprint if last and last.report else ""
+    held = {worker: traces[-1].holds.fingerprint for worker, traces in log.traces.items()}
 
     return [
         Check(
             "no success without proof of receipt: every digest and fingerprint equal",
-            not wrong_receipts and num_rounds == num_expected > 0,
-            f"{len(receipts)} receipts in {num_rounds} of {num_expected} rounds"
-            + (f", wrong: {', '.join(wrong_receipts)}" if wrong_receipts else ", all right"),
+            not wrong_receipts and len(reports) == num_expected > 0,
+            f"{len(receipts)} receipts in {len(reports)} of {num_expected} rounds, wrong: "
+            f"{wrong_receipts or 'none'}",
         ),
         Check(
             "the models that serve are bit for bit the published one (digest taken independently)",
             bool(proofs) and not wrong_proofs and not unproven,
-            f"{len(proofs)} live digests"
-            + (f", wrong: {', '.join(wrong_proofs)}" if wrong_proofs else ", all equal")
-            + (f", missing for {', '.join(unproven)}" if unproven else ""),
+            f"{len(proofs)} live digests, wrong: {wrong_proofs or 'none'}, missing: "
+            f"{unproven or 'none'}",
         ),
         Check(
             "a commit waits for no more than one generated token",
@@ -276,59 +296,43 @@ def judge(log: RunLog) -> list[Check]:
         Check(
             "serving goes on in the middle of a transfer, with the old version",
             bool(while_held)
-            and all(
-                len(versions) >= WITNESS_TOKENS and set(versions) == {old_version}
-                for versions in while_held.values()
-            ),
-            f"after {held.num_sent} of {held.num_tensors} tensors: "
-            + ", ".join(f"{worker} {len(got)} tokens" for worker, got in while_held.items())
-            + f" with {old_version}"
-            if held
-            else "no transfer was held",
+            and min(map(len, while_held.values())) >= WITNESS_TOKENS
+            and all(set(versions) == {old_version} for versions in while_held.values()),
+            f"after half of the tensors: {in_use or 'nothing'} with {old_version}",
         ),
         Check(
             "all or nothing: a worker killed in mid-round leaves the others on the old version",
-            kill is not None
-            and aborted is not None
-            and aborted.outcome == "aborted"
-            and aborted.blamed == kill.worker
-            and aborted.failed_in == "transfer"
-            and are_whole
+            error is not None
+            and (error.worker, error.phase) == (VICTIM, "transfer")
+            and is_whole
             and not was_applied,
-            f"{aborted.version} {aborted.outcome}, error names {aborted.blamed} in phase "
-            f"{aborted.failed_in}, {', '.join(survivors)} still "
-            f"{'whole' if are_whole else 'NOT PROVEN'} on {old_version}"
-            if aborted
-            else "no worker was killed",
+            f"error names {error.worker} in phase {error.phase}, {SURVIVOR} still "
+            f"{'whole' if is_whole else 'NOT PROVEN'} on {old_version}"
+            if error
+            else "no round was aborted",
         ),
         Check(
             "the killed worker rejoins, reports what it holds, catches up",
-            len(rejoined) == 1
-            and kill is not None
+            len(killed) == 1
+            and len(rejoined) == 1
             and rejoined[0].ready.version is None
             and rejoined[0].ready.fingerprint.startswith("local:")
-            and rejoined[0].ready.pid != log.traces[kill.worker][0].ready.pid
-            and last is not None
-            and rejoined[0].holds.fingerprint == last.fingerprint,
-            ", ".join(
-                f"rejoined with {trace.ready.version or 'no version'} "
-                f"({trace.ready.fingerprint[:14]}), holds {trace.holds.version} now"
-                for trace in rejoined
-            )
-            or "it did not rejoin",
+            and rejoined[0].ready.pid != killed[0].ready.pid
+            and rejoined[0].holds.fingerprint == last_fingerprint,
+            f"rejoined with {', '.join(came_back) or 'nothing'}",
         ),
         Check(
             "in the end every worker holds the trainer's last version",
             last is not None
             and last is log.rounds[-1]
-            and set(fingerprints.values()) == {last.fingerprint},
-            ", ".join(f"{worker} {held_now[:8]}" for worker, held_now in fingerprints.items())
-            + f", trainer {str(last.fingerprint)[:8] if last else 'nothing'}",
+            and set(held.values()) == {last_fingerprint},
+            ", ".join(f"{worker} {fingerprint[:8]}" for worker, fingerprint in held.items())
+            + f", trainer {last_fingerprint[:8]}",
         ),
         Check(
             "every process ends when asked",
             bool(log.exits) and not any(log.exits.values()),
-            ", ".join(f"{child} exit {status}" for child, status in log.exits.items()),
+            ", ".join(f"{worker} exit {status}" for worker, status in log.exits.items()),
         ),
     ]
 
@@ -336,71 +340,125 @@ def judge(log: RunLog) -> list[Check]:
 # -- what happens ---------------------------------------------------------------------------------
 
 
-class Main:
-    """Starts the processes and plays the rounds. Use as a context manager: it ends every process.
+class HoldableSource(ModuleSource):
+    """A module's weights; the next pass over them stops half way, once `is_armed`."""
 
-    Raises:
-        WTransferError: By every method: a process ended that should not have, or did not do its
-            part in time.
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.is_armed = False
+        self.is_held, self.may_go_on = threading.Event(), threading.Event()
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors."""
+        half = len(self.metadata) // 2
+        for index, pair in enumerate(super().iter_full()):
+            if self.is_armed and index == half:
+                self.is_armed = False
+                self.is_held.set()
+                self.may_go_on.wait(_HOLD_S)
+            yield pair
+
+
+class Main(contextlib.ExitStack):
+    """Trains, starts the workers, and plays the rounds. Use as a context manager.
+
+    Every method raises a `WTransferError` where a process ended that should not have, or did not do
+    its part in time.
     """
 
     def __init__(self, millions: float, num_rounds: int, progress: Progress) -> None:
+        super().__init__()
         self.log = RunLog()
+        self.rows: list[dict[str, Any]] = []
+        """The rounds in numbers, each made when all that belongs to it was reported."""
         self._millions = millions
         self._num_rounds = num_rounds
         self._progress = progress
-        self._token = secrets.token_hex(32)
         self._children: dict[str, Child] = {}
         self._channels: dict[str, Channel] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def start(self) -> None:
         """Start every process and let the workers join; most of its time is the import of torch."""
+        # As its workers do: more would take the processors from them.
+        torch.set_num_threads(1)
         folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
-        self._folder = Path(self._stack.enter_context(folder))
-        self._zygote = self._stack.enter_context(Zygote(["wtransfer.demo.children"]))
-        self._start("trainer")
-        self._wait(lambda: self.log.listening is not None, "the trainer's start")
+        self._folder = Path(self.enter_context(folder))
+        self._zygote = self.enter_context(Zygote(["wtransfer.demo.worker"]))
+        self._token = secrets.token_hex(32)
+        self.model = ByteTransformer.of_size(self._millions, _TRAINER_SEED)
+        self._learner = Learner(self.model)
+        self._source = HoldableSource(self.model)
+        self._publisher = self.enter_context(
+            Publisher(self._source, token=self._token, deadline_s=DEADLINE_S)
+        )
+        self.callback(self._source.may_go_on.set)
         for worker in WORKERS:
             self._start(worker)
-        self._wait(lambda: len(self.log.traces) == len(WORKERS), "the workers' start")
+        traces = self.log.traces
+        self._wait(lambda: len(traces) == len(WORKERS), "the workers' start")
 
     def run(self) -> None:
         """Play all rounds, after `start`, and end every process."""
+        number_of_kill = max(2, self._num_rounds // 2)
         for number in range(1, self._num_rounds + 1):
-            self._play(number, after_kill=number - max(2, self._num_rounds // 2))
-        self._end_all()
+            over = self._train_and_publish(number, kills=number == number_of_kill)
+            self.rows.append(row_of(self.log, over))
+            self._progress.row(cells(self.rows[-1]), is_usual=over.report is not None)
+            if number == number_of_kill + 1:
+                self._rejoin()
+        # All are asked before the first is waited for, so that they end side by side.
+        for channel in self._channels.values():
+            channel.close()
+        deadline = Deadline(_END_S)
+        for name in self._channels:
+            self.log.exits[name] = wait_for_end(self._children[name], deadline)
 
-    def _play(self, number: int, after_kill: int) -> None:
-        """Train for a while, and publish; in round 0 after the kill with it, in round 1 alone."""
-        trained, is_over = self.log.trained, Deadline(_TRAIN_S)
-        self._wait(lambda: is_over.expired and self.log.trained is not trained, "an optimizer step")
-        if after_kill == 0:
-            over = self._publish_and_kill(number)
-        else:
-            num_workers = len(WORKERS) - 1 if after_kill == 1 else len(WORKERS)
-            self._channels["trainer"].send(
-                messages.Publish(number, hold=False, num_workers=num_workers)
+    def _train_and_publish(self, number: int, *, kills: bool) -> Round:
+        """Publish to the workers that are there; wait until they have proven what they serve."""
+        log, is_over = self.log, Deadline(_TRAIN_S)
+        self._wait(lambda: is_over.expired, "training")
+        steps = int(self.model.trained_steps)
+        self._publisher.wait_for_workers(len(self._channels), timeout_s=DEADLINE_S)
+        over = Round(
+            number,
+            f"step-{steps}",
+            steps,
+            log.losses[-1],
+            digest=live_digest(self.model),
+            memcpy_s=memcpy_seconds(sum(each.nbytes for each in self.model.parameters())),
+            began_at=time.monotonic(),
+        )
+        self._source.is_armed = kills
+        running = self._publisher.publish(over.version, wait=False)
+        if kills:
+            self._kill_victim(number)
+        with contextlib.suppress(WTransferError):  # raised again by result()
+            running.packed()
+            # The engine has its own copy now: this step changes the weights while the workers still
+            # verify and commit the old ones. If it had none, the digests would differ.
+            log.losses.append(self._learner.step())
+        # Reports are taken meanwhile: a worker that cannot send any would not commit.
+        self._wait(lambda: running.done, "the end of the round", trains=False)
+        try:
+            over.report = running.result()
+        except WTransferError as error:
+            over.error = error
+        over.ended_at = time.monotonic()
+        log.rounds.append(over)
+        if over.report:
+            self._wait(lambda: log.is_proven(over), f"the proofs of {over.version}")
+        elif old := log.last_committed():
+            trace = log.traces[SURVIVOR][0]
+            self._wait(
+                lambda: trace.proves(old.version, since=over.ended_at), f"a proof of {SURVIVOR}"
             )
-            over = self._result(number)
-            self._wait(lambda: self.log.is_proven(over), f"the proofs of {over.version}")
-        self.log.rows.append(row_of(self.log, over))
-        style = "yellow" if over.outcome == "aborted" else "none"
-        self._progress.row(cells(self.log.rows[-1]), style)
-        if after_kill == 1:
-            self._rejoin()
+        return over
 
-    def _publish_and_kill(self, number: int) -> messages.RoundOver:
+    def _kill_victim(self, number: int) -> None:
         """Kill a worker while half of the tensors are under way, and no more than half."""
-        log, trainer = self.log, self._channels["trainer"]
-        trainer.send(messages.Publish(number, hold=True, num_workers=len(WORKERS)))
-        self._wait(lambda: log.held is not None, "the middle of a transfer")
+        source = self._source
+        self._wait(source.is_held.is_set, "the middle of a transfer", trains=False)
+        began_at = time.monotonic()
         for worker in WORKERS:
             self._wait_for_tokens(worker)
         # Before its channel is closed, which would ask it to end by itself.
@@ -408,17 +466,19 @@ class Main:
         victim.kill()
         wait_for_end(victim, Deadline(_END_S))
         self._channels.pop(VICTIM).close()
-        log.kill = Kill(VICTIM, number, time.monotonic())
-        self._event(f"{VICTIM} killed (SIGKILL) in the middle of round {number}")
+        self._progress.event(f"{VICTIM} killed (SIGKILL) in the middle of round {number}")
         self._wait_for_tokens(SURVIVOR)
-        log.resumed_at = time.monotonic()
-        trainer.send(messages.Resume())
-        over = self._result(number)
-        proofs = log.traces[SURVIVOR][0].proofs
-        num_proofs = len(proofs)
-        self._channels[SURVIVOR].send(messages.TakeDigest())
-        self._wait(lambda: len(proofs) > num_proofs, f"a digest of {SURVIVOR}")
-        return over
+        self.log.hold = Hold(number, began_at, time.monotonic())
+        source.may_go_on.set()
+
+    def _wait_for_tokens(self, worker: str) -> None:
+        now, trace = time.monotonic(), self.log.traces[worker][-1]
+        self._wait(
+            lambda: len(trace.versions_between(now, float("inf"))) >= WITNESS_TOKENS,
+            f"{WITNESS_TOKENS} tokens of {worker}",
+            # What is under way must not change.
+            trains=False,
+        )
 
     def _rejoin(self) -> None:
         """Start the killed worker again: it catches up without a round of its own."""
@@ -426,19 +486,19 @@ class Main:
         traces, last = self.log.traces[VICTIM], self.log.last_committed()
         self._wait(lambda: len(traces) > 1, f"the new {VICTIM}")
         trace, ready = traces[1], traces[1].ready
-        self._event(
+        self._progress.event(
             f"{VICTIM} is back as process {ready.pid}: {ready.state}, has "
             f"{ready.version or 'no version'} ({ready.fingerprint[:14]})"
         )
         assert last is not None
-        self._wait(lambda: trace.proof_of(last.version) is not None, f"{VICTIM} to catch up")
-        self._event(f"{VICTIM} caught up: has {last.version} ({trace.holds.fingerprint[:8]})")
+        self._wait(lambda: trace.proves(last.version), f"{VICTIM} to catch up")
+        self._progress.event(
+            f"{VICTIM} caught up: has {last.version} ({trace.holds.fingerprint[:8]})"
+        )
 
     def _start(self, name: str) -> None:
-        function, arguments = "trainer", [self._millions, self._token]
-        if self.log.listening is not None:
-            function, arguments = "worker", [*arguments, name, self.log.listening.address]
-        target, log = f"wtransfer.demo.children:{function}", self._folder / name
+        arguments = (self._millions, self._token, name, self._publisher.address)
+        target, log = "wtransfer.demo.worker:run_worker", self._folder / name
 
         def spawn(address: str) -> Child:
             child = self._zygote.spawn(target, address, *arguments, stdout=log, stderr=log)
@@ -446,44 +506,31 @@ class Main:
             return child
 
         self._channels[name] = start_process(name, spawn)
-        self._stack.callback(self._channels[name].close)
+        self.callback(self._channels[name].close)
 
-    def _result(self, number: int) -> messages.RoundOver:
-        self._wait(lambda: len(self.log.rounds) == number, f"the end of round {number}")
-        return self.log.rounds[-1]
-
-    def _wait_for_tokens(self, worker: str) -> None:
-        now, trace = time.monotonic(), self.log.traces[worker][-1]
-        self._wait(
-            lambda: len(trace.versions_between(now, float("inf"))) >= WITNESS_TOKENS,
-            f"{WITNESS_TOKENS} tokens of {worker}",
-        )
-
-    def _event(self, text: str) -> None:
-        self.log.events.append(text)
-        self._progress.event(text)
-
-    def _wait(self, is_reached: Callable[[], bool], what: str) -> None:
-        """Take reports until a condition holds.
-
-        Raises:
-            StallError: It took too long.
-            PeerLostError: A process ended.
-        """
+    def _wait(self, is_reached: Callable[[], bool], what: str, *, trains: bool = True) -> None:
+        """Train, and record what the workers report, until a condition holds."""
         deadline = Deadline(_STEP_S)
         while not is_reached():
             deadline.check(what)
+            if trains:
+                self.log.losses.append(self._learner.step())
             for name in self._channels:
                 self._receive(name)
             self._progress.status(status(self.log))
-            time.sleep(_POLL_S)
+            if not trains:
+                time.sleep(0.01)
 
     def _receive(self, name: str) -> None:
-        """Record the reports that a process has sent so far."""
-        channel = self._channels[name]
+        """Record the reports that a worker has sent so far."""
+        channel, traces = self._channels[name], self.log.traces
         try:
             while channel.poll(0.0):
-                self.log.add(channel.receive(messages.REPORTS))
+                report = channel.receive(REPORTS)
+                if isinstance(report, Ready):
+                    traces.setdefault(name, []).append(Trace(report))
+                else:
+                    traces[name][-1].add(report)
         except WTransferError as error:
             output = (self._folder / name).read_text("utf-8", "replace") if channel.is_lost else ""
             raise PeerLostError(
@@ -492,25 +539,13 @@ class Main:
                 worker=name,
             ) from error
 
-    def _end_all(self) -> None:
-        # All are asked before the first is waited for, so that they end side by side.
-        for channel in self._channels.values():
-            channel.send(messages.Stop())
-        for name, channel in self._channels.items():
-            deadline = Deadline(_END_S)
-            with contextlib.suppress(PeerLostError):  # it has ended
-                while not deadline.expired and channel.poll(deadline.remaining()):
-                    self.log.add(channel.receive(messages.REPORTS))
-            self.log.exits[name] = wait_for_end(self._children[name], deadline)
-
 
 def status(log: RunLog) -> str:
     """Return what is going on."""
-    parts = [f"step {log.trained.step}, loss {log.trained.loss:.2f}" if log.trained else "starting"]
+    parts = [f"step {len(log.losses)}, loss {log.losses[-1]:.2f}" if log.losses else "starting"]
     for worker, traces in log.traces.items():
-        trace = traces[-1]
-        version = trace.holds.version or "untrained"
-        parts.append(f"{worker}: {len(trace.times)} tokens, {version}")
+        version = traces[-1].holds.version or "untrained"
+        parts.append(f"{worker}: {len(traces[-1].times)} tokens, {version}")
     return "  |  ".join(parts)
 
 
@@ -532,10 +567,15 @@ def run_weights(millions: float, num_rounds: int, *, quiet: bool) -> Result:
         main.start()
         began = time.monotonic()
         main.run()
-        return result_of(main.log, time.monotonic() - began)
+        facts = {
+            "parameters": sum(each.numel() for each in main.model.parameters()),
+            "rounds": main.rows,
+            "events": progress.events,
+        }
+        return result_of(main.log, time.monotonic() - began, facts)
 
 
-def result_of(log: RunLog, seconds: float) -> Result:
+def result_of(log: RunLog, seconds: float, facts: dict[str, Any]) -> Result:
     """Return the outcome of a run."""
     traces = [trace for trace in log.all_traces() if len(trace.times) > 1]
     # Of the slowest process.
@@ -545,31 +585,30 @@ def result_of(log: RunLog, seconds: float) -> Result:
             after - before
             for over in log.rounds
             for trace in traces
-            for before, after in trace.gaps(over.started_at, over.started_at + over.total_s)
+            for before, after in trace.gaps(over.began_at, over.ended_at)
         ),
         default=None,
     )
-    facts = {
-        "parameters": log.listening.num_parameters if log.listening else None,
-        "first_loss": log.first_loss,
-        "last_loss": log.trained.loss if log.trained else None,
-        "usual_gap_s": usual_s,
-        "longest_gap_s": longest_s,
-        "rounds": log.rows,
-        "killed": log.kill._asdict() if log.kill else None,
-        "events": log.events,
-        "samples": [
-            {"worker": each.worker, "version": each.version, "text": each.text}
-            for each in log.samples
-        ],
-    }
+    # What a worker has said before it got trained weights, and at the end.
+    texts = [pair for trace in log.traces.get(SURVIVOR, []) for pair in trace.texts.items()]
+    samples = [
+        {"worker": SURVIVOR, "version": version, "text": text}
+        for version, text in texts[:1] + texts[-1:]
+    ]
     notes = [
-        f"{when} ({each.worker}, {each.version or 'untrained'}):\n  {each.text}"
-        for when, samples in (("before", log.samples[:1]), ("after", log.samples[-1:]))
-        for each in samples
+        f"{when} ({SURVIVOR}, {each['version'] or 'untrained'}):\n  {each['text']}"
+        for when, each in zip(("before", "after"), samples, strict=False)
     ]
     notes.append(
-        f"between two tokens: usually {cell(usual_s and usual_s * 1e3, 1)} ms, at most "
-        f"{cell(longest_s and longest_s * 1e3, 1)} ms during a round"
+        f"between two tokens: usually {cell(usual_s, 1, 1e3)} ms, at most "
+        f"{cell(longest_s, 1, 1e3)} ms during a round"
     )
+    facts |= {
+        "first_loss": log.losses[0] if log.losses else None,
+        "last_loss": log.losses[-1] if log.losses else None,
+        "usual_gap_s": usual_s,
+        "longest_gap_s": longest_s,
+        "killed": {"worker": VICTIM, "number": log.hold.number} if log.hold else None,
+        "samples": samples,
+    }
     return Result(judge(log), seconds, facts, notes)
