@@ -27,8 +27,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 class Unpickled:
     """Where every interpreter of the test run notes what it unpickles (FAULTS 25)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_own: bool = True) -> None:
         self.path = path
+        self.is_own = is_own
 
     def found(self) -> list[dict[str, object]]:
         """Return what was noted so far, by whichever process."""
@@ -46,13 +47,14 @@ def _is_ours(frame: str) -> bool:
 
 def _watch() -> Unpickled:
     audit = runpy.run_path(str(AUDIT / "sitecustomize.py"))
-    folder = Path(tempfile.mkdtemp(prefix="wtransfer-tests-"))
-    os.environ[audit["RECORD"]] = str(folder / "unpickled")
-    # Whatever the tests start is watched as well: Python imports a `sitecustomize` that it finds.
-    paths = [str(AUDIT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    if is_own := audit["RECORD"] not in os.environ:  # pytest-xdist's workers inherit it
+        folder = Path(tempfile.mkdtemp(prefix="wtransfer-tests-"))
+        os.environ[audit["RECORD"]] = str(folder / "unpickled")
+        # Whatever the tests start is watched as well: Python imports a `sitecustomize` it finds.
+        paths = [str(AUDIT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     audit["watch"]()
-    return Unpickled(folder / "unpickled")
+    return Unpickled(Path(os.environ[audit["RECORD"]]), is_own)
 
 
 UNPICKLED = _watch()
@@ -92,6 +94,17 @@ def leaves_nothing():
     leftovers = Leftovers()
     yield
     assert leftovers.found(within_s=5.0) == []
+
+
+@pytest.fixture(scope="session")
+def files_in_shm():
+    """Look for files of ours in ``/dev/shm``, but for those of benchmarks: they may run beside."""
+
+    def look():
+        found = {each.name for each in Path("/dev/shm").glob("*wtransfer*")}
+        return {name for name in found if not name.startswith("wtransfer-bench-")}
+
+    return look
 
 
 @pytest.fixture
@@ -204,5 +217,6 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_unconfigure():
-    """Remove the record."""
-    shutil.rmtree(UNPICKLED.path.parent, ignore_errors=True)
+    """Remove the record, where this run has made it."""
+    if UNPICKLED.is_own:
+        shutil.rmtree(UNPICKLED.path.parent, ignore_errors=True)

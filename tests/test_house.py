@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -78,6 +79,7 @@ class RuntimeImports(ast.NodeVisitor):
             self.names.add(full if full in MODULES else node.module)
 
 
+@functools.cache
 def imports_of(name):
     visitor = RuntimeImports()
     visitor.visit(ast.parse(MODULES[name].read_text("utf-8")))

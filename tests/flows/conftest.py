@@ -25,7 +25,7 @@ from wtransfer.transport.zygote import Zygote
 HERE = Path(__file__).parent
 PATIENCE_S = 20.0
 IMPORT_S = 120.0
-_LISTEN = "0A"
+SOCKETS = runpy.run_path(str(HERE.parent / "tcp_sockets.py"))
 _BOOT = (
     "import importlib, json, sys; path, module, name, args, options = json.loads(sys.argv[1]); "
     "sys.path.insert(0, path); getattr(importlib.import_module(module), name)(*args, **options)"
@@ -186,20 +186,11 @@ class Puppet:
 
     def listeners(self):
         """Return the addresses at which it listens by TCP, once for each port."""
-        return [address for state, address in self.tcp_sockets() if state == _LISTEN]
+        return [each.partition(":")[0] for each in SOCKETS["listeners"](self.pid)]
 
     def tcp_sockets(self):
         """Return state and own address of its TCP sockets, as the kernel writes them."""
-        proc = Path(f"/proc/{self.pid}")
-        inodes = set()
-        for fd in (proc / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
-        lines = []
-        for table in ("tcp", "tcp6"):
-            lines += (proc / "net" / table).read_text().splitlines()[1:]
-        rows = [line.split() for line in lines]
-        return [(row[3], row[1].partition(":")[0]) for row in rows if row[9] in inodes]
+        return [(state, each.partition(":")[0]) for state, each in SOCKETS["tcp_sockets"](self.pid)]
 
     def resident_nbytes(self):
         """Return the memory that it has."""

@@ -11,7 +11,6 @@ import collections
 import itertools
 import random
 import time
-from pathlib import Path
 
 import pytest
 
@@ -172,11 +171,11 @@ class Story:
         assert pids == self.flow.settled(self.flow.living, pids)
 
 
-def tell(flow, num_kills):
+def tell(flow, files_in_shm, num_kills):
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")  # noqa: T201 (what to repeat)
     rng = random.Random(seed)
-    segments = set(Path("/dev/shm").glob("*wtransfer*"))
+    segments = files_in_shm()
     story = Story(flow, rng)
     story.calm(5)
     deck = [*itertools.product(ROLES, PHASES), *itertools.product(ROLES, [ANY_TIME] * 4)]
@@ -186,7 +185,7 @@ def tell(flow, num_kills):
         hand = hand or rng.sample(deck, len(deck))
         story.kill_one(*hand.pop())
     print(story.summary(time.monotonic() - begun))  # noqa: T201 (the witness)
-    assert set(Path("/dev/shm").glob("*wtransfer*")) <= segments
+    assert files_in_shm() <= segments
     return story.histogram
 
 
@@ -195,7 +194,7 @@ def tell(flow, num_kills):
 @pytest.mark.parametrize(
     ("num_kills", "least"), [(40, 0), pytest.param(300, 5, marks=pytest.mark.nightly)]
 )
-def test_random_kills_tear_nothing_and_leave_nothing(flow, num_kills, least):
-    histogram = tell(flow, num_kills)
+def test_random_kills_tear_nothing_and_leave_nothing(flow, files_in_shm, num_kills, least):
+    histogram = tell(flow, files_in_shm, num_kills)
     for role, counts in histogram.items():
         assert all(counts[phase] >= least for phase in PHASES), (role, counts)

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import json
 import os
+import runpy
 import socket
 import sys
 import threading
@@ -23,7 +24,7 @@ from wtransfer.transport.recycling import RecycledMemory
 from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
 
 MAX_DATAGRAM = 1 << 16
-LISTEN = "0A"
+SOCKETS = runpy.run_path(str(Path(__file__).parents[1] / "tcp_sockets.py"))
 
 
 def content(nbytes, seed):
@@ -34,19 +35,6 @@ def content(nbytes, seed):
 
 def digest(tensor):
     return xxhash.xxh3_128_hexdigest(tensor.numpy())
-
-
-def tcp_sockets():
-    """Return this process's TCP sockets as (state, local address), addresses as the kernel's."""
-    inodes = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
-    lines = []
-    for table in ("tcp", "tcp6"):
-        lines += Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-    rows = [line.split() for line in lines]
-    return [(row[3], row[1]) for row in rows if row[9] in inodes]
 
 
 class Rank:
@@ -199,11 +187,11 @@ class Rank:
         return {
             "threads": num_tasks - threading.active_count(),
             "descriptors": dict(descriptors),
-            "sockets": sorted(tcp_sockets()),
+            "sockets": sorted(SOCKETS["tcp_sockets"]()),
         }
 
     def listeners(self):
-        return sorted(address for state, address in tcp_sockets() if state == LISTEN)
+        return SOCKETS["listeners"]()
 
     def has_default_group(self):
         return dist.is_initialized()

@@ -74,7 +74,7 @@ def zygote():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(zygote):
+def nothing_left(zygote, files_in_shm):
     before = what_is_held()
     yield
     # What tests of other modules still held may go meanwhile; nothing may come.
@@ -82,7 +82,7 @@ def nothing_left(zygote):
         # An exception that a test caught may hold a frame in a cycle.
         gc.collect()
     assert what_is_held() - before == set()
-    assert list(Path("/dev/shm").glob("*wtransfer*")) == []
+    assert files_in_shm() == set()
 
 
 @pytest.fixture

@@ -467,7 +467,7 @@ def test_memory_of_a_broken_broadcast_is_used_again_only_once_gloo_has_ended(
 def test_broken_groups_are_bounded_and_waited_for(make_rank, broken_in_midst):
     receiver, peer = make_rank(), make_rank()
     for number in range(2):
-        broken_in_midst(receiver, f"broken {number}", gloo_timeout_s=4.0, max_abandoned=1)
+        broken_in_midst(receiver, f"broken {number}", gloo_timeout_s=6.0, max_abandoned=1)
     meeting = peer.ask("host")
     receiver.ask("join", **meeting)
     options = {"name": meeting["name"], "rank": 1, "size": 2, "timeout_s": 0.2, "max_abandoned": 1}

@@ -13,11 +13,15 @@ import pytest
 DEADLINE_S = 60
 
 WORKER = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from wtransfer import WorkerSession
 from wtransfer.engines.shm import ShmWeightTransferEngine
 
-ShmWeightTransferEngine.receive_weights = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(3600)  # this thread may run on for a moment, and must not return
+
+ShmWeightTransferEngine.receive_weights = stop
 with WorkerSession({"w": torch.zeros(3)}, join=sys.argv[1], token="secret") as session:
     while True:
         session.commit_pending(1.0)

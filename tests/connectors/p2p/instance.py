@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import runpy
 import signal
 import socket
 import sys
@@ -29,7 +30,7 @@ from wtransfer.weights import process_weights
 
 MAX_DATAGRAM = 1 << 16
 PATIENCE_S = 20.0
-LISTEN = "0A"
+SOCKETS = runpy.run_path(str(Path(__file__).parents[2] / "tcp_sockets.py"))
 
 
 @dataclass
@@ -347,15 +348,7 @@ class Puppet:
 
     def listeners(self):
         """Return the hosts at which this process listens by TCP, as the kernel writes them."""
-        inodes = set()
-        for fd in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
-        lines = []
-        for table in ("tcp", "tcp6"):
-            lines += Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-        rows = [line.split() for line in lines]
-        return [row[1].partition(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes]
+        return [address.partition(":")[0] for address in SOCKETS["listeners"]()]
 
     def holdings(self):
         """Count descriptors, threads, and mappings of shared segments."""

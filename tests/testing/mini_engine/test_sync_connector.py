@@ -246,25 +246,12 @@ def test_step_with_a_failed_load_waits_for_the_other_loads(
     assert request.state == ("failed" if policy == "fail" else "finished")
 
 
-@pytest.mark.slow
-def test_rank_waits_for_its_loads_when_another_ranks_load_failed(
-    kit, serve, prompts, settings, folder
+@pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_load_failed_on_one_rank_is_recomputed_by_both(
+    kit, serve, prompts, *, settings, folder, behind
 ):
     """Each rank looks after itself: one whose thread still writes would end with its step."""
-    host = serve(settings(num_ranks=2, behind=True), processes=True)
-    fill(kit, host, prompts)
-    for path in folder.glob("*.1"):
-        os.truncate(path, 100)
-    fill(kit, host, prompts)
-    counts = host.scheduler.counts
-    assert (counts["tokens_loaded"], counts["loads_failed"]) == (0, len(prompts))
-    fill(kit, host, prompts)
-    assert counts["loads_failed"] == len(prompts)
-    assert counts["tokens_loaded"] > 0
-
-
-def test_load_failed_on_one_rank_is_recomputed_by_both(kit, serve, prompts, settings, folder):
-    host = serve(settings(num_ranks=2), processes=True)
+    host = serve(settings(num_ranks=2, behind=behind), processes=True)
     fill(kit, host, prompts)
     for path in folder.glob("*.1"):
         os.truncate(path, 100)

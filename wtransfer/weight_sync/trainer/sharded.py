@@ -531,6 +531,9 @@ class TrainerRank:
         found = group.until(lambda: self._turn(version), deadline, late)
         if isinstance(found, Ended):
             group.post(RankState(self._epoch, self._seen, version, left=True))
+            # Before this returns: the next object of this rank must read that it was told.
+            with contextlib.suppress(WTransferError):
+                group.flush(Deadline(FLUSH_S))
             end: Ended | None = found
         else:
             end = self._take_part(found, metadata, version, wait=wait)
