@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -151,7 +150,7 @@ class TensorLayout:
             number: Which tensor.
             base: Byte of the layout at which the memory begins.
 
-        Cost: about 1.7 us.
+        Cost: about 1 us, and 1 us more where it has another number of dimensions than one.
         """
         shape, dtype = self.shapes[number], self.dtypes[number]
         start = self.starts[number] - base
@@ -159,8 +158,9 @@ class TensorLayout:
             return memory[start : start + self.sizes[number]].view(dtype).view(shape)
         if self.sizes[number] == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        flat = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start)
-        return flat.view(shape)
+        numel = self.sizes[number] // dtype.itemsize
+        flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
+        return flat if len(shape) == 1 else flat.view(shape)
 
     def views(
         self, memory: ByteArray | torch.Tensor, bucket: Bucket, base: int = 0

@@ -210,11 +210,10 @@ class DigestingSource:
                 f"the source yields {name!r} after the last tensor of its metadata", piece=str(name)
             )
         meta = self.metadata[number]
-        shape = tuple(getattr(tensor, "shape", ()))
-        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        shape, dtype = getattr(tensor, "shape", ()), getattr(tensor, "dtype", type(tensor).__name__)
         if name != meta.name or dtype != meta.dtype or shape != meta.shape:
             # A source may yield anything, which must be shown all the same.
-            got = (name if isinstance(name, str) else type(name).__name__, dtype, shape)
+            got = (name if isinstance(name, str) else type(name).__name__, dtype, tuple(shape))
             raise SourceError(
                 f"the source yields {got}, its metadata says {(meta.name, meta.dtype, meta.shape)} "
                 "at this place; every pass must follow the order of `metadata`",
