@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,11 +120,9 @@ class TensorLayout:
         while first < len(self.sizes):
             start = self.starts[first]
             enough = start + min(nbytes, max(MIN_BUCKET_NBYTES, (self.nbytes - start) // 2))
-            last = first + 1
-            while last < min(len(self.sizes), first + MAX_BUCKET_TENSORS) and (
-                self.starts[last - 1] + self.sizes[last - 1] < enough
-            ):
-                last += 1
+            most = min(len(self.sizes), first + MAX_BUCKET_TENSORS)
+            reached = bisect_left(range(most), enough, first, key=self._stop)
+            last = min(reached + 1, most)
             yield self.bucket(first, last)
             first = last
 
@@ -139,8 +138,11 @@ class TensorLayout:
             )
         if first == last:
             return Bucket(first, last, 0, 0)
-        stop = self.starts[last - 1] + self.sizes[last - 1]
-        return Bucket(first, last, self.starts[first], stop)
+        return Bucket(first, last, self.starts[first], self._stop(last - 1))
+
+    def _stop(self, number: int) -> int:
+        """Return the byte behind a tensor."""
+        return self.starts[number] + self.sizes[number]
 
     def view(self, memory: ByteArray | torch.Tensor, number: int, base: int = 0) -> torch.Tensor:
         """Return a tensor as a view of memory, which it keeps alive.

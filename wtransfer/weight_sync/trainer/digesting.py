@@ -89,9 +89,11 @@ class DigestingSource:
         with _blaming_source("metadata"):
             # A source may have a metadata class of its own, written for another release.
             metadata = tuple(map(_as_param_meta, self._source.metadata))
-            pieces = tuple(Piece(m.name, dtype_name(m.dtype), m.shape) for m in metadata)
-            manifest = Manifest(pieces, algorithm=self._algorithm)
-            if manifest != self.manifest:
+            rows = [(m.name, m.dtype, m.shape) for m in metadata]
+            known = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
+            if rows != list(known):
+                pieces = tuple(Piece(name, dtype_name(dtype), shape) for name, dtype, shape in rows)
+                manifest = Manifest(pieces, algorithm=self._algorithm)
                 manifest.check()
                 self.layout = TensorLayout(manifest)
         self.metadata = metadata

@@ -26,7 +26,8 @@ CAST_HINT = "WorkerSession(cast=True)"
 
 def canonical_names(schema: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Return every name and alias of a schema -> the name that stands for the storage."""
-    return {alias: name for name, spec in schema.items() for alias in (name, *spec.aliases)}
+    own = dict(zip(schema, schema, strict=True))
+    return own | {alias: name for name, spec in schema.items() for alias in spec.aliases}
 
 
 def check_fit(

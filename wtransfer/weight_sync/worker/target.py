@@ -226,8 +226,8 @@ def _copied(tensor: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
 
     Torch copies a bool whose byte is neither 0 nor 1 as 1: other bytes than were verified.
     """
-    plain = type(tensor) in PLAIN_TYPES and type(staged) in PLAIN_TYPES
-    if plain and tensor.dtype is staged.dtype is torch.bool:
+    both_bool = tensor.dtype is staged.dtype is torch.bool
+    if both_bool and type(tensor) in PLAIN_TYPES and type(staged) in PLAIN_TYPES:
         tensor.view(torch.uint8).copy_(staged.view(torch.uint8))
         return tensor
     return tensor.copy_(staged)
