@@ -9,19 +9,14 @@ import torch
 from wtransfer.errors import ManifestError, SourceError, TruncatedError
 from wtransfer.manifest import DTYPES
 from wtransfer.transport.tensors import (
-    are_in_host_memory,
-    are_plain,
     byte_view,
     dtype_name,
-    flat_memory,
-    have_forms,
-    host_forms,
+    flat_address,
+    lacks_memory,
     own_memory,
     plain,
     tensor_from,
-    tensors_at,
     torch_dtype,
-    torch_dtypes,
 )
 
 NAMES = [name for name in DTYPES if hasattr(torch, name)]
@@ -129,138 +124,45 @@ def test_a_mapping_lives_as_long_as_its_last_tensor():
     assert gone() is None
 
 
-# -- many at once
-
-
-def freed():
-    tensor = torch.zeros(4)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def cut():
-    tensor = torch.zeros(4)
-    tensor.untyped_storage().resize_(12)
-    return tensor
-
-
-GOOD = (torch.zeros(2, 3), torch.nn.Parameter(torch.ones(4)), torch.tensor(3), torch.empty(0, 2))
-ODD = {
-    "strided": lambda: torch.zeros(3, 2).t(),
-    "conj": lambda: torch.zeros(2, dtype=torch.complex64).conj(),
-    "negative": lambda: torch._neg_view(torch.zeros(4)),
-    "meta": lambda: torch.zeros(4, device="meta"),
-    "sparse": lambda: torch.eye(3).to_sparse(),
-    "subclass": lambda: torch.zeros(4).as_subclass(type("Own", (torch.Tensor,), {})),
-    "freed": freed,
-    "cut": cut,
-    "none": lambda: None,
-}
-
-
-def sizes(tensors):
-    return [each.nbytes for each in tensors]
-
-
-def forms(tensors):
-    """Return dtypes and shapes as they are, as of tensors in host memory."""
-    named = [getattr(each, "dtype", torch.float32) for each in tensors]
-    return host_forms(named, [tuple(getattr(each, "shape", (4,))) for each in tensors])
-
-
-def test_where_many_tensors_lie_is_what_each_says():
-    found = flat_memory(GOOD, forms(GOOD), sizes(GOOD))
-    assert found.addresses == [each.data_ptr() for each in GOOD]
-    assert flat_memory([], [], []) == ([], [], [])
-
-
-def test_memory_that_is_flat_stays_whatever_is_done_to_its_tensor():
-    tensor = torch.arange(1 << 20)
-    before = tensor.data_ptr()
-    found = flat_memory([tensor], forms([tensor]), sizes([tensor]))
-    tensor.data = torch.zeros(1 << 20, dtype=torch.int64)
-    again = torch.empty(0, dtype=torch.int64).set_(found.storages[0])
-    assert found.addresses == [before]
-    assert again.data_ptr() == before
-    assert again.equal(torch.arange(1 << 20))
-
-
-@pytest.mark.parametrize("kind", ODD)
-def test_one_odd_tensor_among_many_is_not_overlooked(kind):
-    odd = ODD[kind]()
-    tensors, nbytes = [*GOOD, odd], [*sizes(GOOD), 16]
-    assert flat_memory(tensors, forms(tensors), nbytes) is None
-    assert flat_memory(tensors[::-1], forms(tensors)[::-1], nbytes[::-1]) is None
-
-
 @pytest.mark.parametrize(
-    "form", [(torch.float64, (3,)), (torch.int32, (4,)), (torch.float32, (2, 2))]
+    "tensor",
+    [
+        torch.zeros(3, 2).t(),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.zeros(4)),
+        torch.zeros(4, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.zeros(4).as_subclass(type("Own", (torch.Tensor,), {})),
+        torch.empty(0, 2),
+        torch.zeros(4)[:0],
+    ],
+    ids=["strided", "conj", "negative", "meta", "sparse", "subclass", "empty", "empty view"],
 )
-def test_one_tensor_in_another_form_is_not_overlooked(form):
-    tensors, expected = [*GOOD, torch.zeros(4)], [*forms(GOOD), *host_forms([form[0]], [form[1]])]
-    assert not have_forms(tensors, expected)
-    assert flat_memory(tensors, expected, [*sizes(GOOD), 16]) is None
-    assert have_forms(tensors, forms(tensors))
+def test_only_bytes_in_c_order_in_host_memory_have_an_address(tensor):
+    assert flat_address(tensor) is None
 
 
-def test_parts_of_a_buffer_lie_where_they_begin():
-    buffer = torch.zeros(8)
-    parts = [buffer[4:], buffer[:4]]
-    found = flat_memory(parts, forms(parts), [16, 16])
-    assert found.addresses == [buffer.data_ptr() + 16, buffer.data_ptr()]
+def test_address_of_bytes_in_c_order_is_that_of_the_first():
+    buffer = torch.nn.Parameter(torch.zeros(2, 4))
+    assert flat_address(buffer) == buffer.data_ptr()
+    assert flat_address(buffer.detach()[1]) == buffer.data_ptr() + 16
+    assert flat_address(torch.tensor(3)) is not None
 
 
-@pytest.mark.parametrize("nbytes", [0, 16, 31])
-def test_memory_that_was_cut_is_not_there(nbytes):
-    buffer = torch.zeros(8)
-    parts = [buffer[:4], buffer[4:]]
-    found = flat_memory(parts, forms(parts), [16, 16])
-    assert found.is_there([16, 16])
-    assert found.part(slice(1, 2)).is_there([16])
-    buffer.untyped_storage().resize_(nbytes)
-    assert not found.is_there([16, 16])
-    assert not found.part(slice(1, 2)).is_there([16])
-    assert flat_memory(parts, forms(parts), [16, 16]) is None
+@pytest.mark.parametrize("part", [lambda t: t, lambda t: t.t(), lambda t: t[1:]])
+@pytest.mark.parametrize("nbytes", [0, 12, 31])
+def test_tensor_lacks_memory_once_its_storage_was_freed_or_cut(nbytes, part):
+    tensor = part(torch.zeros(2, 4))
+    before = lacks_memory(tensor)
+    tensor.untyped_storage().resize_(nbytes)
+    # Not within the assert: to show what has failed, pytest would read past the end.
+    after = lacks_memory(tensor)
+    assert (before, after) == (False, True)
 
 
-def test_memory_that_ends_before_a_tensor_does_is_not_there():
-    buffer = torch.zeros(8)
-    parts = [buffer[:4], buffer[4:]]
-    found = flat_memory(parts, forms(parts), [16, 16])
-    # As if it had been cut where it is.
-    assert not found.is_there([16, 17])
-
-
-def test_memory_that_was_taken_anew_is_not_there():
-    tensor = torch.zeros(4)
-    found = flat_memory([tensor], forms([tensor]), [16])
-    tensor.untyped_storage().resize_(1 << 22)
-    assert tensor.data_ptr() != found.addresses[0]
-    assert not found.is_there([16])
-
-
-def test_kinds_of_tensors_are_told_apart():
-    assert are_plain(GOOD)
-    assert are_in_host_memory(GOOD)
-    assert not are_plain([*GOOD, ODD["subclass"]()])
-    for kind in ("subclass", "meta", "sparse"):
-        assert not are_in_host_memory([*GOOD, ODD[kind]()])
-
-
-def test_names_of_dtypes_are_looked_up_together():
-    assert torch_dtypes(["float32", "load", "int8"]) == [torch.float32, None, torch.int8]
-
-
-def test_tensors_at_places_are_those_that_lie_there():
-    memory = np.arange(64, dtype=np.uint8)
-    rows = [(0, "uint8", (3,)), (8, "int16", (2, 2)), (16, "uint8", ()), (20, "int32", (0, 2))]
-    starts, names, shapes = zip(*rows, strict=True)
-    numels = [int(np.prod(shape)) for shape in shapes]
-    found = list(tensors_at(memory, starts, map(torch_dtype, names), shapes, numels))
-    expected = [tensor_from(memory, start, name, shape) for start, name, shape in rows]
-    assert [(x.dtype, x.shape, x.tolist()) for x in found] == [
-        (x.dtype, x.shape, x.tolist()) for x in expected
-    ]
+def test_tensors_without_elements_or_memory_of_their_own_lack_none():
+    for tensor in (torch.empty(0), torch.zeros(4, device="meta"), torch.eye(3).to_sparse()):
+        assert not lacks_memory(tensor)
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 5_000, 1 << 20, (1 << 25) + 3])

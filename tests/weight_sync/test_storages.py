@@ -15,10 +15,6 @@ from wtransfer.weight_sync.storages import (
 )
 
 
-def by_name(tensors, beside=()):
-    return {storage.name: storage for storage in group_storages(tensors, beside)}
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -41,45 +37,50 @@ def test_the_tensors_are_the_modules_own():
 
 # FAULTS 45
 def test_tied_names_are_one_entry():
-    entries = by_name(module_tensors(Tied()))
-    assert {name: entry.aliases for name, entry in entries.items()} == {
-        "scale": (),
-        "embed.weight": ("head.weight",),
-    }
-    assert len(entries["embed.weight"].tensors) == 1
+    module = Tied()
+    found = group_storages(module_tensors(module))
+    assert list(found.tensors) == ["scale", "embed.weight"]
+    assert list(found.ties) == ["embed.weight"]
+    assert found.ties["embed.weight"]["head.weight"] is module.embed.weight
+    assert not found.overlapping
 
 
 def test_two_tensors_over_the_same_elements_are_one_entry_with_both():
-    base = torch.zeros(3)
-    entries = by_name({"a": base, "b": base.detach()})
-    assert list(entries) == ["a"]
-    assert len(entries["a"].tensors) == 2
-    assert not entries["a"].overlaps
+    tensors = {"a": torch.zeros(3), "alone": torch.zeros(3)}
+    tensors |= {"b": tensors["a"].detach(), "c": tensors["a"]}
+    found = group_storages(tensors)
+    assert list(found.tensors) == ["a", "alone"]
+    assert list(found.ties) == ["a"]
+    assert list(found.ties["a"]) == ["b", "c"]
+    assert all(found.ties["a"][name] is tensors[name] for name in "bc")
+    assert not found.overlapping
 
 
 def test_parts_of_one_buffer_are_entries_that_overlap():
     flat = torch.zeros(10)
-    entries = by_name({"a": flat[:5], "b": flat[5:], "alone": torch.zeros(5)})
-    assert {name: entry.overlaps for name, entry in entries.items()} == {
-        "a": True,
-        "b": True,
-        "alone": False,
-    }
+    tensors = {"a": flat[:5], "b": flat[5:], "tied": flat[5:], "alone": torch.zeros(5)}
+    found = group_storages(tensors)
+    assert list(found.tensors) == ["a", "b", "alone"]
+    assert found.overlapping == {"a", "b"}
 
 
 def test_another_view_of_the_same_memory_is_another_entry():
     base = torch.zeros(2, 3)
-    assert list(by_name({"a": base, "transposed": base.t()})) == ["a", "transposed"]
+    tensors = {"a": base, "transposed": base.t()}
+    assert list(group_storages(tensors).tensors) == list(tensors)
 
 
 def test_empty_and_meta_tensors_are_never_taken_for_each_other():
     tensors = {
         "e1": torch.empty(0),
         "e2": torch.empty(0),
+        "part": torch.zeros(3)[:0],
         "m1": torch.empty(2, device="meta"),
         "m2": torch.empty(2, device="meta"),
     }
-    assert list(by_name(tensors)) == list(tensors)
+    found = group_storages(tensors)
+    assert list(found.tensors) == list(tensors)
+    assert not found.overlapping
 
 
 def test_a_compiled_module_has_the_names_of_the_one_inside():
@@ -97,8 +98,9 @@ def test_what_the_state_does_not_name_is_found():
 
 def test_memory_shared_with_a_tensor_without_a_name_overlaps():
     base = torch.zeros(3)
-    assert by_name({"a": base}, [base.detach()])["a"].overlaps
-    assert not by_name({"a": base}, [torch.zeros(3), torch.eye(2).to_sparse()])["a"].overlaps
+    assert group_storages({"a": base}, [base.detach()]).overlapping == {"a"}
+    others = [torch.zeros(3), torch.eye(2).to_sparse()]
+    assert not group_storages({"a": base}, others).overlapping
 
 
 def test_only_a_whole_private_contiguous_cpu_tensor_stands_alone():

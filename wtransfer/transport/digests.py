@@ -17,7 +17,7 @@ import xxhash
 
 from wtransfer.errors import ManifestError
 from wtransfer.transport.nonfinite import counter
-from wtransfer.transport.tensors import byte_view, lies_flat, plain
+from wtransfer.transport.tensors import byte_view, flat_address, plain
 from wtransfer.transport.wsum64 import WeightedSum, wsum64
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def digest(tensor: torch.Tensor, algorithm: Algorithm = "xxh3-128") -> str:
 
     Cost: one pass, about 1 us and 30 GB/s (``xxh3-128``, host).
     """
-    if algorithm == "xxh3-128" and lies_flat(tensor):
+    address = flat_address(tensor) if algorithm == "xxh3-128" else None
+    if address is not None:
         # Nothing but its address is asked of the tensor: a view as an array costs three times this.
-        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-        return xxhash.xxh3_128_hexdigest(memory)
+        return xxhash.xxh3_128_hexdigest((ctypes.c_char * tensor.nbytes).from_address(address))
     if algorithm == "wsum64":
         return wsum64(plain(tensor).view(-1).view(torch.uint8))
     if algorithm != "xxh3-128":
@@ -81,14 +81,16 @@ def copy_digest(
         ManifestError: Unknown algorithm.
         ValueError: The sizes differ.
 
-    Cost: about 3 us, and per byte 1.4 times a copy; screening adds 3 us and a fifth per byte.
+    Cost: about 2.5 us, and per byte 1.4 times a copy; screening adds 3 us and a fifth per byte.
     """
     if dst.size != src.nbytes:
         raise ValueError(f"cannot copy a tensor of {src.nbytes} bytes into {dst.size} bytes")
-    source = src.data_ptr() if lies_flat(src) else None
+    source = flat_address(src)
     if source is None:
         _fill(dst, src)
-    target, nonfinite = dst.ctypes.data, 0
+    # A fifth of what `dst.ctypes.data` costs.
+    target = ctypes.addressof(ctypes.c_char.from_buffer(dst.data)) if dst.size else 0
+    nonfinite = 0
     count = counter(src.dtype) if screen else None
     hasher = _hasher(algorithm)
     for start in range(0, dst.size, PIECE_NBYTES):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -120,11 +120,9 @@ class TensorLayout:
         while first < len(self.sizes):
             start = self.starts[first]
             enough = start + min(nbytes, max(MIN_BUCKET_NBYTES, (self.nbytes - start) // 2))
-            last = first + 1
-            while last < min(len(self.sizes), first + MAX_BUCKET_TENSORS) and (
-                self.starts[last - 1] + self.sizes[last - 1] < enough
-            ):
-                last += 1
+            most = min(len(self.sizes), first + MAX_BUCKET_TENSORS)
+            reached = bisect_left(range(most), enough, first, key=self._stop)
+            last = min(reached + 1, most)
             yield self.bucket(first, last)
             first = last
 
@@ -140,8 +138,11 @@ class TensorLayout:
             )
         if first == last:
             return Bucket(first, last, 0, 0)
-        stop = self.starts[last - 1] + self.sizes[last - 1]
-        return Bucket(first, last, self.starts[first], stop)
+        return Bucket(first, last, self.starts[first], self._stop(last - 1))
+
+    def _stop(self, number: int) -> int:
+        """Return the byte behind a tensor."""
+        return self.starts[number] + self.sizes[number]
 
     def view(self, memory: ByteArray | torch.Tensor, number: int, base: int = 0) -> torch.Tensor:
         """Return a tensor as a view of memory, which it keeps alive.
@@ -151,7 +152,7 @@ class TensorLayout:
             number: Which tensor.
             base: Byte of the layout at which the memory begins.
 
-        Cost: about 1.7 us.
+        Cost: about 1 us, and 1 us more where it has another number of dimensions than one.
         """
         shape, dtype = self.shapes[number], self.dtypes[number]
         start = self.starts[number] - base
@@ -159,8 +160,9 @@ class TensorLayout:
             return memory[start : start + self.sizes[number]].view(dtype).view(shape)
         if self.sizes[number] == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        flat = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start)
-        return flat.view(shape)
+        numel = self.sizes[number] // dtype.itemsize
+        flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
+        return flat if len(shape) == 1 else flat.view(shape)
 
     def views(
         self, memory: ByteArray | torch.Tensor, bucket: Bucket, base: int = 0

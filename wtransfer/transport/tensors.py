@@ -6,10 +6,8 @@ The wire knows dtypes by name. Names are looked up in a table that is built here
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -18,7 +16,7 @@ from wtransfer.manifest import DTYPES
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -36,30 +34,6 @@ _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in _BY_NAME.ite
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of which torch's own answers hold; a subclass may change any of them."""
-PART = 512
-"""Tensors looked at together: so few that they stay in the cache from one question to the next."""
-
-_is_cpu, _layout = operator.attrgetter("is_cpu"), operator.attrgetter("layout")
-# All in one look: of thousands of tensors each is fetched from memory for it but once.
-_form = operator.attrgetter("is_cpu", "layout", "dtype", "shape")
-
-
-def are_plain(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether all are of torch's own types."""
-    return all(map(PLAIN_TYPES.__contains__, map(type, tensors)))
-
-
-def are_in_host_memory(tensors: Collection[torch.Tensor]) -> bool:
-    """Whether all are of torch's own types, in host memory, with strides.
-
-    Cost: about 0.1 us per tensor, while they are not many more than a `PART`: each question is put
-    to all of them by one loop in C.
-    """
-    return (
-        are_plain(tensors)
-        and all(map(_is_cpu, tensors))
-        and all(map(operator.is_, map(_layout, tensors), itertools.repeat(torch.strided)))
-    )
 
 
 def own_memory(nbytes: int) -> ByteArray:
@@ -70,27 +44,6 @@ def own_memory(nbytes: int) -> ByteArray:
     """
     memory: ByteArray = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
     return memory
-
-
-def host_forms(
-    dtypes: Iterable[torch.dtype], shapes: Iterable[tuple[int, ...]]
-) -> list[tuple[object, ...]]:
-    """Return the forms of tensors in host memory, with strides, for `have_forms`."""
-    fixed = itertools.repeat(True), itertools.repeat(torch.strided)
-    return list(zip(*fixed, dtypes, shapes, strict=False))
-
-
-def have_forms(tensors: Collection[torch.Tensor], forms: list[tuple[object, ...]]) -> bool:
-    """Whether all are of torch's own types, and each has its form.
-
-    Cost: about 0.3 us per tensor, most of it to fetch the tensor itself.
-    """
-    return are_plain(tensors) and list(map(_form, tensors)) == forms
-
-
-def _any_complex(forms: list[tuple[object, ...]]) -> bool:
-    dtypes = {dtype for _, _, dtype, _ in forms}
-    return any(dtype.is_complex for dtype in dtypes if isinstance(dtype, torch.dtype))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -109,11 +62,6 @@ def torch_dtype(name: str) -> torch.dtype:
             f"dtype {name[:80]!r} cannot be used here: {reason}; there are {', '.join(_BY_NAME)}"
         )
     return dtype
-
-
-def torch_dtypes(names: Iterable[str]) -> list[torch.dtype | None]:
-    """Return the torch dtype of each wire name, None for one that cannot be used here."""
-    return list(map(_BY_NAME.get, names))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -135,19 +83,16 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
 
     Cost: about 0.5 us.
     """
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+    numel = tensor.numel()
+    if tensor.layout is not torch.strided or tensor.is_meta or numel == 0:
         return False
     if type(tensor) not in PLAIN_TYPES and hasattr(tensor, "full_tensor"):
         return False
-    end = tensor.storage_offset() + _reach(tensor)
+    if not tensor.is_contiguous():
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        numel = 1 + sum((size - 1) * stride for size, stride in dims)
+    end = tensor.storage_offset() + numel
     return end * tensor.itemsize > tensor.untyped_storage().nbytes()
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the elements from the first one to behind the last one, gaps included."""
-    if tensor.is_contiguous():
-        return tensor.numel()
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,95 +109,22 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def lies_flat(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes lie one after the other in host memory, from ``data_ptr()`` on.
+def flat_address(tensor: torch.Tensor) -> int | None:
+    """Return where a tensor's bytes begin in host memory; None unless they lie in C order there.
 
-    Cost: about 0.4 us.
+    Cost: about 0.5 us.
     """
-    return (
+    if (
         type(tensor) in PLAIN_TYPES
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and tensor.data_ptr() != 0
-    )
-
-
-class FlatMemory(NamedTuple):
-    """Where the bytes of tensors lie, one after the other within each."""
-
-    addresses: list[int]
-    """First byte of each; says nothing of one that is empty."""
-    begins: list[int]
-    """First byte of each one's storage."""
-    storages: list[torch.UntypedStorage]
-    """Keep the memory when their tensors are gone; but anybody may have them take another."""
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> FlatMemory:
-        """Return where tensors in host memory begin, with strides or without."""
-        storages = list(map(torch.Tensor.untyped_storage, tensors))
-        begins = list(map(torch.UntypedStorage.data_ptr, storages))
-        return cls(list(map(torch.Tensor.data_ptr, tensors)), begins, storages)
-
-    def extend(self, more: FlatMemory) -> None:
-        """Add what is known of further tensors."""
-        self.addresses.extend(more.addresses)
-        self.begins.extend(more.begins)
-        self.storages.extend(more.storages)
-
-    def part(self, own: slice) -> FlatMemory:
-        """Return what is known of the tensors with these numbers."""
-        return FlatMemory(self.addresses[own], self.begins[own], self.storages[own])
-
-    def is_there(self, sizes: Sequence[int]) -> bool:
-        """Whether all storages are where they were, and have so many bytes for each tensor.
-
-        Cost: about 0.2 us per tensor.
-        """
-        now = list(map(torch.UntypedStorage.data_ptr, self.storages))
-        return now == self.begins and self.is_whole(sizes)
-
-    def is_whole(self, sizes: Sequence[int]) -> bool:
-        """Whether the storages, if they are where they were, have so many bytes for each tensor."""
-        ends = map(operator.add, self.begins, map(torch.UntypedStorage.nbytes, self.storages))
-        return all(map(operator.le, map(operator.add, self.addresses, sizes), ends))
-
-
-def flat_memory(
-    tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]], sizes: Sequence[int]
-) -> FlatMemory | None:
-    """Return where each tensor's bytes lie; None unless every one lies flat, with all its memory.
-
-    What `lies_flat` and `lacks_memory` say of one tensor, for hundreds at once.
-
-    Args:
-        tensors: Any.
-        forms: Of `host_forms`; None is returned as well if one has another.
-        sizes: Bytes of each, by its form.
-
-    Cost: about 0.8 us per tensor.
-    """
-    if not are_flat(tensors, forms):
-        return None
-    found = FlatMemory.of(tensors)
-    return found if found.is_whole(sizes) else None
-
-
-def are_flat(tensors: Sequence[torch.Tensor], forms: list[tuple[object, ...]]) -> bool:
-    """Whether each tensor has its form (`have_forms`), and its values are its bytes, in a row.
-
-    Cost: about 0.5 us per tensor.
-    """
-    own = torch.Tensor
-    return (
-        have_forms(tensors, forms)
-        and all(map(own.is_contiguous, tensors))
-        and not any(map(own.is_neg, tensors))
-        and not (_any_complex(forms) and any(map(own.is_conj, tensors)))
-    )
+    ):
+        # Of a tensor without elements, or without memory, 0.
+        return tensor.data_ptr() or None
+    return None
 
 
 def byte_view(tensor: torch.Tensor) -> ByteArray:
@@ -314,30 +186,3 @@ def tensor_from(
             f"a {dtype_name} tensor of shape {tuple(shape)} at byte {offset} does not lie within "
             f"{len(buffer)} bytes"
         ) from error
-
-
-def tensors_at(
-    memory: ByteArray,
-    starts: Iterable[int],
-    dtypes: Iterable[torch.dtype],
-    shapes: Iterable[tuple[int, ...]],
-    numels: Iterable[int],
-) -> Iterator[torch.Tensor]:
-    """Yield tensors that lie in a piece of memory: what `tensor_from` does, many times.
-
-    Args:
-        memory: Where; each tensor keeps it alive.
-        starts: First byte of each, which lies within the memory.
-        dtypes: Dtypes.
-        shapes: Dimensions.
-        numels: Numbers of elements.
-
-    Cost: about 0.7 us each, and 1 us more where it has another number of dimensions than one.
-    """
-    place = torch.frombuffer
-    for start, dtype, shape, numel in zip(starts, dtypes, shapes, numels, strict=True):
-        if numel == 0:
-            yield torch.empty(shape, dtype=dtype, device="cpu")
-            continue
-        flat = place(memory, dtype=dtype, count=numel, offset=start)
-        yield flat if len(shape) == 1 else flat.view(shape)

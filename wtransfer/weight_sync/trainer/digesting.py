@@ -89,9 +89,11 @@ class DigestingSource:
         with _blaming_source("metadata"):
             # A source may have a metadata class of its own, written for another release.
             metadata = tuple(map(_as_param_meta, self._source.metadata))
-            pieces = tuple(Piece(m.name, dtype_name(m.dtype), m.shape) for m in metadata)
-            manifest = Manifest(pieces, algorithm=self._algorithm)
-            if manifest != self.manifest:
+            rows = [(m.name, m.dtype, m.shape) for m in metadata]
+            known = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
+            if rows != list(known):
+                pieces = tuple(Piece(name, dtype_name(dtype), shape) for name, dtype, shape in rows)
+                manifest = Manifest(pieces, algorithm=self._algorithm)
                 manifest.check()
                 self.layout = TensorLayout(manifest)
         self.metadata = metadata
@@ -210,11 +212,10 @@ class DigestingSource:
                 f"the source yields {name!r} after the last tensor of its metadata", piece=str(name)
             )
         meta = self.metadata[number]
-        shape = tuple(getattr(tensor, "shape", ()))
-        dtype = getattr(tensor, "dtype", type(tensor).__name__)
+        shape, dtype = getattr(tensor, "shape", ()), getattr(tensor, "dtype", type(tensor).__name__)
         if name != meta.name or dtype != meta.dtype or shape != meta.shape:
             # A source may yield anything, which must be shown all the same.
-            got = (name if isinstance(name, str) else type(name).__name__, dtype, shape)
+            got = (name if isinstance(name, str) else type(name).__name__, dtype, tuple(shape))
             raise SourceError(
                 f"the source yields {got}, its metadata says {(meta.name, meta.dtype, meta.shape)} "
                 "at this place; every pass must follow the order of `metadata`",

@@ -34,9 +34,8 @@ class StateDictSource:
     def metadata(self) -> Sequence[ParamMeta]:
         """Name, dtype and whole shape of every tensor; of a DTensor also its sharding."""
         return [
-            ParamMeta(storage.name, tensor.dtype, tuple(tensor.shape), *_sharding(tensor))
-            for storage in group_storages(self._tensors())
-            for tensor in storage.tensors[:1]
+            ParamMeta(name, tensor.dtype, tuple(tensor.shape), *_sharding(tensor))
+            for name, tensor in group_storages(self._tensors()).tensors.items()
         ]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,17 +43,15 @@ class StateDictSource:
 
         A sharded one is gathered, which every rank must take part in.
         """
-        for storage in group_storages(self._tensors()):
-            tensor = storage.tensors[0]
+        for name, tensor in group_storages(self._tensors()).tensors.items():
             gather = getattr(tensor, "full_tensor", None)
-            yield storage.name, gather() if gather else tensor
+            yield name, gather() if gather else tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what this rank holds."""
-        for storage in group_storages(self._tensors()):
-            tensor = storage.tensors[0]
+        for name, tensor in group_storages(self._tensors()).tensors.items():
             to_local = getattr(tensor, "to_local", None)
-            yield storage.name, to_local() if to_local else tensor
+            yield name, to_local() if to_local else tensor
 
 
 class ModuleSource(StateDictSource):

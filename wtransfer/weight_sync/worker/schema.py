@@ -26,7 +26,8 @@ CAST_HINT = "WorkerSession(cast=True)"
 
 def canonical_names(schema: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Return every name and alias of a schema -> the name that stands for the storage."""
-    return {alias: name for name, spec in schema.items() for alias in (name, *spec.aliases)}
+    own = dict(zip(schema, schema, strict=True))
+    return own | {alias: name for name, spec in schema.items() for alias in spec.aliases}
 
 
 def check_fit(
@@ -53,18 +54,21 @@ def check_fit(
     """
     check_whole(manifest)
     names = canonical_names(schema)
+    covered: set[str] = set()
     wrong: list[str] = []
     casts: list[tuple[str, str]] = []
     would_cast = False
     for piece in manifest.pieces:
-        spec = schema[names[piece.name]] if piece.name in names else None
+        name = names.get(piece.name)
+        if name is not None:
+            covered.add(name)
+        spec = None if name is None else schema[name]
         line = _mismatch(piece, spec, cast=cast)
         if line:
             wrong.append(line)
             would_cast |= spec is not None and _mismatch(piece, spec, cast=True) is None
         elif spec is not None and piece.dtype != dtype_name(spec.dtype):
             casts.append((piece.name, dtype_name(spec.dtype)))
-    covered = {names[piece.name] for piece in manifest.pieces if piece.name in names}
     wrong += [
         f"{name}: wanted {dtype_name(spec.dtype)} {list(spec.shape)}, got nothing"
         for name, spec in schema.items()
@@ -130,15 +134,17 @@ def check_whole(manifest: Manifest) -> None:
 
 
 def _mismatch(piece: Piece, spec: TensorSpec | None, *, cast: bool) -> str | None:
+    if spec is not None and _fits(piece, spec, cast=cast):
+        return None
     got = f"{piece.dtype} {list(piece.shape)}"
     if spec is None:
         return f"{piece.name}: wanted nothing (the target has no such name), got {got}"
-    if piece.shape == tuple(spec.shape) and _dtype_fits(piece, spec, cast=cast):
-        return None
     return f"{piece.name}: wanted {dtype_name(spec.dtype)} {list(spec.shape)}, got {got}"
 
 
-def _dtype_fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
+def _fits(piece: Piece, spec: TensorSpec, *, cast: bool) -> bool:
+    if piece.shape != tuple(spec.shape):
+        return False
     if piece.dtype == dtype_name(spec.dtype):
         return True
     wire = torch_dtype(piece.dtype)

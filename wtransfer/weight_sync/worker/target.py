@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,7 @@ from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.errors import SchemaError
 from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
 from wtransfer.weight_sync.storages import (
-    Storage,
+    Storages,
     group_storages,
     memory_address,
     module_tensors,
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+
+# Of a model's many tensors most have the form of others.
+_spec = functools.lru_cache(maxsize=4096)(TensorSpec)
 
 SMALL_NBYTES = 16 << 10
 """Tensors up to this size are copied, also by ``commit="adopt"``."""
@@ -73,17 +77,17 @@ class StateDictTarget:
     def _beside(self) -> list[torch.Tensor]:
         return []
 
-    def _storages(self) -> list[Storage]:
+    def _storages(self) -> Storages:
         tensors = self._tensors()
         _check_writable(tensors)
         return group_storages(tensors, self._beside())
 
     def schema(self) -> Mapping[str, TensorSpec]:
         """Return one spec per storage, under its first name."""
+        storages = self._storages()
         return {
-            storage.name: TensorSpec(tensor.dtype, tuple(tensor.shape), storage.aliases)
-            for storage in self._storages()
-            for tensor in storage.tensors[:1]
+            name: _spec(tensor.dtype, tuple(tensor.shape), tuple(storages.ties.get(name, ())))
+            for name, tensor in storages.tensors.items()
         }
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -96,54 +100,51 @@ class StateDictTarget:
         # The caller may be in inference mode; a new tensor must not be bound to it.
         with torch.inference_mode(mode=False), torch.no_grad():
             storages = self._storages()
-            by_name = {name: each for each in storages for name in (each.name, *each.aliases)}
+            first_names = {tied: name for name, ties in storages.ties.items() for tied in ties}
             self._adopted = self._still_adopted(storages)
             taken: set[int] = set()
             for name, staged in tensors.items():
-                storage = by_name[name]
-                tensor = storage.tensors[0]
+                first_name = first_names.get(name, name)
+                tensor = storages.tensors[first_name]
                 if staged.shape != tensor.shape:
                     raise SchemaError(
                         f"{name!r} has shape {list(tensor.shape)} by now, the update has "
                         f"{list(staged.shape)}",
                         piece=name,
                     )
-                if self._points(storage):
+                if self._points(first_name, storages):
                     new = _whole(staged, tensor, taken)
                     # Before the tensors: an interrupt in between must not lead to a write there.
                     self._adopted.add(new.data_ptr())
-                    for each in storage.tensors:
+                    for each in (tensor, *storages.ties.get(first_name, {}).values()):
                         each.data = new
                 else:
-                    _check_memory(name, tensor)
                     _overwrite(tensor, staged)
 
     def present(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors as they lie, to be read before the next `apply`."""
-        return {storage.name: storage.tensors[0].detach() for storage in self._storages()}
+        return {name: tensor.detach() for name, tensor in self._storages().tensors.items()}
 
     def capture(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors: copies, or the memory that no update writes into."""
         storages = self._storages()
         self._adopted = self._still_adopted(storages)
         found = {}
-        for storage in storages:
-            tensor = storage.tensors[0].detach()
-            if not self._points(storage):
-                _check_memory(storage.name, tensor)
-                tensor = _copied(torch.empty_like(tensor), tensor)
-            found[storage.name] = tensor
+        for name, tensor in storages.tensors.items():
+            own = tensor.detach()
+            points = self._points(name, storages)
+            found[name] = own if points else _copied(torch.empty_like(own), own)
         return found
 
-    def _still_adopted(self, storages: list[Storage]) -> set[int]:
+    def _still_adopted(self, storages: Storages) -> set[int]:
         if not self._adopted:
             return set()
-        found = (memory_address(storage.tensors[0]) for storage in storages)
+        found = map(memory_address, storages.tensors.values())
         return {address for address in found if address is not None and address in self._adopted}
 
-    def _points(self, storage: Storage) -> bool:
+    def _points(self, name: str, storages: Storages) -> bool:
         """Return whether an update points a tensor to staged memory, else it is written."""
-        tensor = storage.tensors[0]
+        tensor = storages.tensors[name]
         if self._commit == "copy":
             return False
         # Staged memory is never written into, whatever has come to share it since: a version that
@@ -151,7 +152,9 @@ class StateDictTarget:
         if self._adopted and memory_address(tensor) in self._adopted:
             return True
         # To copy a small tensor takes no longer than to point it elsewhere.
-        return tensor.nbytes > SMALL_NBYTES and not storage.overlaps and stands_alone(tensor)
+        if tensor.nbytes <= SMALL_NBYTES or name in storages.overlapping:
+            return False
+        return stands_alone(tensor)
 
 
 class ModuleTarget(StateDictTarget):
@@ -223,17 +226,11 @@ def _copied(tensor: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
 
     Torch copies a bool whose byte is neither 0 nor 1 as 1: other bytes than were verified.
     """
-    plain = type(tensor) in PLAIN_TYPES and type(staged) in PLAIN_TYPES
-    if plain and tensor.dtype is staged.dtype is torch.bool:
+    both_bool = tensor.dtype is staged.dtype is torch.bool
+    if both_bool and type(tensor) in PLAIN_TYPES and type(staged) in PLAIN_TYPES:
         tensor.view(torch.uint8).copy_(staged.view(torch.uint8))
         return tensor
     return tensor.copy_(staged)
-
-
-def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless all of a tensor's elements are there: it could be neither read nor written."""
-    if lacks_memory(tensor):
-        raise SchemaError(f"{name!r} is {_NO_MEMORY}", piece=name)
 
 
 def as_target(
