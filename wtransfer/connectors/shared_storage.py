@@ -12,23 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.connectors.offloading.connector import OffloadingConnector
-from wtransfer.connectors.offloading.scheduler import OffloadingScheduler
-from wtransfer.connectors.offloading.worker import OffloadingSide
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-class SharedStorageScheduler(OffloadingScheduler):
-    """The scheduler's side."""
-
-    default_spec = "file"
-
-
-class SharedStorageWorker(OffloadingSide):
-    """The worker's side."""
-
-    default_spec = "file"
 
 
 class SharedStorageConnector(OffloadingConnector):
@@ -38,6 +24,6 @@ class SharedStorageConnector(OffloadingConnector):
     `wtransfer.specs.tier.TierOptions`; ``spec_name`` names another tier.
     """
 
-    scheduler_cls = SharedStorageScheduler
-    worker_cls = SharedStorageWorker
+    scheduler_cls = "wtransfer.connectors.offloading.scheduler:SharedStorageScheduler"
+    worker_cls = "wtransfer.connectors.offloading.worker:SharedStorageSide"
     example_options: ClassVar[Mapping[str, Any]] = {"shared_storage_path": "/mnt/kv"}

@@ -9,8 +9,6 @@ from wtransfer.connectors.interface import KVConnectorBase_V1
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from wtransfer.connectors.interface import ConnectorScheduler, ConnectorWorker
-
 
 class OffloadingConnector(KVConnectorBase_V1):
     """Drive an offloading spec; KV of other weights is a miss (`wtransfer.kv.fence`).
@@ -24,12 +22,8 @@ class OffloadingConnector(KVConnectorBase_V1):
     4. The blocks of a request that ends stay until they are stored.
     """
 
-    scheduler_cls: ClassVar[type[ConnectorScheduler] | str | None] = (
-        "wtransfer.connectors.offloading.scheduler:OffloadingScheduler"
-    )
-    worker_cls: ClassVar[type[ConnectorWorker] | str | None] = (
-        "wtransfer.connectors.offloading.worker:OffloadingSide"
-    )
+    scheduler_cls = "wtransfer.connectors.offloading.scheduler:OffloadingScheduler"
+    worker_cls = "wtransfer.connectors.offloading.worker:OffloadingSide"
     names_weights = True
     example_options: ClassVar[Mapping[str, Any]] = {"cpu_bytes_to_use": 8 << 30}
 

@@ -424,3 +424,9 @@ class OffloadingScheduler(ConnectorScheduler):
     def shutdown(self) -> None:
         """Let go of the manager."""
         self._manager.shutdown()
+
+
+class SharedStorageScheduler(OffloadingScheduler):
+    """The scheduler's side of `wtransfer.connectors.shared_storage.SharedStorageConnector`."""
+
+    default_spec = "file"

@@ -193,3 +193,9 @@ class OffloadingSide(ConnectorWorker):
             self._failed_blocks.update(job.blocks.block_ids)
         if not any(other.request_id == job.request_id for other in self._loading.values()):
             self._received.add(job.request_id)
+
+
+class SharedStorageSide(OffloadingSide):
+    """The worker's side of `wtransfer.connectors.shared_storage.SharedStorageConnector`."""
+
+    default_spec = "file"
