@@ -638,11 +638,15 @@ STORIES = {
     ),
     "request that ends while it loads waits for the other holder": (
         [HOLDS, LOADS],
-        [("new load", "", "", ""), ("finish", "", "r", ""), ("", "s", "", "r")],
+        [("new load", "", "", ""), ("finish", "", "r", ""), ("", "s", "", "s")],
     ),
     "request that ends while it loads waits for its loader": (
         [HOLDS, LOADS],
-        [("new load", "", "", ""), ("finish", "s", "", ""), ("", "", "r", "r")],
+        [("new load", "", "", ""), ("finish", "s", "", ""), ("", "", "r", "s")],
+    ),
+    "other holder is waited for where this rank has reported the load, but others have not": (
+        [HOLDS, {**LOADS, **HOLDS}],
+        [("new load", "", "r", "r"), ("finish", "", "", ""), ("", "s", "", "s")],
     ),
     "load that this rank has reported is not reported again": (
         [{}, {**LOADS, **HOLDS}],

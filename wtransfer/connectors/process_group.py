@@ -28,34 +28,36 @@ from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast
 
 import msgspec
+import numpy as np
 import torch
 
 from wtransfer.connectors.interface import KVConnectorBase_V1
+from wtransfer.connectors.p2p.buffer import SlotMemory
 from wtransfer.connectors.p2p.client import P2PClient
 from wtransfer.connectors.p2p.protocol import P2POptions, until_missing
 from wtransfer.connectors.p2p.scheduler import P2PScheduler
 from wtransfer.connectors.p2p.server import P2PServer
 from wtransfer.connectors.p2p.worker import P2PWorker
 from wtransfer.errors import ConnectorOptionError, GroupError, ProtocolError, WTransferError
+from wtransfer.kv.copier import STEP_NBYTES
 from wtransfer.transport.address import parse_address, tcp_text
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from wtransfer.connectors.p2p.buffer import StagingBuffer
-    from wtransfer.connectors.p2p.copier import Loaded
+    from wtransfer.connectors.p2p.client import PendingLoad
     from wtransfer.connectors.p2p.protocol import Hello
     from wtransfer.connectors.settings import Instance
     from wtransfer.transport.channel import Connection
     from wtransfer.transport.communicator import Pending
-    from wtransfer.transport.tensors import ByteArray
 
 logger = logging.getLogger(__name__)
 
 DEPTH = 4
-"""Slots under way at a time."""
+"""Slots under way at a time, on the side that sends; twice as many on the one that receives."""
 JOIN_S = 3.0
 """Longest wait for the host of a rendezvous, which has just named it."""
 
@@ -247,12 +249,11 @@ class _Sender:
             self._pair.close()
 
     def _send(self, group: GlooCommunicator, slots: list[int]) -> None:
-        nbytes = self._buffer.layout.nbytes
         under_way: deque[Pending] = deque()
         for slot in slots:
             if len(under_way) == DEPTH:
                 under_way.popleft().wait()
-            memory = torch.from_numpy(self._buffer.slot(slot)[:nbytes])
+            memory = torch.from_numpy(self._buffer.memory.used[slot])
             under_way.append(group.send(memory, _RECEIVER))
         while under_way:
             under_way.popleft().wait()
@@ -316,34 +317,41 @@ class ProcessGroupClient(P2PClient):
         # `fail` sets the error, then aborts the pair. Either it finds the pair, or this the error.
         self.check()
         self._group = pair.meet()
-        nbytes = self.local.loader.layout.nbytes
-        self._memory = torch.empty((DEPTH, nbytes), dtype=torch.uint8, device="cpu")
+        nbytes = self.local.geometry.nbytes
+        memory = np.zeros(2 * DEPTH * SlotMemory.stride(nbytes), np.uint8)
+        self._ring = SlotMemory(memory, nbytes)
+        self._copier = self.local.copier(self._ring)
 
-    def fetch(
-        self,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        slots: Sequence[int],
-        is_wanted: Callable[[], bool],
-    ) -> Loaded:
+    def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
         """Copy what arrives; all slots do, whether they are still wanted or not."""
-        return self.local.loader.load(keys, block_ids, self._receive(len(slots)), is_wanted)
-
-    def _receive(self, number: int) -> Iterator[ByteArray]:
-        group = self._group
+        group, number, size = self._group, len(slots), len(self._ring.slots)
         assert group is not None
-        under_way = deque(group.recv(memory, _SENDER) for memory in self._memory[:number])
-        for each in range(number):
-            try:
-                under_way.popleft().wait()
-            except GroupError as error:
+        # Small blocks in groups: what is done once for a copy takes as long as one of them.
+        together = max(1, min(DEPTH, STEP_NBYTES // self._copier.chunk_nbytes))
+        ring = [torch.from_numpy(each) for each in self._ring.used]
+        under_way = deque(group.recv(memory, _SENDER) for memory in ring[:number])
+        reason: str | None = None
+        for start in range(0, number, together):
+            here: list[int] = []
+            lost = None
+            for each in range(start, min(start + together, number)):
+                try:
+                    under_way.popleft().wait()
+                except GroupError as error:
+                    lost = error
+                    break
+                here.append(each % size)
+            if job.num_loaded == part.start + start:
+                blocks = slice(part.start + start, part.start + start + len(here))
+                reason = self.load(self._copier, job, blocks, here)
+            if lost is not None:
                 # The blocks that arrived before are good. Then the client ends.
-                self.fail(error)
-                return
-            memory = self._memory[each % DEPTH]
-            yield memory.numpy()
-            if each + DEPTH < number:
-                under_way.append(group.recv(memory, _SENDER))
+                self.fail(lost)
+                break
+            for each, slot in enumerate(here, start + size):
+                if each < number:
+                    under_way.append(group.recv(ring[slot], _SENDER))
+        return reason
 
     def abort_transport(self) -> None:
         """Abort the group."""

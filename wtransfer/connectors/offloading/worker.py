@@ -10,6 +10,7 @@ from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.offloading.metadata import OffloadingWorkerMetadata, Outcome
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import ConnectorRoleError
+from wtransfer.kv.cache_view import byte_rows
 from wtransfer.kv.fence import WorkerFence
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import (
@@ -18,7 +19,6 @@ from wtransfer.specs.interface import (
     CanonicalKVCacheTensor,
 )
 from wtransfer.specs.seed_adapter import adapt_spec
-from wtransfer.transport.pages import byte_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

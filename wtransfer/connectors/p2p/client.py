@@ -6,7 +6,10 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from wtransfer.connectors.p2p.protocol import (
     CODEC,
@@ -29,6 +32,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
+from wtransfer.kv.copier import SHARE_NBYTES, TASK_CHUNKS, Chunks, Copier, RefusedError
 from wtransfer.transport.channel import Dialer
 
 if TYPE_CHECKING:
@@ -36,14 +40,17 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from wtransfer.connectors.p2p.copier import BlockLoader, Loaded
+    from wtransfer.blocks import BlockGeometry
     from wtransfer.connectors.p2p.protocol import Load, P2POptions, RemoteRequest
+    from wtransfer.kv.cache_view import GroupPages
+    from wtransfer.kv.slots import HeaderForm, Slots
     from wtransfer.transport.channel import Connection
 
 logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 256
-"""Workers of other instances that one worker is connected with at a time."""
+"""Workers of other instances that one worker is connected with at a time. One more takes the place
+of the one that has been idle longest."""
 REACH_S = 0.25
 """Time allowed to an address where nothing listens: workers listen before they state theirs."""
 CLOSE_S = 1.0
@@ -66,10 +73,16 @@ def _reason(error: BaseException) -> str:
 
 
 class PendingLoad:
-    """One load under way."""
+    """One load under way.
 
-    def __init__(self, load: Load) -> None:
+    Args:
+        load: The load.
+        mark: What the model must have done before (`GroupPages.mark`).
+    """
+
+    def __init__(self, load: Load, mark: object) -> None:
         self.load = load
+        self.mark = mark
         self.num_loaded = 0
         """Blocks, from the first on, that are in the cache and are the wanted ones."""
         self.aborted = False
@@ -92,15 +105,16 @@ class LoadTracker:
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()
 
-    def begin(self, load: Load) -> PendingLoad | None:
+    def begin(self, load: Load, mark: object = None) -> PendingLoad | None:
         """Add a load; None: its request is loading already, and this one is dropped."""
         with self._lock:
             if load.request_id in self._pending:
                 self._counts["loads_repeated_total"] += 1
                 return None
             self._counts["loads_total"] += 1
-            pending = self._pending[load.request_id] = PendingLoad(load)
+            pending = self._pending[load.request_id] = PendingLoad(load, mark)
             return pending
 
     def abort(self, request_id: str) -> None:
@@ -160,6 +174,15 @@ class LoadTracker:
                 self._counts["blocks_missed_total"] += len(missing)
                 self._counts[f"blocks_missed_{reason}_total"] += len(missing)
 
+    def warn(self, kind: str, text: str, *args: object) -> None:
+        """Log a warning that a request's parameters can cause: each kind once, the rest counts."""
+        with self._lock:
+            self._counts["warnings_total"] += 1
+            is_first = kind not in self._warned
+            self._warned.add(kind)
+        if is_first:
+            logger.warning(f"{text} (later warnings of this kind are only counted)", *args)  # noqa: G004
+
     def get_stats(self) -> dict[str, int]:
         """Return counters (``_total``) and the number of loads under way."""
         with self._lock:
@@ -169,9 +192,18 @@ class LoadTracker:
 class LocalSide(NamedTuple):
     """What a client needs of its own worker."""
 
-    loader: BlockLoader
+    geometry: BlockGeometry
+    form: HeaderForm
+    rank: int
+    pages: GroupPages
     tracker: LoadTracker
     options: P2POptions
+    threads: ThreadPoolExecutor
+    """Threads that copy."""
+
+    def copier(self, slots: Slots) -> Copier:
+        """Return a copier from another instance's slots into the cache."""
+        return Copier(slots, self.pages, self.form)
 
 
 class P2PClient:
@@ -196,6 +228,7 @@ class P2PClient:
         self._numbers = itertools.count()
         self._error: WTransferError | None = None
         self._ended = False
+        self._waits = False
         self._dialer = Dialer(
             CODEC,
             address=address,
@@ -224,6 +257,12 @@ class P2PClient:
         """Whether it takes jobs."""
         return not self._ended and self._error is None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no job and waits for the next."""
+        with self._changed:
+            return self._waits and not self._jobs
+
     def submit(self, job: PendingLoad | str) -> bool:
         """Add a load, or the id of a remote request to release; False: the client has ended."""
         with self._changed:
@@ -250,15 +289,51 @@ class P2PClient:
     def open_transport(self, hello: Hello) -> None:
         """Get ready to fetch."""
 
-    def fetch(
-        self,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        slots: Sequence[int],
-        is_wanted: Callable[[], bool],
-    ) -> Loaded:
-        """Copy blocks from the other side's slots to where they belong in the cache."""
+    def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
+        """Copy blocks of a load from the other side's slots into the cache, by `load`.
+
+        Args:
+            job: The load.
+            part: Which of its blocks.
+            slots: The slot of each.
+
+        Returns:
+            Why the first block that was not copied must not be used; None: all are copied, or the
+            load was aborted.
+        """
         raise NotImplementedError
+
+    def load(
+        self, copier: Copier, job: PendingLoad, part: slice, slots: Sequence[int]
+    ) -> str | None:
+        """Copy blocks, in order up to the first that is refused; arguments as for `fetch`."""
+        load = job.load
+        blocks = np.array(load.block_ids[part]).reshape(-1, 1)
+        chunks = Chunks(0, np.array(slots), load.keys[part], blocks)
+        size = max(1, min(TASK_CHUNKS, SHARE_NBYTES // copier.chunk_nbytes))
+        tasks = list(chunks.split(size))
+
+        def copy(task: Chunks) -> tuple[int, str | None]:
+            if self._error is not None or job.aborted:
+                return 0, None
+            try:
+                copier.load(task, job.mark)
+            except RefusedError as refused:
+                return refused.row, refused.reason
+            return len(task), None
+
+        if len(tasks) > 1:
+            copies = [self.local.threads.submit(copy, task) for task in tasks]
+            # All of them, also if one raises: nothing may write to the cache after this returns.
+            wait(copies)
+            found = [each.result() for each in copies]
+        else:
+            found = [copy(task) for task in tasks]
+        for task, (number, reason) in zip(tasks, found, strict=True):
+            job.num_loaded += number
+            if number < len(task):
+                return reason
+        return None
 
     def abort_transport(self) -> None:
         """Let `open_transport` or `fetch` raise soon. Any thread may call it."""
@@ -293,7 +368,9 @@ class P2PClient:
             error = caught
         if not isinstance(error, ClosedError):
             # Its text only: a log record would keep the frames, and with them the mapping.
-            logger.warning("no more blocks from %s: %s", self.address, str(error))
+            self.local.tracker.warn(
+                _reason(error), "no more blocks from %s: %s", self.address, str(error)
+            )
         with self._changed:
             self._ended = True
         self._dialer.close()
@@ -313,24 +390,26 @@ class P2PClient:
             return self._hello is not None
 
         self._wait_until(is_there, f"the worker at {self.address}: it does not say hello")
-        hello, loader = self._hello, self.local.loader
+        hello, rank = self._hello, self.local.rank
         assert hello is not None
         whose = f"{hello.engine_id!r} ({self.address})"
-        loader.layout.geometry.check_fits(hello.geometry, whose)
-        if hello.rank != loader.rank:
+        self.local.geometry.check_fits(hello.geometry, whose)
+        if hello.rank != rank:
             raise KVLayoutError(
                 f"{self.address} is rank {hello.rank} of {hello.engine_id!r}, this is rank "
-                f"{loader.rank}; each rank loads from its own",
+                f"{rank}; each rank loads from its own",
                 field="rank",
             )
         self.open_transport(hello)
 
     def _next_job(self) -> PendingLoad | str:
         with self._changed:
+            self._waits = True
             while not self._jobs:
                 self.check()
                 self._changed.wait()
             self.check()
+            self._waits = False
             return self._jobs.popleft()
 
     def _work(self, job: PendingLoad | str) -> None:
@@ -355,17 +434,11 @@ class P2PClient:
             number = next(self._numbers)
             self._dialer.send(Lookup(number, load.remote.request_id, keys))
             slots = self._wait_for_reply(number, len(keys))
-            loaded = self.fetch(
-                keys[: len(slots)],
-                load.block_ids[start : start + len(slots)],
-                slots,
-                lambda: self._error is None and not pending.aborted,
-            )
-            pending.num_loaded += loaded.num_blocks
+            reason = self.fetch(pending, slice(start, start + len(slots)), slots)
             self.check()
             self._dialer.send(TransferDone(number))
-            if loaded.num_blocks < len(keys):
-                return loaded.reason or "absent"
+            if pending.num_loaded < start + len(keys):
+                return reason or "absent"
         return None
 
     def _wait_for_reply(self, number: int, count: int) -> list[int]:
@@ -400,16 +473,15 @@ class ClientPool:
     Args:
         local: The worker.
         token: Secret of both instances; None: each request brings the one of its other instance.
-        make: Makes a client of an address, given the token.
+        client_cls: Kind of the clients.
     """
 
-    def __init__(
-        self, local: LocalSide, token: str | None, make: Callable[[str, str], P2PClient]
-    ) -> None:
-        self._local = local
+    def __init__(self, local: LocalSide, token: str | None, client_cls: type[P2PClient]) -> None:
+        self.local = local
         self._token = token
-        self._make = make
+        self._client_cls = client_cls
         self._lock = threading.Lock()
+        # Least recently used first.
         self._clients: dict[tuple[str, str], P2PClient] = {}
         self._closed = False
 
@@ -417,7 +489,7 @@ class ClientPool:
         """Begin a load; if it cannot begin, its blocks are missing."""
         reason = self._submit(pending.load.remote, pending)
         if reason is not None:
-            self._local.tracker.end(pending, reason)
+            self.local.tracker.end(pending, reason)
 
     def release(self, remote: RemoteRequest) -> None:
         """Release a remote request. If that does not arrive, its lease expires."""
@@ -431,34 +503,37 @@ class ClientPool:
             self._clients.clear()
         for client in clients:
             client.close()
+        self.local.threads.shutdown()
 
     def _submit(self, remote: RemoteRequest, job: PendingLoad | str) -> str | None:
         """Give a job to the client of a remote worker; return why that is impossible, or None."""
-        rank, num_ranks = self._local.loader.rank, self._local.loader.layout.geometry.num_ranks
+        rank, num_ranks = self.local.rank, self.local.geometry.num_ranks
+        warn = self.local.tracker.warn
         if len(remote.addresses) != num_ranks:
-            logger.warning(
-                "KV blocks of %r do not fit: num_ranks is %d there and %d here",
-                remote.engine_id,
-                len(remote.addresses),
-                num_ranks,
-            )
+            text = "KV blocks of %r do not fit: num_ranks is %d there and %d here"
+            warn("num_ranks", text, remote.engine_id, len(remote.addresses), num_ranks)
             return "layout"
         address = remote.addresses[rank]
         token = self._token or "".join(remote.tokens[rank : rank + 1])
         # By token, too: a request with a wrong one must not fail the requests with the right one.
         where = address, token
         with self._lock:
-            client = self._clients.get(where)
+            client = self._clients.pop(where, None)
             if client is not None and client.submit(job):
+                self._clients[where] = client
                 return None
             self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
+            if len(self._clients) >= MAX_CLIENTS:
+                idle = next((key for key, each in self._clients.items() if each.is_idle), None)
+                if idle is not None:
+                    self._clients.pop(idle).fail(ClosedError("another instance needs its place"))
             if self._closed or len(self._clients) >= MAX_CLIENTS:
                 return "lost"
             try:
-                client = self._make(address, token)
+                client = self._client_cls(address, token, self.local)
                 client.start(job)
             except (WTransferError, OSError, RuntimeError) as error:
-                logger.warning("no blocks from %s: %s", address, error)
+                warn("unreachable", "no blocks from %s: %s", address, error)
                 return "lost"
             self._clients[where] = client
             return None

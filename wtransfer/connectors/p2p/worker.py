@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from wtransfer.blocks import BlockGeometry
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.p2p.buffer import StagingBuffer
 from wtransfer.connectors.p2p.client import ClientPool, LoadTracker, LocalSide, P2PClient
-from wtransfer.connectors.p2p.copier import BlockLoader, BlockSaver, CacheView
-from wtransfer.connectors.p2p.protocol import P2PHandshake, P2POptions, P2PWorkerMetadata
+from wtransfer.connectors.p2p.protocol import (
+    MISSING,
+    P2PHandshake,
+    P2POptions,
+    P2PWorkerMetadata,
+)
 from wtransfer.connectors.p2p.server import P2PServer
 from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.kv.cache_view import CacheView
+from wtransfer.kv.copier import Chunks, Copier
 from wtransfer.kv.fence import WorkerFence
+from wtransfer.kv.slots import HeaderForm
 from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:
@@ -20,6 +32,8 @@ if TYPE_CHECKING:
     import torch
 
     from wtransfer.connectors.p2p.protocol import Load, Save
+
+logger = logging.getLogger(__name__)
 
 
 class P2PWorker(ConnectorWorker):
@@ -46,12 +60,12 @@ class P2PWorker(ConnectorWorker):
         self.instance = Instance.of(config)
         self.fence = WorkerFence(self.instance.rank)
         self._tracker = LoadTracker(self._admits)
-        self._step_counts = False
-        self._cache: CacheView | None = None
+        # Keys of the present step that are not staged; None: the step does not count.
+        self._not_saved: set[bytes] | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self._buffer: StagingBuffer | None = None
-        self._saver: BlockSaver | None = None
+        self._saver: Copier | None = None
         self._server: P2PServer | None = None
-        self._loader: BlockLoader | None = None
         self._clients: ClientPool | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -64,21 +78,32 @@ class P2PWorker(ConnectorWorker):
             AddressError: The address to listen at is not valid.
         """
         instance, options = self.instance, self.options
-        self._cache = cache = CacheView(kv_caches, instance)
+        view = CacheView(kv_caches)
+        geometry = BlockGeometry(
+            instance.block_size,
+            view.pages,
+            instance.num_ranks,
+            f"{instance.model} {instance.dtype}",
+        )
+        form = HeaderForm(geometry.digest, instance.rank)
         try:
             if instance.sends:
-                self._buffer = StagingBuffer(cache.layout, options.shelf_bytes, instance.rank)
-                self._saver = BlockSaver(cache, self._buffer, self._admits, options.num_threads)
+                self._threads = ThreadPoolExecutor(options.num_threads, "wtransfer-save")
+                self._buffer = StagingBuffer(geometry, options.shelf_bytes)
+                self._saver = Copier(self._buffer.memory, view.blocks, form)
                 self._server = self.server_cls(self._buffer, instance, options, self.token)
             if instance.receives:
-                self._tracker.block_nbytes = cache.layout.geometry.nbytes
-                self._loader = BlockLoader(cache, instance.rank, options.num_threads)
-                local = LocalSide(self._loader, self._tracker, options)
-                self._clients = ClientPool(
-                    local,
-                    self.token,
-                    lambda address, token: self.client_cls(address, token, local),
+                local = LocalSide(
+                    geometry,
+                    form,
+                    instance.rank,
+                    view.blocks,
+                    self._tracker,
+                    options,
+                    ThreadPoolExecutor(options.num_threads, "wtransfer-load-copy"),
                 )
+                self._tracker.block_nbytes = geometry.nbytes
+                self._clients = ClientPool(local, self.token, self.client_cls)
         except BaseException:
             self.shutdown()
             raise
@@ -107,19 +132,20 @@ class P2PWorker(ConnectorWorker):
     def save_kv_layer(
         self,
         layer_name: str,
-        kv_layer: torch.Tensor,  # noqa: ARG002
-        attn_metadata: Any,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,
+        **kwargs: Any,
     ) -> None:
-        """Begin to stage what this step has computed of a layer."""
-        if self._saver is not None and self.metadata.saves:
-            self._saver.save_layer(layer_name, self.metadata.saves)
+        """Do nothing: blocks are staged whole, once the step counts."""
 
     def wait_for_save(self) -> None:
-        """Return once the blocks that this step has filled are staged."""
-        if self._saver is not None:
-            self._saver.finish()
-        self._step_counts = True
+        """Stage the blocks that this step has filled."""
+        saves: list[Save] = self.metadata.saves
+        self._not_saved = {key for save in saves for key in save.keys}
+        if self._buffer is not None and self._saver is not None and saves:
+            # A host commits between two steps: the bytes are those of the weights compared here.
+            admitted = [save for save in saves if self._admits(save)]
+            self._not_saved -= self._stage(self._buffer, self._saver, admitted)
 
     def get_finished(
         self,
@@ -133,16 +159,16 @@ class P2PWorker(ConnectorWorker):
         return self._tracker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> P2PWorkerMetadata:
-        """Return this worker's weights, and what it did not save if the step did not count."""
-        saves = () if self._step_counts else self.metadata.saves
-        return P2PWorkerMetadata(self.fence.report(), {key for save in saves for key in save.keys})
+        """Return this worker's weights, and what of this step it has not staged."""
+        missing = self._not_saved
+        if missing is None:
+            missing = {key for save in self.metadata.saves for key in save.keys}
+        return P2PWorkerMetadata(self.fence.report(), missing)
 
     def clear_connector_metadata(self) -> None:
-        """End the step; if it did not count, drop what it saved."""
+        """End the step."""
         super().clear_connector_metadata()
-        self._step_counts = False
-        if self._saver is not None:
-            self._saver.abort()
+        self._not_saved = None
 
     def get_stats(self) -> dict[str, int]:
         """Return counters (``_total``) and what there is now."""
@@ -153,23 +179,52 @@ class P2PWorker(ConnectorWorker):
 
     def shutdown(self) -> None:
         """End all loads and leases; release memory, threads and cache."""
-        parts = (
-            self._clients,
-            self._loader,
-            self._server,
-            self._saver,
-            self._buffer,
-            self._cache,
-        )
-        self._clients = self._loader = self._server = None
-        self._saver = self._buffer = self._cache = None
-        for part in parts:
+        clients, server, buffer = self._clients, self._server, self._buffer
+        self._clients = self._server = self._buffer = self._saver = None
+        for part in (clients, server, buffer):
             if part is not None:
                 part.close()
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def _stage(self, buffer: StagingBuffer, saver: Copier, saves: list[Save]) -> set[bytes]:
+        """Copy blocks to the staging buffer and lease them; return the keys that are staged."""
+        for save in saves:
+            # First, so that blocks that are staged already are not evicted for the others.
+            buffer.lease(save.request_id, save.keys)
+        filling = [
+            (key, slot, block)
+            for save in saves
+            for key, block in zip(save.keys, save.block_ids, strict=True)
+            if (slot := buffer.reserve(key)) is not None
+        ]
+        if filling:
+            keys, slots, blocks = zip(*filling, strict=True)
+            chunks = Chunks(0, np.array(slots), keys, np.array(blocks).reshape(-1, 1))
+            tasks = list(saver.tasks(chunks, self.options.num_threads))
+            mark = saver.pages.mark()
+            assert self._threads is not None
+            copies = [self._threads.submit(saver.gather, task, mark) for task in tasks]
+            wait(copies)
+            for task, copied in zip(tasks, copies, strict=True):
+                error = copied.exception()
+                if error is not None:
+                    logger.error("blocks could not be staged", exc_info=error)
+                for number, key in enumerate(task.keys):
+                    if error is None:
+                        buffer.commit(key, copied.result()[number])
+                    else:
+                        buffer.abort(key)
+        staged = set()
+        for save in saves:
+            leased = buffer.lease(save.request_id, save.keys)
+            staged |= {key for key, slot in zip(save.keys, leased, strict=True) if slot != MISSING}
+        return staged
 
     def _start_loads(self, clients: ClientPool) -> None:
+        mark = clients.local.pages.mark() if self.metadata.loads else None
         for load in self.metadata.loads:
-            pending = self._tracker.begin(load)
+            pending = self._tracker.begin(load, mark)
             if pending is not None and self._admits(load):
                 clients.load(pending)
             elif pending is not None:
