@@ -312,15 +312,15 @@ class ProcessGroupClient(P2PClient):
         host, port, name = (hello.transport.get(each) for each in ("host", "port", "name"))
         if not (isinstance(host, str) and isinstance(port, int) and isinstance(name, str)):
             raise ProtocolError(f"{self.address} does not say where its process group meets")
-        options = cast("ProcessGroupOptions", self.local.options)
+        options = cast("ProcessGroupOptions", self.loads.options)
         self._pair = pair = _Pair(Rendezvous(host, port, name), _RECEIVER, options)
         # `fail` sets the error, then aborts the pair. Either it finds the pair, or this the error.
         self.check()
         self._group = pair.meet()
-        nbytes = self.local.geometry.nbytes
+        nbytes = self.loads.geometry.nbytes
         memory = np.zeros(2 * DEPTH * SlotMemory.stride(nbytes), np.uint8)
         self._ring = SlotMemory(memory, nbytes)
-        self._copier = self.local.copier(self._ring)
+        self._copier = self.loads.copier(self._ring)
 
     def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
         """Copy what arrives; all slots do, whether they are still wanted or not."""

@@ -72,10 +72,10 @@ class SharedMemoryClient(P2PClient):
         exporter, secret = (hello.transport.get(name) for name in ("exporter", "secret"))
         if not (isinstance(exporter, str) and isinstance(secret, str)):
             raise ProtocolError(f"{self.address} does not name an exported staging buffer")
-        timeout_s = min(_ATTACH_S, self.local.options.deadline_s)
+        timeout_s = min(_ATTACH_S, self.loads.options.deadline_s)
         lease = attach(exporter, secret, _SEGMENT, timeout_s)
-        self._mapped = SlotMemory(lease.mapping, self.local.geometry.nbytes)
-        self._copier = self.local.copier(self._mapped)
+        self._mapped = SlotMemory(lease.mapping, self.loads.geometry.nbytes)
+        self._copier = self.loads.copier(self._mapped)
         self._populated = bytearray(len(self._mapped.slots))
 
     def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 from wtransfer.blocks import BlockGeometry
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.p2p.buffer import StagingBuffer
-from wtransfer.connectors.p2p.client import ClientPool, LoadTracker, LocalSide, P2PClient
+from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads
 from wtransfer.connectors.p2p.protocol import (
     MISSING,
     P2PHandshake,
@@ -59,14 +59,13 @@ class P2PWorker(ConnectorWorker):
         """Secret of both instances; None: each server makes one, and requests carry it."""
         self.instance = Instance.of(config)
         self.fence = WorkerFence(self.instance.rank)
-        self._tracker = LoadTracker(self._admits)
         # Keys of the present step that are not staged; None: the step does not count.
         self._not_saved: set[bytes] | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._buffer: StagingBuffer | None = None
         self._saver: Copier | None = None
         self._server: P2PServer | None = None
-        self._clients: ClientPool | None = None
+        self._loads: RemoteLoads | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the caches; take the staging buffer's memory and listen.
@@ -85,25 +84,23 @@ class P2PWorker(ConnectorWorker):
             instance.num_ranks,
             f"{instance.model} {instance.dtype}",
         )
-        form = HeaderForm(geometry.digest, instance.rank)
         try:
             if instance.sends:
                 self._threads = ThreadPoolExecutor(options.num_threads, "wtransfer-save")
                 self._buffer = StagingBuffer(geometry, options.shelf_bytes)
+                form = HeaderForm(geometry.digest, instance.rank)
                 self._saver = Copier(self._buffer.memory, view.blocks, form)
                 self._server = self.server_cls(self._buffer, instance, options, self.token)
             if instance.receives:
-                local = LocalSide(
-                    geometry,
-                    form,
-                    instance.rank,
-                    view.blocks,
-                    self._tracker,
-                    options,
-                    ThreadPoolExecutor(options.num_threads, "wtransfer-load-copy"),
+                self._loads = RemoteLoads(
+                    geometry=geometry,
+                    rank=instance.rank,
+                    pages=view.blocks,
+                    options=options,
+                    token=self.token,
+                    client_cls=self.client_cls,
+                    admits=self._admits,
                 )
-                self._tracker.block_nbytes = geometry.nbytes
-                self._clients = ClientPool(local, self.token, self.client_cls)
         except BaseException:
             self.shutdown()
             raise
@@ -117,8 +114,13 @@ class P2PWorker(ConnectorWorker):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin to load, and end the leases of requests."""
-        if self._clients is not None:
-            self._start_loads(self._clients)
+        if self._loads is not None:
+            for load in self.metadata.loads:
+                self._loads.start(load)
+            for request_id in self.metadata.aborted_loads:
+                self._loads.abort(request_id)
+            for remote in self.metadata.remote_releases:
+                self._loads.release(remote)
         if self._buffer is not None:
             for request_id in self.metadata.expiring:
                 self._buffer.expire_in(request_id, self.options.lease_s)
@@ -152,11 +154,11 @@ class P2PWorker(ConnectorWorker):
         finished_req_ids: set[str],  # noqa: ARG002
     ) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended, well or not."""
-        return None, self._tracker.take_received() or None
+        return None, (self._loads and self._loads.take_received()) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be loaded."""
-        return self._tracker.take_failed_blocks()
+        return self._loads.take_failed_blocks() if self._loads is not None else set()
 
     def build_connector_worker_meta(self) -> P2PWorkerMetadata:
         """Return this worker's weights, and what of this step it has not staged."""
@@ -172,16 +174,17 @@ class P2PWorker(ConnectorWorker):
 
     def get_stats(self) -> dict[str, int]:
         """Return counters (``_total``) and what there is now."""
-        stats = self._tracker.get_stats()
-        for part in (self._buffer, self._server):
+        stats: dict[str, int] = {}
+        for part in (self._loads, self._buffer, self._server):
             stats |= part.get_stats() if part is not None else {}
         return stats
 
     def shutdown(self) -> None:
         """End all loads and leases; release memory, threads and cache."""
-        clients, server, buffer = self._clients, self._server, self._buffer
-        self._clients = self._server = self._buffer = self._saver = None
-        for part in (clients, server, buffer):
+        # The loads stay: those that end now are reported.
+        server, buffer = self._server, self._buffer
+        self._server = self._buffer = self._saver = None
+        for part in (self._loads, server, buffer):
             if part is not None:
                 part.close()
         if self._threads is not None:
@@ -220,20 +223,6 @@ class P2PWorker(ConnectorWorker):
             leased = buffer.lease(save.request_id, save.keys)
             staged |= {key for key, slot in zip(save.keys, leased, strict=True) if slot != MISSING}
         return staged
-
-    def _start_loads(self, clients: ClientPool) -> None:
-        mark = clients.local.pages.mark() if self.metadata.loads else None
-        for load in self.metadata.loads:
-            pending = self._tracker.begin(load, mark)
-            if pending is not None and self._admits(load):
-                clients.load(pending)
-            elif pending is not None:
-                self._tracker.end(pending, "weights")
-                clients.release(load.remote)
-        for request_id in self.metadata.aborted_loads:
-            self._tracker.abort(request_id)
-        for remote in self.metadata.remote_releases:
-            clients.release(remote)
 
     def _admits(self, planned: Load | Save) -> bool:
         return self.fence.admits(planned.versions)
