@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
-from driver import Blocks, Instance, Nothing, Request, SchedulerOutput, answer, transfer_config
+from driver import Instance, Nothing, Request, answer, transfer_config
 
 from wtransfer import KVCacheConfig, KVConnectorFactory, KVConnectorRole, ServingConfig
 from wtransfer.connectors.interface import (
@@ -21,6 +21,8 @@ from wtransfer.connectors.interface import (
     KVConnectorWorkerMetadata,
 )
 from wtransfer.errors import ConnectorOptionError, UnknownBackendError
+from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
+from wtransfer.testing.mini_engine.contract import SchedulerOutput
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 PROMPT = list(range(30))

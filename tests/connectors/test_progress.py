@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from driver import CachedRequestData, NewRequestData, Request, SchedulerOutput
+from driver import Request
 
 from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.errors import ConnectorOptionError
+from wtransfer.testing.mini_engine.contract import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 REQUEST, OTHER = Request("r", [1, 2, 3]), Request("s", [4])
 

@@ -396,3 +396,8 @@ class ProcessGroupConnector(KVConnectorBase_V1):
     worker_cls = ProcessGroupWorker
     names_weights = True
     example_options: ClassVar[Mapping[str, Any]] = {"host": "10.0.0.1"}
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return False: blocks come and go whole, all layers at once."""
+        return False

@@ -29,7 +29,7 @@ from wtransfer.transport.lease import SegmentExporter, attach
 from wtransfer.transport.memory import populate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from wtransfer.connectors.p2p.buffer import StagingBuffer
     from wtransfer.connectors.p2p.client import PendingLoad
@@ -118,3 +118,8 @@ class SharedMemoryConnector(KVConnectorBase_V1):
     scheduler_cls = SharedMemoryScheduler
     worker_cls = SharedMemoryWorker
     names_weights = True
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return False: blocks come and go whole, all layers at once."""
+        return False

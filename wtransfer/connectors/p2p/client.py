@@ -144,7 +144,8 @@ class RemoteLoads:
                 self._counts["loads_repeated_total"] += 1
                 return
             self._counts["loads_total"] += 1
-            pending = self._pending[load.request_id] = PendingLoad(load, self.pages.mark())
+            mark = None if self._closed else self.pages.mark()
+            pending = self._pending[load.request_id] = PendingLoad(load, mark)
         reason = "weights"
         if self._admits(load):
             reason = self._submit(load.remote, pending)
@@ -211,12 +212,15 @@ class RemoteLoads:
             return {**self._counts, "loads_under_way": len(self._pending)}
 
     def close(self) -> None:
-        """Close all clients; loads that have not ended fail, and later ones."""
+        """Close all clients and release the cache; loads that have not ended fail."""
+        if self._closed:
+            return
         self._closed = True
         for client in self._clients.values():
             client.close()
         self._clients.clear()
         self.threads.shutdown()
+        del self.pages
 
     def _submit(self, remote: RemoteRequest, job: PendingLoad | str) -> str:
         """Give a job to the client of a remote worker; return why that is impossible, or ``""``."""

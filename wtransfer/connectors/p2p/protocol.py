@@ -246,6 +246,8 @@ class P2PHandshake(WeightHandshake):
     """Empty: it does not send."""
     token: str = ""
     """Empty: the options have the token."""
+    num_slots: int = 0
+    """Blocks that it can stage at a time."""
 
 
 @dataclass
@@ -253,7 +255,7 @@ class P2PWorkerMetadata(WeightReport):
     """What workers report after a step."""
 
     not_saved: set[bytes] = field(default_factory=set)
-    """Keys that any worker did not save, as its step did not count."""
+    """Keys that any worker has not staged: its step did not count, or there was no room."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> P2PWorkerMetadata:
         """Add another worker's report; return this object."""

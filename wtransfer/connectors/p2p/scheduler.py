@@ -270,7 +270,10 @@ class P2PScheduler(ConnectorScheduler):
             return None
         # Generated tokens are computed by the other instance.
         num_tokens = min(tracked.num_computed, known.num_prompt_tokens)
-        keys = known.keys.under(fingerprint, num_tokens // self.instance.block_size)
+        # What does not fit beside the prompt's own beginning would not be staged.
+        most = min((each.num_slots for each in self._workers.values()), default=0)
+        most = min(most, num_tokens // self.instance.block_size)
+        keys = known.keys.under(fingerprint, most)
         part = slice(len(known.saved), len(keys))
         if part.start >= part.stop:
             return None

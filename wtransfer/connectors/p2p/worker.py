@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from wtransfer.connectors.p2p.protocol import Load, Save
+    from wtransfer.kv.slots import Headers
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +109,11 @@ class P2PWorker(ConnectorWorker):
     def get_handshake_metadata(self) -> P2PHandshake:
         """Return this worker's address and weights."""
         version = self.fence.version()
-        if self._server is None:
+        if self._server is None or self._buffer is None:
             return P2PHandshake(version)
-        return P2PHandshake(version, self._server.address, self._server.new_token)
+        return P2PHandshake(
+            version, self._server.address, self._server.new_token, self._buffer.num_slots
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin to load, and end the leases of requests."""
@@ -204,20 +207,25 @@ class P2PWorker(ConnectorWorker):
         if filling:
             keys, slots, blocks = zip(*filling, strict=True)
             chunks = Chunks(0, np.array(slots), keys, np.array(blocks).reshape(-1, 1))
-            tasks = list(saver.tasks(chunks, self.options.num_threads))
             mark = saver.pages.mark()
             assert self._threads is not None
-            copies = [self._threads.submit(saver.gather, task, mark) for task in tasks]
-            wait(copies)
-            for task, copied in zip(tasks, copies, strict=True):
-                error = copied.exception()
-                if error is not None:
-                    logger.error("blocks could not be staged", exc_info=error)
-                for number, key in enumerate(task.keys):
-                    if error is None:
-                        buffer.commit(key, copied.result()[number])
-                    else:
-                        buffer.abort(key)
+            copies: list[Future[Headers]] = []
+            try:
+                # One by one: those that are under way are waited for if a later one cannot begin.
+                copies.extend(
+                    self._threads.submit(saver.gather, task, mark)
+                    for task in saver.tasks(chunks, self.options.num_threads)
+                )
+                headers = np.concatenate([copy.result() for copy in copies])
+            except Exception:
+                # A slot may be filled again only when nothing is copied to it any more.
+                wait(copies)
+                logger.exception("blocks could not be staged")
+                for key in keys:
+                    buffer.abort(key)
+            else:
+                for key, header in zip(keys, headers, strict=True):
+                    buffer.commit(key, header)
         staged = set()
         for save in saves:
             leased = buffer.lease(save.request_id, save.keys)
