@@ -142,9 +142,9 @@ def test_page_has_the_bytes_that_are_asked_for_or_is_refused():
 
 
 def test_cache_without_layers_or_with_other_numbers_of_blocks_is_refused():
-    with pytest.raises(CacheLayoutError, match="no KV cache"):
+    with pytest.raises(CacheLayoutError, match="the KV cache has no layers"):
         CacheView({})
-    with pytest.raises(CacheLayoutError, match="group 0 of the KV cache has no KV cache"):
+    with pytest.raises(CacheLayoutError, match="group 0 of the KV cache has no layers"):
         pages_of(CanonicalKVCaches([], [[]]))
     with pytest.raises(CacheLayoutError, match=r"different numbers of blocks, \[3, 6\]"):
         CacheView({"a": plain(), "b": plain()[:3]})

@@ -21,9 +21,6 @@ copies. The side that loses the channel aborts the group, so that no wait in it 
 from __future__ import annotations
 
 import ipaddress
-import logging
-import queue
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast
 
@@ -31,6 +28,7 @@ import msgspec
 import numpy as np
 import torch
 
+from wtransfer.calls import SerialThread
 from wtransfer.connectors.interface import KVConnectorBase_V1
 from wtransfer.connectors.p2p.buffer import SlotMemory
 from wtransfer.connectors.p2p.client import P2PClient
@@ -38,8 +36,7 @@ from wtransfer.connectors.p2p.protocol import P2POptions, until_missing
 from wtransfer.connectors.p2p.scheduler import P2PScheduler
 from wtransfer.connectors.p2p.server import P2PServer
 from wtransfer.connectors.p2p.worker import P2PWorker
-from wtransfer.errors import ConnectorOptionError, GroupError, ProtocolError, WTransferError
-from wtransfer.kv.copier import STEP_NBYTES
+from wtransfer.errors import ConnectorOptionError, GroupError, ProtocolError
 from wtransfer.transport.address import parse_address, tcp_text
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
@@ -54,10 +51,8 @@ if TYPE_CHECKING:
     from wtransfer.transport.channel import Connection
     from wtransfer.transport.communicator import Pending
 
-logger = logging.getLogger(__name__)
-
 DEPTH = 4
-"""Slots under way at a time, on the side that sends; twice as many on the one that receives."""
+"""Slots under way at a time."""
 JOIN_S = 3.0
 """Longest wait for the host of a rendezvous, which has just named it."""
 
@@ -220,35 +215,27 @@ class _Sender:
     def __init__(self, buffer: StagingBuffer, pair: _Pair) -> None:
         self._buffer = buffer
         self._pair = pair
-        self._lookups: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="wtransfer-send", daemon=True)
-        self._thread.start()
+        self._thread = SerialThread("wtransfer-send")
+        self._meeting = self._thread.submit(pair.meet)
 
     def send(self, slots: list[int]) -> None:
         """Send slots, after those of earlier calls."""
-        self._lookups.put(slots)
+        self._thread.submit(lambda: self._send(slots))
 
     def abort(self) -> None:
         """End soon; does not wait."""
-        self._lookups.put(None)
         self._pair.abort()
+        self._thread.submit(self._pair.close)
+        self._thread.stop()
 
     def join(self) -> None:
         """Wait for the end."""
         self._thread.join(_END_S)
 
-    def _run(self) -> None:
-        try:
-            group = self._pair.meet()
-            for slots in iter(self._lookups.get, None):
-                self._send(group, slots)
-        except WTransferError as error:
-            # The client notices by the group, or is lost itself.
-            logger.info("no more blocks to this client: %s", error)
-        finally:
-            self._pair.close()
-
-    def _send(self, group: GlooCommunicator, slots: list[int]) -> None:
+    def _send(self, slots: list[int]) -> None:
+        group = self._meeting.result
+        if group is None:
+            return  # the client has failed to meet as well, and closes the connection
         under_way: deque[Pending] = deque()
         for slot in slots:
             if len(under_way) == DEPTH:
@@ -318,39 +305,30 @@ class ProcessGroupClient(P2PClient):
         self.check()
         self._group = pair.meet()
         nbytes = self.loads.geometry.nbytes
-        memory = np.zeros(2 * DEPTH * SlotMemory.stride(nbytes), np.uint8)
+        memory = np.zeros(DEPTH * SlotMemory.stride(nbytes), np.uint8)
         self._ring = SlotMemory(memory, nbytes)
         self._copier = self.loads.copier(self._ring)
 
     def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
         """Copy what arrives; all slots do, whether they are still wanted or not."""
-        group, number, size = self._group, len(slots), len(self._ring.slots)
+        group, number = self._group, len(slots)
         assert group is not None
-        # Small blocks in groups: what is done once for a copy takes as long as one of them.
-        together = max(1, min(DEPTH, STEP_NBYTES // self._copier.chunk_nbytes))
         ring = [torch.from_numpy(each) for each in self._ring.used]
         under_way = deque(group.recv(memory, _SENDER) for memory in ring[:number])
         reason: str | None = None
-        for start in range(0, number, together):
-            here: list[int] = []
-            lost = None
-            for each in range(start, min(start + together, number)):
-                try:
-                    under_way.popleft().wait()
-                except GroupError as error:
-                    lost = error
-                    break
-                here.append(each % size)
-            if job.num_loaded == part.start + start:
-                blocks = slice(part.start + start, part.start + start + len(here))
-                reason = self.load(self._copier, job, blocks, here)
-            if lost is not None:
+        for each in range(number):
+            try:
+                under_way.popleft().wait()
+            except GroupError as error:
                 # The blocks that arrived before are good. Then the client ends.
-                self.fail(lost)
+                self.fail(error)
                 break
-            for each, slot in enumerate(here, start + size):
-                if each < number:
-                    under_way.append(group.recv(ring[slot], _SENDER))
+            block = part.start + each
+            if job.num_loaded == block:
+                here = [each % DEPTH]
+                reason = self.load(self._copier, job, slice(block, block + 1), here)
+            if each + DEPTH < number:
+                under_way.append(group.recv(ring[each % DEPTH], _SENDER))
         return reason
 
     def abort_transport(self) -> None:

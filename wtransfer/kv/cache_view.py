@@ -13,6 +13,7 @@ lock while it copies, and uses one thread. A cache on a device is copied on stre
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
@@ -200,7 +201,9 @@ class CacheView:
             name: page_rows(cache, what=f"the KV cache of layer {name!r}")
             for name, cache in kv_caches.items()
         }
-        self.blocks = _group_pages([rows for layer in layers.values() for rows in layer], "model")
+        self.blocks = _group_pages(
+            [rows for layer in layers.values() for rows in layer], "the KV cache"
+        )
         """The blocks."""
         self.pages = tuple(
             (page_form(name, kv_caches[name]), sum(rows.shape[1] for rows in layer))
@@ -275,7 +278,7 @@ def geometries_of(
 
 def _group_pages(layers: Sequence[torch.Tensor], what: str) -> GroupPages:
     if not layers:
-        raise CacheLayoutError(f"{what} has no KV cache: there are no pages to copy")
+        raise CacheLayoutError(f"{what} has no layers: there is nothing to copy")
     numbers = {len(rows) for rows in layers}
     if len(numbers) > 1:
         raise CacheLayoutError(
@@ -457,27 +460,21 @@ class DevicePages:
         step = max(1, _DEVICE_STEP_NBYTES // self.block_nbytes)
         return [slice(start, start + step) for start in range(0, num_blocks, step)]
 
-    def _after(self, mark: object) -> _Ordered:
-        return _Ordered(self._module, self.device, mark)
-
-
-class _Ordered:
-    """A stream that begins after a mark, and is waited for at the end of the context."""
-
-    def __init__(self, module: Any, device: torch.device, mark: object) -> None:
-        self._module = module
-        self._stream = module.Stream() if device.index is None else module.Stream(device)
-        self._stream.wait_event(mark)
-        self._context = module.stream(self._stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        done = self._module.Event()
-        done.record(self._stream)
-        self._context.__exit__(*error)
-        done.synchronize()
+    @contextlib.contextmanager
+    def _after(self, mark: object) -> Iterator[None]:
+        """Enter a stream that begins after a mark, and wait for it at the end."""
+        module = self._module
+        stream = module.Stream() if self.device.index is None else module.Stream(self.device)
+        stream.wait_event(mark)
+        done = module.Event()
+        try:
+            with module.stream(stream):
+                try:
+                    yield
+                finally:
+                    done.record(stream)
+        finally:
+            done.synchronize()
 
 
 def _targets(places: Places, slots: Numbers, at: Numbers) -> list[torch.Tensor]:

@@ -567,8 +567,8 @@ def test_blocks_that_arrived_before_the_peer_was_lost_count(make, monkeypatch, u
     params = one.prefill("r", PROMPT)
     go_on, real = threading.Event(), process_group._Sender._send
 
-    def send(self, group, slots):
-        real(self, group, slots[:4])
+    def send(self, slots):
+        real(self, slots[:4])
         go_on.wait(10)
 
     monkeypatch.setattr(process_group._Sender, "_send", send)
@@ -678,7 +678,7 @@ def test_caches_that_cannot_be_copied_by_block_are_refused(make):
     worker = type(one.workers[0])(one.workers[0].config)
     with pytest.raises(ConnectorOptionError, match=r"layer 'layer0' .* cannot be copied by block"):
         worker.register_kv_caches({"layer0": torch.zeros(8, 4, 6)[:, :, ::2]})
-    with pytest.raises(ConnectorOptionError, match="no KV cache"):
+    with pytest.raises(ConnectorOptionError, match="the KV cache has no layers"):
         worker.register_kv_caches({})
 
 

@@ -81,9 +81,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a request carries; JSON can hold it."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        # `to_builtins` leaves tuples, which arrive as lists in another process.
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
+        # Not `to_builtins`: it leaves tuples, which arrive as lists in another process.
+        plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(self))
+        return plain
 
 
 def read_params(plain: Mapping[str, Any] | None) -> TransferParams | None:
