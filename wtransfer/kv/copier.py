@@ -79,11 +79,12 @@ class Chunks:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def __getitem__(self, part: slice) -> Chunks:
+        return Chunks(self.group, self.slots[part], self.keys[part], self.blocks[part])
+
     def split(self, size: int) -> Iterator[Chunks]:
         """Yield them, at most so many at a time."""
-        for start in range(0, len(self), size):
-            part = slice(start, start + size)
-            yield Chunks(self.group, self.slots[part], self.keys[part], self.blocks[part])
+        return (self[start : start + size] for start in range(0, len(self), size))
 
     @property
     def num_blocks(self) -> int:
@@ -139,8 +140,8 @@ class Copier:
         """
         sizes = self.chunk_nbytes - chunks.first * self.pages.block_nbytes
         digests = []
-        for rows in self._steps(len(chunks)):
-            self.pages.gather(mark, *self._places(chunks, rows))
+        for rows, places in self._steps(chunks):
+            self.pages.gather(mark, *places)
             digests += self._digests(chunks, sizes, rows)
         return self.form.pack(chunks.keys, sizes, digests)
 
@@ -163,15 +164,15 @@ class Copier:
             found = self.form.mismatch(look.headers[row], chunks.keys[row], int(sizes[row]))
             end, reason = row, found or "torn"
         stated = checksums(look.headers) if self.verified else [_UNVERIFIED] * len(chunks)
-        for rows in self._steps(end):
+        for rows, places in self._steps(chunks[:end]):
             digests = self._digests(chunks, sizes, rows)
             if digests != stated[rows]:
                 differs = [one != other for one, other in zip(digests, stated[rows], strict=True)]
                 end, reason = rows.start + differs.index(True), "checksum"
-                rows = slice(rows.start, end)  # noqa: PLW2901  # what is good of this step
-            self.pages.scatter(mark, *self._places(chunks, rows))
-            if reason == "checksum":
+                for _, good in self._steps(chunks[rows.start : end]):
+                    self.pages.scatter(mark, *good)
                 break
+            self.pages.scatter(mark, *places)
         now = self.part.look(chunks.slots)
         changed = (now.headers != look.headers).any(axis=1) | (now.openings != look.openings)
         for row in np.flatnonzero(changed[: end + (reason == "checksum")])[:1].tolist():
@@ -192,17 +193,24 @@ class Copier:
         good = (stated % block == 0) & (stated >= needed) & (stated <= whole)
         return np.where(good, stated, whole)
 
-    def _steps(self, num_chunks: int) -> Iterator[slice]:
-        """Yield portions that fit into a processor's cache."""
-        size = max(1, STEP_NBYTES // self.chunk_nbytes)
-        for start in range(0, num_chunks, size):
-            yield slice(start, min(start + size, num_chunks))
+    def _steps(
+        self, chunks: Chunks
+    ) -> Iterator[tuple[slice, tuple[Numbers, Places, Numbers, Numbers]]]:
+        """Yield portions that fit into a processor's cache.
 
-    def _places(self, chunks: Chunks, rows: slice) -> tuple[Numbers, Places, Numbers, Numbers]:
-        """Return the blocks of some chunks and where they rest, as `GroupPages` takes them."""
-        blocks, slots = chunks.blocks[rows], chunks.slots[rows]
-        which, at = np.nonzero(blocks >= 0)
-        return blocks[which, at], self._slots_of_blocks, slots[which], at
+        Each with its blocks and where they rest, as `GroupPages` takes them.
+        """
+        rows, at = np.nonzero(chunks.blocks >= 0)
+        blocks, slots = chunks.blocks[rows, at], chunks.slots[rows]
+        size = max(1, STEP_NBYTES // self.chunk_nbytes)
+        starts = range(0, len(chunks), size)
+        ends = np.searchsorted(rows, [start + size for start in starts]).tolist()
+        begin = 0
+        for start, end in zip(starts, ends, strict=True):
+            part = slice(begin, end)
+            places = blocks[part], self._slots_of_blocks, slots[part], at[part]
+            yield slice(start, min(start + size, len(chunks))), places
+            begin = end
 
     @functools.cached_property
     def _slots_of_blocks(self) -> Places:
