@@ -53,11 +53,15 @@ class Call:
         try:
             self.result = function() if function is not None else None
         except BaseException as error:
-            self.error = error
+            self.error = self.translate(error)
         finally:
             # It may hold tensors, and the call may be kept for its outcome.
             del function
             self.done.set()
+
+    def translate(self, error: BaseException) -> BaseException:
+        """Return the error that is kept for one that was raised."""
+        return error
 
 
 class SerialThread:

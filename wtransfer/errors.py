@@ -246,6 +246,10 @@ class OffloadingOptionError(WTransferError, ValueError):
     """An option of an offloading spec is missing or cannot be used; the text says what can."""
 
 
+class CacheLayoutError(ConnectorOptionError, OffloadingOptionError):
+    """The KV cache cannot be copied by block, as it is laid out; the text says what is expected."""
+
+
 # -- peers ------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,8 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
 )
 from wtransfer.specs.interface import LoadStoreSpec
+from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
+from wtransfer.testing.mini_engine.contract import NewRequestData, SchedulerOutput
 
 BLOCK_SIZE = 4
 ROW_NBYTES = 16
@@ -64,42 +66,6 @@ class Request:
         return len(self.all_token_ids)
 
     num_prompt_tokens = property(lambda self: len(self.prompt_token_ids))
-
-
-@dataclass
-class NewRequestData:
-    req_id: str
-    prompt_token_ids: list[int]
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int
-
-
-@dataclass
-class CachedRequestData:
-    req_ids: list[str] = field(default_factory=list)
-    resumed_req_ids: set[str] = field(default_factory=set)
-    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
-    num_computed_tokens: list[int] = field(default_factory=list)
-
-
-@dataclass
-class SchedulerOutput:
-    scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
-    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    total_num_scheduled_tokens: int = 0
-    finished_req_ids: set[str] = field(default_factory=set)
-    preempted_req_ids: set[str] = field(default_factory=set)
-
-
-@dataclass
-class Blocks:
-    """What a request has got."""
-
-    block_ids: list[int]
-
-    def get_block_ids(self):
-        return (list(self.block_ids),)
 
 
 def assert_plain(value):
@@ -343,7 +309,6 @@ class Instance:
                     )
                 )
             self._new.discard(request_id)
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         return output
 
     def _run_workers(self, output, told):

@@ -23,6 +23,5 @@ class TestProcessGroupConnector(ConnectorConformance):
     def damage(self, bed):
         buffer = bed.producer.workers[0].side.side._buffer
         for number in range(buffer.num_slots):
-            slot = buffer.slot(number)
-            slot[len(slot) // 2] ^= 1
+            buffer.memory.slots[number, buffer.geometry.nbytes // 2] ^= 1
         return True

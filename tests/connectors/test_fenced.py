@@ -7,23 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from driver import (
-    BLOCK_SIZE,
-    Blocks,
-    CachedRequestData,
-    Instance,
-    NewRequestData,
-    Request,
-    SchedulerOutput,
-    answer,
-    names_in,
-    transfer_config,
-)
+from driver import BLOCK_SIZE, Instance, Request, answer, names_in, transfer_config
 
 from wtransfer import KVConnectorFactory, ServingConfig
 from wtransfer.config import KVCacheConfig, ModelConfig
 from wtransfer.connectors.fenced import FencedReport, RequestKey, RequestView
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
+from wtransfer.testing.mini_engine.contract import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
 from wtransfer.weights import process_weights
 
 PROMPT = list(range(100, 130))
@@ -185,7 +180,6 @@ class Sides:
         output.scheduled_cached_reqs = CachedRequestData(ids, set(), [None for _ in ids], places)
         for each in (*new, *cached):
             output.num_scheduled_tokens[each.request_id] = each.num_tokens - each.num_computed
-        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         return self.scheduler.build_connector_meta(output)
 
     def load(self, told):

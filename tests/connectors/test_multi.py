@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
-from driver import Blocks, Instance, Nothing, Request, SchedulerOutput, answer, transfer_config
+from driver import Instance, Nothing, Request, answer, transfer_config
 
 from wtransfer import KVCacheConfig, KVConnectorFactory, KVConnectorRole, ServingConfig
 from wtransfer.connectors.interface import (
@@ -21,6 +21,8 @@ from wtransfer.connectors.interface import (
     KVConnectorWorkerMetadata,
 )
 from wtransfer.errors import ConnectorOptionError, UnknownBackendError
+from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
+from wtransfer.testing.mini_engine.contract import SchedulerOutput
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 PROMPT = list(range(30))
@@ -640,11 +642,15 @@ STORIES = {
     ),
     "request that ends while it loads waits for the other holder": (
         [HOLDS, LOADS],
-        [("new load", "", "", ""), ("finish", "", "r", ""), ("", "s", "", "r")],
+        [("new load", "", "", ""), ("finish", "", "r", ""), ("", "s", "", "s")],
     ),
     "request that ends while it loads waits for its loader": (
         [HOLDS, LOADS],
-        [("new load", "", "", ""), ("finish", "s", "", ""), ("", "", "r", "r")],
+        [("new load", "", "", ""), ("finish", "s", "", ""), ("", "", "r", "s")],
+    ),
+    "other holder is waited for where this rank has reported the load, but others have not": (
+        [HOLDS, {**LOADS, **HOLDS}],
+        [("new load", "", "r", "r"), ("finish", "", "", ""), ("", "s", "", "s")],
     ),
     "load that this rank has reported is not reported again": (
         [{}, {**LOADS, **HOLDS}],

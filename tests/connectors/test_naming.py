@@ -6,16 +6,23 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from driver import Instance, Request, answer, transfer_config
 
 from wtransfer.blocks import FENCE_NBYTES, GROUP_NBYTES, MAX_KEY_NBYTES
 from wtransfer.connectors.naming import BlockNaming
+from wtransfer.testing.mini_engine.contract import Request
 
 PROMPT = list(range(10))
 
 
+def ask(prompt=PROMPT, request_id="r", **particulars):
+    """Return a request that differs from others in some of its attributes."""
+    made = Request(request_id, prompt, 1)
+    vars(made).update(particulars)
+    return made
+
+
 def names(request=None, fingerprint="f", block_size=4, root=b"root", **particulars):
-    request = request or Request("r", PROMPT, **particulars)
+    request = request or ask(**particulars)
     return BlockNaming(block_size, root).of(request).under(fingerprint)
 
 
@@ -24,9 +31,9 @@ def media(identifier="image", offset=0):
 
 
 def test_equal_requests_have_equal_names_of_full_blocks():
-    assert names() == names(Request("another", PROMPT))
+    assert names() == names(ask(request_id="another"))
     assert len(names()) == 2
-    assert names()[0] == names(Request("r", PROMPT[:4]))[0]
+    assert names()[0] == names(ask(PROMPT[:4]))[0]
 
 
 def test_name_differs_with_everything_that_kv_depends_on():
@@ -35,7 +42,7 @@ def test_name_differs_with_everything_that_kv_depends_on():
         names(fingerprint="g"),
         names(root=b"model"),
         names(block_size=5),
-        names(Request("r", [99, *PROMPT[1:]])),
+        names(ask([99, *PROMPT[1:]])),
         names(cache_salt="tenant"),
         names(mm_features=[media()]),
         names(mm_features=[media("other")]),
@@ -46,20 +53,20 @@ def test_name_differs_with_everything_that_kv_depends_on():
 
 
 def test_name_depends_on_all_blocks_before():
-    other = names(Request("r", [99, *PROMPT[1:]]))
+    other = names(ask([99, *PROMPT[1:]]))
     assert names()[1] != other[1]
 
 
 def test_names_are_extended_as_tokens_become_known():
-    request = Request("r", PROMPT)
+    request = ask()
     known = BlockNaming(4, b"root").of(request)
     before = list(known.under("f"))
-    request.output_token_ids += [1, 2]
+    request.all_token_ids += [1, 2]
     assert known.under("f")[:2] == before
-    assert known.under("f") == names(Request("r", [*PROMPT, 1, 2]))
+    assert known.under("f") == names(ask([*PROMPT, 1, 2]))
     assert known.under("f", 1) == before[:1]
     assert known.under("f", 0) == []
-    assert known.under("g") == names(Request("r", [*PROMPT, 1, 2]), "g")
+    assert known.under("g") == names(ask([*PROMPT, 1, 2]), "g")
 
 
 def test_request_without_all_token_ids_is_named_by_its_prompt():
@@ -83,7 +90,7 @@ def test_request_without_all_token_ids_is_named_by_its_prompt():
     ],
 )
 def test_uncacheable_request_has_no_names(particulars):
-    known = BlockNaming(4, b"root").of(Request("r", PROMPT, **particulars))
+    known = BlockNaming(4, b"root").of(ask(**particulars))
     assert known.under("f") == []
 
 
@@ -106,18 +113,6 @@ def weak(data):
 
 def test_blocks_of_equal_weak_hash_have_different_names():
     naming = BlockNaming(4, b"root", weak)
-    found = [naming.of(Request("r", [n, *PROMPT])).under("f")[0] for n in range(200)]
+    found = [naming.of(ask([n, *PROMPT])).under("f")[0] for n in range(200)]
     hashes = {name[FENCE_NBYTES:-GROUP_NBYTES] for name in found}
     assert (len(hashes), len(set(found))) == (1, 200)
-
-
-def test_instances_with_a_weak_hash_never_load_each_others_blocks(tmp_path, weights):
-    """Whole instances, whose every block has the same hash."""
-    transfer = transfer_config("SharedStorageConnector", shared_storage_path=str(tmp_path))
-    for n in range(6):
-        with Instance(transfer) as made:
-            naming = made.scheduler.side._naming
-            made.scheduler.side._naming = BlockNaming(4, naming._root, weak)
-            request = made.serve("a", [n, *PROMPT], 3)
-            assert (request.num_loaded, request.output_token_ids) == (0, answer([n, *PROMPT], 3))
-            assert made.serve("b", [n, *PROMPT], 3).num_loaded == 8

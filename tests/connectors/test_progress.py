@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from driver import CachedRequestData, NewRequestData, Request, SchedulerOutput
 
 from wtransfer.connectors.progress import Progress, only_group
 from wtransfer.errors import ConnectorOptionError
+from wtransfer.testing.mini_engine.contract import (
+    CachedRequestData,
+    NewRequestData,
+    Request,
+    SchedulerOutput,
+)
 
-REQUEST, OTHER = Request("r", [1, 2, 3]), Request("s", [4])
+REQUEST, OTHER = Request("r", [1, 2, 3], 1), Request("s", [4], 1)
 
 
 @pytest.fixture

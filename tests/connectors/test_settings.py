@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from driver import transfer_config
 
 from wtransfer import ServingConfig
 from wtransfer.config import KVCacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
@@ -16,7 +15,7 @@ from wtransfer.errors import ConnectorOptionError
 
 CONFIG = ServingConfig(
     parallel_config=ParallelConfig(rank=1, world_size=2),
-    kv_transfer_config=transfer_config("c", engine_id="e-1"),
+    kv_transfer_config=KVTransferConfig("c", "e-1", "kv_both"),
     cache_config=KVCacheConfig(block_size=16),
     model_config=ModelConfig("a model", "bfloat16"),
 )
@@ -65,7 +64,7 @@ def test_root_depends_on_model_dtype_and_number_of_ranks_only():
     same = replace(
         CONFIG,
         parallel_config=ParallelConfig(rank=0, world_size=2),
-        kv_transfer_config=transfer_config("c", engine_id="e-2"),
+        kv_transfer_config=KVTransferConfig("c", "e-2", "kv_both"),
     )
     assert Instance.of(same).root == root
 

@@ -291,7 +291,7 @@ def test_shutdown_leaves_neither_memory_nor_threads(arena_rig):
 
 
 def test_shutdown_fails_jobs_in_flight(make_rig, arena_rig, monkeypatch):
-    monkeypatch.setattr("wtransfer.specs.copying.copier.TASK_NBYTES", 1)
+    monkeypatch.setattr("wtransfer.kv.copier.TASK_NBYTES", 1)
     rig = make_rig(num_blocks=64, num_slots=64, num_copy_threads=1).fill()
     pages = rig.worker._copiers[0].pages
     gather, copying = pages.gather, threading.Event()

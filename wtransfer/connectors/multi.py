@@ -27,7 +27,9 @@ the worker's side reports each request once, when the last sub-connector that ho
 reported it. Which ones hold them comes with the connector metadata of the step after
 ``request_finished``; a report may precede that, and is kept while the request is running. A request
 that ends while its load is in flight is reported as received, on every rank: ranks whose load has
-ended before have reported it so already, and the host counts sent and received apart.
+ended before have reported it so already, and the host counts sent and received apart. But where
+another sub-connector holds its blocks as well, every rank reports it as sent: those ranks, too,
+must wait for that one, and the host takes no second report as received.
 """
 
 from __future__ import annotations
@@ -138,8 +140,9 @@ class MultiMetadata(KVConnectorMetadata):
     """Requests whose load begins and outlasts the step, with the sub-connector that loads."""
     finished: dict[str, list[int]] = field(default_factory=dict)
     """Requests that have finished, with the sub-connectors that hold their blocks."""
-    finished_loading: set[str] = field(default_factory=set)
-    """Those of `finished` whose load has not ended on every rank."""
+    finished_loading: dict[str, int] = field(default_factory=dict)
+    """Those of `finished` whose load has not ended on every rank, with the sub-connector that
+    loads."""
 
 
 @dataclass
@@ -265,8 +268,8 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         super().__init__(config, kv_cache_config)
         # By request the sub-connector of the last hit, and whether its load outlasts the step.
         self._hits: dict[str, tuple[int, bool]] = {}
-        # Requests with a load in flight on any rank.
-        self._loading: set[str] = set()
+        # Requests with a load in flight on any rank, with the sub-connector that loads.
+        self._loading: dict[str, int] = {}
         self._next = MultiMetadata()
         self._warned: set[int] = set()
 
@@ -302,8 +305,7 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         request_id = request.request_id
         loader, outlasts = self._hits.get(request_id, (-1, False))
         if num_external_tokens and outlasts:
-            self._next.loading[request_id] = loader
-            self._loading.add(request_id)
+            self._next.loading[request_id] = self._loading[request_id] = loader
         self.call_all(
             lambda number, c: c.update_state_after_alloc(
                 request, blocks, num_external_tokens if number == loader else 0
@@ -318,7 +320,8 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Give each sub-connector its own workers' metadata, and a copy of all else."""
-        self._loading -= connector_output.finished_recving or set()
+        for request_id in connector_output.finished_recving or ():
+            self._loading.pop(request_id, None)
         worker_meta = connector_output.kv_connector_worker_meta
 
         def update(number: int, connector: KVConnectorBase_V1) -> None:
@@ -348,8 +351,7 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         self._next.new.discard(request_id)
         holders = self._next.finished[request_id] = []
         if request_id in self._loading:
-            self._loading.remove(request_id)
-            self._next.finished_loading.add(request_id)
+            self._next.finished_loading[request_id] = self._loading.pop(request_id)
         params: dict[str, Any] = {}
 
         def finish(number: int, connector: KVConnectorBase_V1) -> None:
@@ -426,8 +428,9 @@ class MultiWorker(MultiSide, ConnectorWorker):
         self._early: dict[str, set[int]] = {}
         # Of finished requests: sub-connectors whose reports are outstanding.
         self._held: dict[str, set[int]] = {}
-        # Those of `_held` that are reported as received.
-        self._finished_loading: set[str] = set()
+        # Those of `_held` that ended while they were loaded here, and whether they are reported as
+        # received.
+        self._finished_loading: dict[str, bool] = {}
         # Loads in flight, with the sub-connector that loads.
         self._loading: dict[str, int] = {}
         # Reports that the host has not got yet: it gets none from a call that raises.
@@ -447,13 +450,15 @@ class MultiWorker(MultiSide, ConnectorWorker):
         self._loading |= connector_metadata.loading
         for request_id, holders in connector_metadata.finished.items():
             outstanding, early = set(holders), self._early.pop(request_id, set())
-            if request_id in connector_metadata.finished_loading:
-                if request_id not in self._loading:
-                    # This rank has reported it as received: the host frees the blocks once the
-                    # other ranks have, and takes no second report.
-                    continue
-                outstanding.add(self._loading[request_id])
-                self._finished_loading.add(request_id)
+            loader = connector_metadata.finished_loading.get(request_id)
+            if loader is not None:
+                outstanding.discard(loader)
+                as_received = not outstanding
+                # If not, this rank has reported it as received: the host frees the blocks once the
+                # other ranks have.
+                if request_id in self._loading:
+                    outstanding.add(loader)
+                    self._finished_loading[request_id] = as_received
             if outstanding:
                 self._held[request_id] = outstanding - early
         # After `finished`: an id may end and be used again within one step.
@@ -506,13 +511,12 @@ class MultiWorker(MultiSide, ConnectorWorker):
 
         self.call_all(collect)
         done = {request_id for request_id, waiting in self._held.items() if not waiting}
-        loaded = done & self._finished_loading
-        self._finished_loading -= done
+        loaded = {each for each in done if self._finished_loading.get(each)}
         for request_id in done:
             del self._held[request_id]
-        for request_id in loaded:
-            # There still if its end was reported as sent only.
-            self._loading.pop(request_id, None)
+            if self._finished_loading.pop(request_id, None) is not None:
+                # There still if its end was reported as sent only.
+                self._loading.pop(request_id, None)
         received, self._received = self._received | loaded, set()
         return done - loaded or None, received or None
 

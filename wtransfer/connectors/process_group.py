@@ -21,38 +21,35 @@ copies. The side that loses the channel aborts the group, so that no wait in it 
 from __future__ import annotations
 
 import ipaddress
-import logging
-import queue
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast
 
 import msgspec
+import numpy as np
 import torch
 
+from wtransfer.calls import SerialThread
 from wtransfer.connectors.interface import KVConnectorBase_V1
+from wtransfer.connectors.p2p.buffer import SlotMemory
 from wtransfer.connectors.p2p.client import P2PClient
 from wtransfer.connectors.p2p.protocol import P2POptions, until_missing
 from wtransfer.connectors.p2p.scheduler import P2PScheduler
 from wtransfer.connectors.p2p.server import P2PServer
 from wtransfer.connectors.p2p.worker import P2PWorker
-from wtransfer.errors import ConnectorOptionError, GroupError, ProtocolError, WTransferError
+from wtransfer.errors import ConnectorOptionError, GroupError, ProtocolError
 from wtransfer.transport.address import parse_address, tcp_text
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from wtransfer.connectors.p2p.buffer import StagingBuffer
-    from wtransfer.connectors.p2p.copier import Loaded
+    from wtransfer.connectors.p2p.client import PendingLoad
     from wtransfer.connectors.p2p.protocol import Hello
     from wtransfer.connectors.settings import Instance
     from wtransfer.transport.channel import Connection
     from wtransfer.transport.communicator import Pending
-    from wtransfer.transport.tensors import ByteArray
-
-logger = logging.getLogger(__name__)
 
 DEPTH = 4
 """Slots under way at a time."""
@@ -218,41 +215,32 @@ class _Sender:
     def __init__(self, buffer: StagingBuffer, pair: _Pair) -> None:
         self._buffer = buffer
         self._pair = pair
-        self._lookups: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="wtransfer-send", daemon=True)
-        self._thread.start()
+        self._thread = SerialThread("wtransfer-send")
+        self._meeting = self._thread.submit(pair.meet)
 
     def send(self, slots: list[int]) -> None:
         """Send slots, after those of earlier calls."""
-        self._lookups.put(slots)
+        self._thread.submit(lambda: self._send(slots))
 
     def abort(self) -> None:
         """End soon; does not wait."""
-        self._lookups.put(None)
         self._pair.abort()
+        self._thread.submit(self._pair.close)
+        self._thread.stop()
 
     def join(self) -> None:
         """Wait for the end."""
         self._thread.join(_END_S)
 
-    def _run(self) -> None:
-        try:
-            group = self._pair.meet()
-            for slots in iter(self._lookups.get, None):
-                self._send(group, slots)
-        except WTransferError as error:
-            # The client notices by the group, or is lost itself.
-            logger.info("no more blocks to this client: %s", error)
-        finally:
-            self._pair.close()
-
-    def _send(self, group: GlooCommunicator, slots: list[int]) -> None:
-        nbytes = self._buffer.layout.nbytes
+    def _send(self, slots: list[int]) -> None:
+        group = self._meeting.result
+        if group is None:
+            return  # the client has failed to meet as well, and closes the connection
         under_way: deque[Pending] = deque()
         for slot in slots:
             if len(under_way) == DEPTH:
                 under_way.popleft().wait()
-            memory = torch.from_numpy(self._buffer.slot(slot)[:nbytes])
+            memory = torch.from_numpy(self._buffer.memory.used[slot])
             under_way.append(group.send(memory, _RECEIVER))
         while under_way:
             under_way.popleft().wait()
@@ -311,39 +299,37 @@ class ProcessGroupClient(P2PClient):
         host, port, name = (hello.transport.get(each) for each in ("host", "port", "name"))
         if not (isinstance(host, str) and isinstance(port, int) and isinstance(name, str)):
             raise ProtocolError(f"{self.address} does not say where its process group meets")
-        options = cast("ProcessGroupOptions", self.local.options)
+        options = cast("ProcessGroupOptions", self.loads.options)
         self._pair = pair = _Pair(Rendezvous(host, port, name), _RECEIVER, options)
         # `fail` sets the error, then aborts the pair. Either it finds the pair, or this the error.
         self.check()
         self._group = pair.meet()
-        nbytes = self.local.loader.layout.nbytes
-        self._memory = torch.empty((DEPTH, nbytes), dtype=torch.uint8, device="cpu")
+        nbytes = self.loads.geometry.nbytes
+        memory = np.zeros(DEPTH * SlotMemory.stride(nbytes), np.uint8)
+        self._ring = SlotMemory(memory, nbytes)
+        self._copier = self.loads.copier(self._ring)
 
-    def fetch(
-        self,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        slots: Sequence[int],
-        is_wanted: Callable[[], bool],
-    ) -> Loaded:
+    def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
         """Copy what arrives; all slots do, whether they are still wanted or not."""
-        return self.local.loader.load(keys, block_ids, self._receive(len(slots)), is_wanted)
-
-    def _receive(self, number: int) -> Iterator[ByteArray]:
-        group = self._group
+        group, number = self._group, len(slots)
         assert group is not None
-        under_way = deque(group.recv(memory, _SENDER) for memory in self._memory[:number])
+        ring = [torch.from_numpy(each) for each in self._ring.used]
+        under_way = deque(group.recv(memory, _SENDER) for memory in ring[:number])
+        reason: str | None = None
         for each in range(number):
             try:
                 under_way.popleft().wait()
             except GroupError as error:
                 # The blocks that arrived before are good. Then the client ends.
                 self.fail(error)
-                return
-            memory = self._memory[each % DEPTH]
-            yield memory.numpy()
+                break
+            block = part.start + each
+            if job.num_loaded == block:
+                here = [each % DEPTH]
+                reason = self.load(self._copier, job, slice(block, block + 1), here)
             if each + DEPTH < number:
-                under_way.append(group.recv(memory, _SENDER))
+                under_way.append(group.recv(ring[each % DEPTH], _SENDER))
+        return reason
 
     def abort_transport(self) -> None:
         """Abort the group."""
@@ -388,3 +374,8 @@ class ProcessGroupConnector(KVConnectorBase_V1):
     worker_cls = ProcessGroupWorker
     names_weights = True
     example_options: ClassVar[Mapping[str, Any]] = {"host": "10.0.0.1"}
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return False: blocks come and go whole, all layers at once."""
+        return False

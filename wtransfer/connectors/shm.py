@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.connectors.interface import KVConnectorBase_V1
+from wtransfer.connectors.p2p.buffer import SlotMemory
 from wtransfer.connectors.p2p.client import P2PClient
 from wtransfer.connectors.p2p.scheduler import P2PScheduler
 from wtransfer.connectors.p2p.server import P2PServer
@@ -28,16 +29,12 @@ from wtransfer.transport.lease import SegmentExporter, attach
 from wtransfer.transport.memory import populate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
+    from collections.abc import Mapping, Sequence
 
     from wtransfer.connectors.p2p.buffer import StagingBuffer
-    from wtransfer.connectors.p2p.copier import Loaded
+    from wtransfer.connectors.p2p.client import PendingLoad
     from wtransfer.connectors.p2p.protocol import Hello
     from wtransfer.transport.channel import Connection
-    from wtransfer.transport.tensors import ByteArray
 
 _SEGMENT = 0
 _ATTACH_S = 5.0
@@ -68,44 +65,36 @@ class SharedMemoryServer(P2PServer):
 class SharedMemoryClient(P2PClient):
     """Maps the other side's staging buffer."""
 
-    _slots: npt.NDArray[np.uint8] | None = None  # shape (num_slots, stride)
-    _populated: bytearray
+    _mapped: SlotMemory | None = None
 
     def open_transport(self, hello: Hello) -> None:
         """Map the buffer."""
         exporter, secret = (hello.transport.get(name) for name in ("exporter", "secret"))
         if not (isinstance(exporter, str) and isinstance(secret, str)):
             raise ProtocolError(f"{self.address} does not name an exported staging buffer")
-        timeout_s = min(_ATTACH_S, self.local.options.deadline_s)
+        timeout_s = min(_ATTACH_S, self.loads.options.deadline_s)
         lease = attach(exporter, secret, _SEGMENT, timeout_s)
-        stride = self.local.loader.layout.stride
-        num_slots = lease.nbytes // stride
-        self._slots = lease.mapping[: num_slots * stride].reshape(num_slots, stride)
-        self._populated = bytearray(num_slots)
+        self._mapped = SlotMemory(lease.mapping, self.loads.geometry.nbytes)
+        self._copier = self.loads.copier(self._mapped)
+        self._populated = bytearray(len(self._mapped.slots))
 
-    def fetch(
-        self,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        slots: Sequence[int],
-        is_wanted: Callable[[], bool],
-    ) -> Loaded:
+    def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
         """Copy from the mapping."""
-        mapped = self._slots
+        mapped = self._mapped
         assert mapped is not None
-        if any(not 0 <= slot < len(mapped) for slot in slots):
+        if any(not 0 <= slot < len(mapped.slots) for slot in slots):
             raise ProtocolError(f"{self.address} named slots that its staging buffer does not have")
-        memories: list[ByteArray] = [mapped[slot] for slot in slots]
-        for slot, memory in zip(slots, memories, strict=True):
+        for slot in slots:
             if not self._populated[slot]:
                 # One call for all pages of a slot costs a tenth of their faults.
-                populate(memory, 0, memory.size)
+                populate(mapped.used[slot], 0, mapped.used.shape[1])
                 self._populated[slot] = 1
-        return self.local.loader.load_parallel(keys, block_ids, memories, is_wanted)
+        return self.load(self._copier, job, part, slots)
 
     def close_transport(self) -> None:
         """Release the mapping."""
-        self._slots = None
+        self._mapped = None
+        vars(self).pop("_copier", None)
 
 
 class SharedMemoryScheduler(P2PScheduler):
@@ -129,3 +118,8 @@ class SharedMemoryConnector(KVConnectorBase_V1):
     scheduler_cls = SharedMemoryScheduler
     worker_cls = SharedMemoryWorker
     names_weights = True
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return False: blocks come and go whole, all layers at once."""
+        return False

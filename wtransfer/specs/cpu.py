@@ -19,14 +19,13 @@ import msgspec
 import numpy as np
 
 from wtransfer.errors import ForkedError, OffloadingOptionError
-from wtransfer.specs.copying.caches import geometries_of, pages_of
-from wtransfer.specs.copying.chunks import Bounds, MalformedJobError, chunks_of
-from wtransfer.specs.copying.copier import Copier
-from wtransfer.specs.copying.device_pages import Pinned
-from wtransfer.specs.copying.jobs import Job, Jobs
+from wtransfer.kv.cache_view import Pinned, geometries_of, pages_of
+from wtransfer.kv.copier import Copier, RefusedError
+from wtransfer.kv.slots import HeaderForm
 from wtransfer.specs.interface import OffloadingSpec, OffloadingWorker
+from wtransfer.specs.jobs import Bounds, Job, Jobs, MalformedJobError, chunks_of
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.shared_region import ArenaLayout, HeaderForm, SharedRegion
+from wtransfer.specs.shared_region import ArenaLayout, SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +33,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.config import OffloadingConfig
-    from wtransfer.specs.copying.jobs import Kind
+    from wtransfer.kv.copier import Chunks
     from wtransfer.specs.interface import (
         CanonicalKVCaches,
         GPULoadStoreSpec,
         LoadStoreSpec,
         TransferResult,
     )
+    from wtransfer.specs.jobs import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -292,11 +292,28 @@ class CPUOffloadingWorker(OffloadingWorker):
             copier = self._copiers[chunks.group]
             # The copy comes after all that the model was told to do until now.
             mark = copier.pages.mark()
-            copy = copier.store if kind == "store" else copier.load
+            copy = self._store if kind == "store" else self._load
             tasks = copier.tasks(chunks, self._num_threads)
-            steps += [functools.partial(copy, task, mark) for task in tasks]
+            steps += [functools.partial(copy, copier, task, mark) for task in tasks]
         # A job of no blocks ends like any other.
         return self._jobs.submit(Job(job_id, kind, steps or [lambda: 0], slots))
+
+    def _store(self, copier: Copier, chunks: Chunks, mark: object) -> int:
+        """Copy chunks into their slots; return how many bytes.
+
+        Whenever it ends early the slots have no header, and their blocks are refused.
+
+        Raises:
+            RefusedError: Another store has opened one of the slots.
+        """
+        opened = self.part.open(chunks.slots)
+        if not self.part.close(chunks.slots, opened, copier.gather(chunks, mark)):
+            raise RefusedError("reused")
+        return chunks.num_blocks * copier.pages.block_nbytes
+
+    def _load(self, copier: Copier, chunks: Chunks, mark: object) -> int:
+        copier.load(chunks, mark)
+        return chunks.num_blocks * copier.pages.block_nbytes
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

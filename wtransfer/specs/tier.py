@@ -34,11 +34,8 @@ import numpy as np
 from wtransfer.blocks import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
-from wtransfer.specs.copying.caches import geometries_of, pages_of
-from wtransfer.specs.copying.chunks import Bounds, MalformedJobError, chunks_of
-from wtransfer.specs.copying.copier import RefusedError
-from wtransfer.specs.copying.jobs import SHUTDOWN_S, Job, Jobs
-from wtransfer.specs.copying.threads import CopyThreads
+from wtransfer.kv.cache_view import geometries_of, pages_of
+from wtransfer.kv.copier import RefusedError
 from wtransfer.specs.interface import (
     LoadStoreSpec,
     LookupResult,
@@ -47,6 +44,15 @@ from wtransfer.specs.interface import (
     OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
+)
+from wtransfer.specs.jobs import (
+    SHUTDOWN_S,
+    Bounds,
+    CopyThreads,
+    Job,
+    Jobs,
+    MalformedJobError,
+    chunks_of,
 )
 from wtransfer.transport.niceness import NICENESS
 
@@ -57,10 +63,8 @@ if TYPE_CHECKING:
 
     from wtransfer.blocks import BlockGeometry, OffloadKey
     from wtransfer.config import OffloadingConfig
-    from wtransfer.specs.copying.chunks import Chunks
-    from wtransfer.specs.copying.copier import Reason
-    from wtransfer.specs.copying.jobs import Kind
-    from wtransfer.specs.copying.pages import GroupPages
+    from wtransfer.kv.cache_view import GroupPages
+    from wtransfer.kv.copier import Chunks, Reason
     from wtransfer.specs.interface import (
         CanonicalKVCaches,
         GPULoadStoreSpec,
@@ -68,6 +72,7 @@ if TYPE_CHECKING:
         Tier,
         TransferResult,
     )
+    from wtransfer.specs.jobs import Kind
 
     Buffer = npt.NDArray[np.uint8]
 
@@ -553,7 +558,7 @@ class TierWorker(OffloadingWorker):
             self._refuse(own, reason)
         with self._jobs.committing(job_id):
             self._copy(pages.scatter, pages, chunk, buffer, mark)
-        return int(np.count_nonzero(chunk.blocks >= 0)) * pages.block_nbytes
+        return chunk.num_blocks * pages.block_nbytes
 
     def _refuse(self, own: bytes, reason: Reason) -> NoReturn:
         self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
@@ -570,8 +575,8 @@ class TierWorker(OffloadingWorker):
         shape = (1, self._blocks_per_chunk, pages.block_nbytes)
         nbytes = self._blocks_per_chunk * pages.block_nbytes
         places = buffer[HEADER_NBYTES : HEADER_NBYTES + nbytes].reshape(shape)
-        blocks, rows, at = chunk.places()
-        copy(mark, blocks, places, rows, at)
+        rows, at = np.nonzero(chunk.blocks >= 0)
+        copy(mark, chunk.blocks[rows, at], places, rows, at)
 
 
 class _Numbered:

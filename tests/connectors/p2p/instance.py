@@ -15,9 +15,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,6 +24,13 @@ import xxhash
 from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.config import KVCacheConfig, ModelConfig, ParallelConfig
 from wtransfer.connectors.interface import KVConnectorOutput, KVConnectorRole
+from wtransfer.testing.mini_engine.contract import (
+    CachedRequestData,
+    NewRequestData,
+    Request,
+    SchedulerOutput,
+)
+from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
 from wtransfer.weights import process_weights
 
 MAX_DATAGRAM = 1 << 16
@@ -33,59 +38,14 @@ PATIENCE_S = 20.0
 SOCKETS = runpy.run_path(str(Path(__file__).parents[2] / "tcp_sockets.py"))
 
 
-@dataclass
-class Request:
-    """What a connector reads of a request."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    kv_transfer_params: dict | None = None
-
-    @property
-    def all_token_ids(self):
-        return self.prompt_token_ids
-
-    @property
-    def num_tokens(self):
-        return len(self.prompt_token_ids)
-
-
-@dataclass
-class Step:
-    """A scheduler's output."""
-
-    scheduled_new_reqs: list = field(default_factory=list)
-    num_scheduled_tokens: dict = field(default_factory=dict)
-    scheduled_cached_reqs: object = None
-    finished_req_ids: set = field(default_factory=set)
-    preempted_req_ids: set = field(default_factory=set)
-
-    def __post_init__(self):
-        self.scheduled_cached_reqs = self.scheduled_cached_reqs or cached()
-
-    @property
-    def total_num_scheduled_tokens(self):
-        return sum(self.num_scheduled_tokens.values())
-
-
 def cached(*rows):
     """Return what a step says of requests that have blocks: id, new blocks, computed before."""
-    return SimpleNamespace(
-        req_ids=[row[0] for row in rows],
-        new_block_ids=[row[1] and (row[1],) for row in rows],
-        num_computed_tokens=[row[2] for row in rows],
-        resumed_req_ids=set(),
+    return CachedRequestData(
+        [row[0] for row in rows],
+        set(),
+        [row[1] and (row[1],) for row in rows],
+        [row[2] for row in rows],
     )
-
-
-class Blocks:
-    """What a request has got."""
-
-    def __init__(self, ids):
-        self.ids = ids
-
-    def get_block_ids(self):
-        return (list(self.ids),)
 
 
 def page(tokens, layer, rank, nbytes, weights):
@@ -198,18 +158,15 @@ class Instance:
             rows: Requests that go on: (request, new blocks, computed before, tokens of this step).
             finished: Identities of requests that have ended since.
         """
-        step = Step(
+        step = SchedulerOutput(
             [
-                SimpleNamespace(
-                    req_id=request.request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    block_ids=(list(blocks),),
-                    num_computed_tokens=before,
+                NewRequestData(
+                    request.request_id, request.prompt_token_ids, (list(blocks),), before
                 )
                 for request, blocks, before, _ in new
             ],
-            {row[0].request_id: row[3] for row in (*new, *rows)},
             cached(*((row[0].request_id, row[1], row[2]) for row in rows)),
+            {row[0].request_id: row[3] for row in (*new, *rows)},
             set(finished),
         )
         metadata = self.scheduler.build_connector_meta(step)
@@ -253,7 +210,7 @@ class Instance:
     def prefill(self, request_id, tokens, *, chunk=None, upto=None, finish=True, decode=True):
         """Compute a prompt; return what the next instance needs."""
         params = {"do_remote_decode": True} if decode else None
-        request = Request(request_id, tokens, params)
+        request = Request(request_id, tokens, 1, params)
         self.scheduler.on_new_request(request)
         self.scheduler.get_num_new_matched_tokens(request, 0)
         blocks = self.take(-(-len(tokens) // self.block_size))
@@ -280,7 +237,7 @@ class Instance:
 
     def begin(self, request_id, tokens, params, num_computed=0):
         """Begin to load; return the request and how many tokens are hoped for."""
-        request = Request(request_id, tokens, params)
+        request = Request(request_id, tokens, 1, params)
         self.scheduler.on_new_request(request)
         number, later = self.scheduler.get_num_new_matched_tokens(request, num_computed)
         assert later == bool(number)

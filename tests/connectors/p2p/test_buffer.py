@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, checksum
-from wtransfer.connectors.p2p.buffer import HEAD, MISSING, SlotLayout, StagingBuffer
+from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
+from wtransfer.connectors.p2p.buffer import MISSING, SlotMemory, StagingBuffer
 from wtransfer.errors import ConnectorOptionError
 
-LAYOUT = SlotLayout(BlockGeometry(4, (("uint8", 32), ("uint8", 48)), 1, "m"))
+GEOMETRY = BlockGeometry(4, (("uint8", 32), ("uint8", 48)), 1, "m")
+STRIDE = SlotMemory.stride(GEOMETRY.nbytes)
 SLOTS = 4
 
 
@@ -29,7 +31,7 @@ def clock():
 
 @pytest.fixture
 def buffer(clock, leaves_nothing):
-    made = StagingBuffer(LAYOUT, SLOTS * LAYOUT.stride + 100, 0, clock)
+    made = StagingBuffer(GEOMETRY, SLOTS * STRIDE + 100, clock)
     yield made
     made.close()
 
@@ -37,38 +39,43 @@ def buffer(clock, leaves_nothing):
 def put(buffer, key, fill=7):
     slot = buffer.reserve(key)
     if slot is not None:
-        memory = buffer.slot(slot)
-        memory[LAYOUT.payload] = fill
-        buffer.commit(key, checksum(memory[LAYOUT.payload].tobytes()))
+        buffer.memory.slots[slot] = fill
+        total = checksum(buffer.memory.slots[slot])
+        packed = BlockHeader(key, GEOMETRY.digest, GEOMETRY.nbytes, total).pack()
+        buffer.commit(key, np.frombuffer(packed, np.uint8))
     return slot
 
 
 def holds(buffer, slot, key):
-    head = buffer.slot(slot)[HEAD].tobytes()
-    return not isinstance(LAYOUT.check_head(head, key, 0), str)
+    header = BlockHeader.unpack(buffer.memory.headers[slot].tobytes())
+    return not isinstance(header, str) and header.key == key
 
 
 def test_buffer_without_room_for_a_block_is_refused():
     with pytest.raises(ConnectorOptionError, match=r"shelf_bytes=10 has no room for one block"):
-        StagingBuffer(LAYOUT, 10, 0)
+        StagingBuffer(GEOMETRY, 10)
 
 
-def test_payload_follows_the_head():
-    assert slice(0, HEADER_NBYTES + 8) == HEAD
-    assert LAYOUT.payload == slice(192, 272)
-    assert (LAYOUT.nbytes, LAYOUT.stride) == (272, 4096)
+def test_slot_is_one_range_of_header_version_and_payload(buffer):
+    memory, slot = buffer.memory, put(buffer, b"a")
+    assert (memory.used.shape, STRIDE) == ((SLOTS, 272), 4096)
+    sent = memory.used[slot]
+    assert sent[:HEADER_NBYTES].tobytes() == memory.headers[slot].tobytes()
+    assert int.from_bytes(sent[HEADER_NBYTES:][:8].tobytes(), "little") == memory.versions[slot]
+    assert sent[192:].tobytes() == memory.slots[slot].tobytes() == bytes([7] * 80)
 
 
 def test_slot_refilled_with_the_same_block_has_another_version(buffer):
-    heads = []
+    looks = []
     for _ in range(2):
-        slot = buffer.slot(put(buffer, b"a"))
-        heads.append(slot[HEAD].tobytes())
+        slots = np.array([put(buffer, b"a")])
+        looks.append(buffer.memory.look(slots))
         buffer.invalidate([b"a"])
-        assert not any(slot[:HEADER_NBYTES])
-        heads.append(slot[HEAD].tobytes())
-    assert len(set(heads)) == len({each[HEADER_NBYTES:] for each in heads}) == 4
-    assert [LAYOUT.check_head(head, b"a", 0).key for head in heads[::2]] == [b"a", b"a"]
+        looks.append(buffer.memory.look(slots))
+    assert len({int(each.openings[0]) for each in looks}) == 4
+    assert np.array_equal(looks[0].headers, looks[2].headers)
+    assert not looks[1].headers.any()
+    assert not looks[3].headers.any()
 
 
 def test_block_that_is_not_committed_is_missing(buffer):
@@ -85,7 +92,7 @@ def test_least_recently_used_block_is_evicted_and_its_header_cleared(buffer):
     buffer.release("x")
     assert buffer.reserve(b"e") == slots[b"b"]
     assert not holds(buffer, slots[b"b"], b"b")
-    assert not buffer.slot(slots[b"b"])[:HEADER_NBYTES].any()
+    assert not buffer.memory.headers[slots[b"b"]].any()
     assert buffer.lease("x", [b"b", b"a"]) == [MISSING, slots[b"a"]]
 
 
@@ -147,7 +154,7 @@ class BufferMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.clock = Clock()
-        self.buffer = StagingBuffer(LAYOUT, SLOTS * LAYOUT.stride, 0, self.clock)
+        self.buffer = StagingBuffer(GEOMETRY, SLOTS * STRIDE, self.clock)
         self.leased = {}
 
     @rule(key=KEYS, fill=st.integers(0, 255))

@@ -45,7 +45,7 @@ def test_asking_does_not_let_a_running_request_begin_anew(make):
 
 def test_asking_does_not_change_what_is_loaded(make, instance):
     one, other = make("p"), make("d")
-    request = instance.Request("d", PROMPT, one.prefill("r", PROMPT))
+    request = instance.Request("d", PROMPT, 1, one.prefill("r", PROMPT))
     scheduler = other.scheduler
     before = scheduler.get_stats()
     assert scheduler.get_num_new_matched_tokens(request, 0) == (40, True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import xxhash
 
-from wtransfer.connectors.caches import page_form
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.offloading.metadata import (
     OffloadingHandshake,
@@ -16,6 +15,7 @@ from wtransfer.connectors.offloading.metadata import (
 )
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import ConnectorRoleError
+from wtransfer.kv.cache_view import byte_rows, page_form
 from wtransfer.kv.fence import WorkerFence
 from wtransfer.specs.factory import DEFAULT, create_spec
 from wtransfer.specs.interface import (
@@ -24,7 +24,6 @@ from wtransfer.specs.interface import (
     CanonicalKVCacheTensor,
 )
 from wtransfer.specs.seed_adapter import adapt_spec
-from wtransfer.transport.pages import byte_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

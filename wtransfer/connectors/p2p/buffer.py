@@ -16,69 +16,62 @@ header and version unchanged after its copy knows that the pages did not change 
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, BlockHeader
+import numpy as np
+
+from wtransfer.blocks import HEADER_NBYTES
 from wtransfer.connectors.p2p.protocol import MISSING
 from wtransfer.errors import ConnectorOptionError
+from wtransfer.kv.slots import Look
 from wtransfer.transport.memory import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-    from wtransfer.blocks import Mismatch
+    from wtransfer.blocks import BlockGeometry
+    from wtransfer.kv.slots import Headers, Numbers
     from wtransfer.transport.tensors import ByteArray
 
-SLOT_VERSION = slice(HEADER_NBYTES, HEADER_NBYTES + 8)
-"""Where a slot's version is: a number, little-endian."""
-HEAD = slice(0, SLOT_VERSION.stop)
-"""Header and version."""
 _PAYLOAD_START = 192  # a cache line begins there
 _PAGE_NBYTES = 4096
 
 
-@dataclass(frozen=True)
-class SlotLayout:
-    """Where things are in a slot; equal on both sides if the geometry is."""
+class SlotMemory:
+    """Slots in one piece of memory: one's own, another process's that is mapped, or received ones.
 
-    geometry: BlockGeometry
+    Args:
+        memory: The memory; as many slots as it has room for.
+        payload_nbytes: Bytes of a block.
+    """
 
-    @cached_property
-    def digest(self) -> bytes:
-        """Digest of the geometry."""
-        return self.geometry.digest
+    def __init__(self, memory: ByteArray, payload_nbytes: int) -> None:
+        stride = self.stride(payload_nbytes)
+        whole = memory[: memory.size // stride * stride].reshape(-1, stride)
+        self.used = whole[:, : _PAYLOAD_START + payload_nbytes]
+        """Each slot as it is sent, shape ``(num_slots, nbytes)``."""
+        self.slots = self.used[:, _PAYLOAD_START:]
+        """Payloads, shape ``(num_slots, payload_nbytes)``."""
+        self.headers: Headers = whole[:, :HEADER_NBYTES]
+        """Shape ``(num_slots, HEADER_NBYTES)``."""
+        self.versions: Numbers = whole.view(np.int64)[:, HEADER_NBYTES // 8]
+        """Numbers that differ whenever a slot is filled or cleared, shape ``(num_slots,)``."""
 
-    @cached_property
-    def payload(self) -> slice:
-        """Where the pages are."""
-        return slice(_PAYLOAD_START, self.nbytes)
+    @staticmethod
+    def stride(payload_nbytes: int) -> int:
+        """Return the bytes from one slot to the next."""
+        return -(-(_PAYLOAD_START + payload_nbytes) // _PAGE_NBYTES) * _PAGE_NBYTES
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a slot in use."""
-        return _PAYLOAD_START + self.geometry.nbytes
+    def look(self, slots: Numbers) -> Look:
+        """Return the present state of slots."""
+        return Look(self.headers[slots], self.versions[slots])
 
-    @property
-    def stride(self) -> int:
-        """Bytes from one slot to the next."""
-        return -(-self.nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
-
-    def header(self, key: bytes, checksum: bytes, rank: int) -> bytes:
-        """Return the packed header of a block; `checksum` is that of all its pages."""
-        return BlockHeader(key, self.digest, self.geometry.nbytes, checksum, rank).pack()
-
-    def check_head(self, head: bytes, key: bytes, rank: int) -> BlockHeader | Mismatch:
-        """Return the header in a copy of a slot's head, or why this is not the wanted block."""
-        header = BlockHeader.unpack(head[:HEADER_NBYTES])
-        if not isinstance(header, BlockHeader):
-            return header
-        return header.mismatch(key, self.digest, self.geometry.nbytes, rank) or header
+    def quarantine(self, slot: int, seen: Headers) -> None:
+        """Do nothing: the memory is another process's, or is received into again."""
 
 
 @dataclass
@@ -91,9 +84,8 @@ class StagingBuffer:
     """The staging buffer of one rank. Any thread may use it; no call blocks.
 
     Args:
-        layout: Of a slot.
+        geometry: Layout of a block.
         nbytes: Memory to take, at most.
-        rank: Rank whose part of each block it holds.
         clock: Monotonic time in seconds.
 
     Raises:
@@ -104,22 +96,20 @@ class StagingBuffer:
     """
 
     def __init__(
-        self,
-        layout: SlotLayout,
-        nbytes: int,
-        rank: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, geometry: BlockGeometry, nbytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.num_slots: int = nbytes // layout.stride
+        stride = SlotMemory.stride(geometry.nbytes)
+        self.num_slots = nbytes // stride
         if not self.num_slots:
             raise ConnectorOptionError(
-                f"shelf_bytes={nbytes:,} has no room for one block of {layout.stride:,} bytes"
+                f"shelf_bytes={nbytes:,} has no room for one block of {stride:,} bytes"
             )
-        self.layout = layout
-        self.segment = Segment(self.num_slots * layout.stride)
+        self.segment = Segment(self.num_slots * stride)
         """Its memory."""
-        self._memory = self.segment.buffer.reshape(self.num_slots, layout.stride)
-        self._rank = rank
+        self.memory = SlotMemory(self.segment.buffer, geometry.nbytes)
+        """Its slots."""
+        self.geometry = geometry
+        """Layout of a block."""
         self._clock = clock
         self._lock = threading.Lock()
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -132,11 +122,6 @@ class StagingBuffer:
         self._leases: dict[Hashable, _Lease] = {}
         self._counts: Counter[str] = Counter()
         self._versions = itertools.count(1)
-
-    def slot(self, number: int) -> ByteArray:
-        """Return the memory of a slot."""
-        memory: ByteArray = self._memory[number]
-        return memory
 
     # -- filling
 
@@ -158,18 +143,17 @@ class StagingBuffer:
             self._filling[key] = slot = self._free.pop()
             return slot
 
-    def commit(self, key: bytes, checksum: bytes) -> None:
-        """Let readers find a block whose pages are in its slot; `checksum` is that of all pages."""
-        header = self.layout.header(key, checksum, self._rank)
+    def commit(self, key: bytes, header: Headers) -> None:
+        """Let readers find a block whose pages are in its slot."""
         with self._lock:
             slot = self._filling.pop(key)
-            self._set_version(slot)
-            self._memory[slot, :HEADER_NBYTES].data[:] = header
+            self.memory.versions[slot] = next(self._versions)
+            self.memory.headers[slot] = header
             self._keys[slot] = key
             self._committed[key] = slot
             self._evictable[slot] = None
             self._counts["blocks_saved_total"] += 1
-            self._counts["bytes_saved_total"] += self.layout.geometry.nbytes
+            self._counts["bytes_saved_total"] += self.geometry.nbytes
 
     def abort(self, key: bytes) -> None:
         """Free a slot that will not be filled."""
@@ -190,12 +174,9 @@ class StagingBuffer:
 
     def _clear(self, slot: int) -> None:
         # Before a page of the next block is written: a reader must not take it for this one's.
-        self._memory[slot, :HEADER_NBYTES] = 0
-        self._set_version(slot)
+        self.memory.headers[slot] = 0
+        self.memory.versions[slot] = next(self._versions)
         del self._committed[self._keys.pop(slot)]
-
-    def _set_version(self, slot: int) -> None:
-        self._memory[slot, SLOT_VERSION].data[:] = struct.pack("<Q", next(self._versions))
 
     # -- leases
 
@@ -274,7 +255,8 @@ class StagingBuffer:
     def close(self) -> None:
         """Give up the memory; the kernel frees it when the last reader has unmapped it."""
         with self._lock:
-            self._memory = self._memory[:0].copy()  # a view would keep the mapping
+            # A view would keep the mapping.
+            self.memory = SlotMemory(np.empty(0, np.uint8), self.geometry.nbytes)
             self._committed.clear()
             self._evictable.clear()
             self._free.clear()

@@ -1,4 +1,4 @@
-"""D's end of a connection: looks blocks up on a P worker, and copies them into the cache."""
+"""D's side: the loads of one worker, and its connections to workers of other instances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from typing import TYPE_CHECKING, NamedTuple
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from wtransfer.connectors.p2p.protocol import (
     CODEC,
@@ -29,6 +32,8 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
+from wtransfer.kv.copier import SHARE_NBYTES, TASK_CHUNKS, Chunks, Copier, RefusedError
+from wtransfer.kv.slots import HeaderForm
 from wtransfer.transport.channel import Dialer
 
 if TYPE_CHECKING:
@@ -36,14 +41,19 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from wtransfer.connectors.p2p.copier import BlockLoader, Loaded
+    from wtransfer.blocks import BlockGeometry
     from wtransfer.connectors.p2p.protocol import Load, P2POptions, RemoteRequest
+    from wtransfer.kv.cache_view import GroupPages
+    from wtransfer.kv.slots import Slots
     from wtransfer.transport.channel import Connection
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_CLIENTS = 256
-"""Workers of other instances that one worker is connected with at a time."""
+"""Workers of other instances that one worker is connected with at a time. One more takes the place
+of the one that has been idle longest."""
 REACH_S = 0.25
 """Time allowed to an address where nothing listens: workers listen before they state theirs."""
 CLOSE_S = 1.0
@@ -66,42 +76,83 @@ def _reason(error: BaseException) -> str:
 
 
 class PendingLoad:
-    """One load under way."""
+    """One load under way.
 
-    def __init__(self, load: Load) -> None:
+    Args:
+        load: The load.
+        mark: What the model must have done before (`GroupPages.mark`).
+    """
+
+    def __init__(self, load: Load, mark: object) -> None:
         self.load = load
+        self.mark = mark
         self.num_loaded = 0
         """Blocks, from the first on, that are in the cache and are the wanted ones."""
         self.aborted = False
-        """Whether its request has ended; the load ends before its next block."""
+        """Whether its request has ended; the load ends soon."""
 
 
-class LoadTracker:
-    """The loads of one worker. Any thread may use it.
+class RemoteLoads:
+    """The loads of one worker, each on the client of the worker that it loads from.
+
+    The model's thread calls it; clients call `end` and `warn`.
 
     Args:
+        geometry: Layout of a block.
+        rank: Rank of the worker.
+        pages: Its cache.
+        options: Options of the connector.
+        token: Secret of both instances; None: each request brings the one of its other instance.
+        client_cls: Kind of the clients.
         admits: Whether this process still has the weights that a load was planned for.
     """
 
-    def __init__(self, admits: Callable[[Load], bool]) -> None:
+    def __init__(
+        self,
+        *,
+        geometry: BlockGeometry,
+        rank: int,
+        pages: GroupPages,
+        options: P2POptions,
+        token: str | None,
+        client_cls: type[P2PClient],
+        admits: Callable[[Load], bool],
+    ) -> None:
+        self.geometry, self.rank, self.pages, self.options = geometry, rank, pages, options
+        self.threads = ThreadPoolExecutor(options.num_threads, "wtransfer-load-copy")
+        """Threads that copy."""
+        self._form = HeaderForm(geometry.digest, rank)
+        self._token = token
+        self._client_cls = client_cls
         self._admits = admits
-        self.block_nbytes = 0
+        # Least recently used first.
+        self._clients: dict[tuple[str, str], P2PClient] = {}
+        self._closed = False
+        # Guards everything below.
         self._lock = threading.Lock()
         self._pending: dict[str, PendingLoad] = {}
         self._ended: list[tuple[PendingLoad, str | None]] = []
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()
 
-    def begin(self, load: Load) -> PendingLoad | None:
-        """Add a load; None: its request is loading already, and this one is dropped."""
+    def start(self, load: Load) -> None:
+        """Begin a load, unless its request is loading already; one that cannot begin fails."""
         with self._lock:
             if load.request_id in self._pending:
                 self._counts["loads_repeated_total"] += 1
-                return None
+                return
             self._counts["loads_total"] += 1
-            pending = self._pending[load.request_id] = PendingLoad(load)
-            return pending
+            mark = None if self._closed else self.pages.mark()
+            pending = self._pending[load.request_id] = PendingLoad(load, mark)
+        reason = "weights"
+        if self._admits(load):
+            reason = self._submit(load.remote, pending)
+        else:
+            self.release(load.remote)
+        if reason:
+            self.end(pending, reason)
 
     def abort(self, request_id: str) -> None:
         """Let a load end soon, as its request has ended."""
@@ -111,6 +162,10 @@ class LoadTracker:
                 pending.aborted = True
             else:
                 self._counts["aborts_unknown_total"] += 1
+
+    def release(self, remote: RemoteRequest) -> None:
+        """Release a remote request. If that does not arrive, its lease expires."""
+        self._submit(remote, remote.request_id)
 
     def end(self, pending: PendingLoad, reason: str | None) -> None:
         """End a load: nothing of it will be written any more. A second call does nothing.
@@ -138,6 +193,66 @@ class LoadTracker:
             failed, self._failed_blocks = self._failed_blocks, set()
             return failed
 
+    def warn(self, kind: str, text: str, *args: object) -> None:
+        """Log a warning that a request's parameters can cause: each kind once, the rest counts."""
+        with self._lock:
+            self._counts["warnings_total"] += 1
+            is_first = kind not in self._warned
+            self._warned.add(kind)
+        if is_first:
+            logger.warning(f"{text} (later warnings of this kind are only counted)", *args)  # noqa: G004
+
+    def copier(self, slots: Slots) -> Copier:
+        """Return a copier from another instance's slots into the cache."""
+        return Copier(slots, self.pages, self._form)
+
+    def get_stats(self) -> dict[str, int]:
+        """Return counters (``_total``) and the number of loads under way."""
+        with self._lock:
+            return {**self._counts, "loads_under_way": len(self._pending)}
+
+    def close(self) -> None:
+        """Close all clients and release the cache; loads that have not ended fail."""
+        if self._closed:
+            return
+        self._closed = True
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+        self.threads.shutdown()
+        del self.pages
+
+    def _submit(self, remote: RemoteRequest, job: PendingLoad | str) -> str:
+        """Give a job to the client of a remote worker; return why that is impossible, or ``""``."""
+        if len(remote.addresses) != self.geometry.num_ranks:
+            text = "KV blocks of %r do not fit: num_ranks is %d there and %d here"
+            numbers = len(remote.addresses), self.geometry.num_ranks
+            self.warn("num_ranks", text, remote.engine_id, *numbers)
+            return "layout"
+        address = remote.addresses[self.rank]
+        token = self._token or "".join(remote.tokens[self.rank : self.rank + 1])
+        # By token, too: a request with a wrong one must not fail the requests with the right one.
+        where = address, token
+        client = self._clients.pop(where, None)
+        if client is not None and client.submit(job):
+            self._clients[where] = client
+            return ""
+        self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
+        if len(self._clients) >= MAX_CLIENTS:
+            idle = next((key for key, each in self._clients.items() if each.is_idle), None)
+            if idle is not None:
+                self._clients.pop(idle).fail(ClosedError("another instance needs its place"))
+        if self._closed or len(self._clients) >= MAX_CLIENTS:
+            return "lost"
+        try:
+            client = self._client_cls(address, token, self)
+            client.start(job)
+        except (WTransferError, OSError, RuntimeError) as error:
+            self.warn("unreachable", "no blocks from %s: %s", address, error)
+            return "lost"
+        self._clients[where] = client
+        return ""
+
     def _settle(self) -> None:
         """Compare the weights of ended loads; on the model's thread, where no commit comes between.
 
@@ -152,26 +267,13 @@ class LoadTracker:
             missing = load.block_ids[pending.num_loaded :]
             self._received.add(load.request_id)
             self._counts["blocks_loaded_total"] += pending.num_loaded
-            self._counts["bytes_loaded_total"] += pending.num_loaded * self.block_nbytes
+            self._counts["bytes_loaded_total"] += pending.num_loaded * self.geometry.nbytes
             if pending.aborted:
                 self._counts["loads_aborted_total"] += 1
             elif missing:
                 self._failed_blocks.update(missing)
                 self._counts["blocks_missed_total"] += len(missing)
                 self._counts[f"blocks_missed_{reason}_total"] += len(missing)
-
-    def get_stats(self) -> dict[str, int]:
-        """Return counters (``_total``) and the number of loads under way."""
-        with self._lock:
-            return {**self._counts, "loads_under_way": len(self._pending)}
-
-
-class LocalSide(NamedTuple):
-    """What a client needs of its own worker."""
-
-    loader: BlockLoader
-    tracker: LoadTracker
-    options: P2POptions
 
 
 class P2PClient:
@@ -183,19 +285,19 @@ class P2PClient:
     Args:
         address: Where the other side listens.
         token: Secret to prove.
-        local: This side.
+        loads: The loads of this worker.
     """
 
-    def __init__(self, address: str, token: str | None, local: LocalSide) -> None:
+    def __init__(self, address: str, token: str | None, loads: RemoteLoads) -> None:
         self.address = address
-        self.local = local
+        self.loads = loads
         self._changed = threading.Condition()
         self._jobs: deque[PendingLoad | str] = deque()
+        self._waits = False
         self._hello: Hello | None = None
         self._reply: LookupReply | None = None
         self._numbers = itertools.count()
-        self._error: WTransferError | None = None
-        self._ended = False
+        self._error: BaseException | None = None
         self._dialer = Dialer(
             CODEC,
             address=address,
@@ -215,30 +317,39 @@ class P2PClient:
             self._thread.start()
         except BaseException:
             # "can't start new thread"
-            self._ended = True
             self._dialer.close()
             raise
 
     @property
     def is_alive(self) -> bool:
         """Whether it takes jobs."""
-        return not self._ended and self._error is None
+        return self._error is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no job and waits for the next."""
+        with self._changed:
+            return self._waits and not self._jobs
 
     def submit(self, job: PendingLoad | str) -> bool:
         """Add a load, or the id of a remote request to release; False: the client has ended."""
         with self._changed:
-            if not self.is_alive:
-                return False
-            self._jobs.append(job)
-            self._changed.notify_all()
-            return True
+            if self._error is None:
+                self._jobs.append(job)
+                self._changed.notify_all()
+            return self._error is None
 
-    def fail(self, error: WTransferError) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the client. Any thread may call it; the first error counts."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
         self.abort_transport()
+
+    def check(self) -> None:
+        """Raise the error that ended the client, if any."""
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """End the client; blocks that are not loaded are missing. A second call does nothing."""
@@ -250,15 +361,50 @@ class P2PClient:
     def open_transport(self, hello: Hello) -> None:
         """Get ready to fetch."""
 
-    def fetch(
-        self,
-        keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        slots: Sequence[int],
-        is_wanted: Callable[[], bool],
-    ) -> Loaded:
-        """Copy blocks from the other side's slots to where they belong in the cache."""
+    def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
+        """Copy blocks of a load from the other side's slots into the cache, by `load`.
+
+        Args:
+            job: The load.
+            part: Which of its blocks.
+            slots: The slot of each.
+
+        Returns:
+            Why the first block that was not copied must not be used; None: all are copied, or the
+            load was aborted.
+        """
         raise NotImplementedError
+
+    def load(
+        self, copier: Copier, job: PendingLoad, part: slice, slots: Sequence[int]
+    ) -> str | None:
+        """Copy blocks, in order up to the first that is refused; arguments as for `fetch`."""
+        blocks = np.array(job.load.block_ids[part]).reshape(-1, 1)
+        chunks = Chunks(0, np.array(slots), job.load.keys[part], blocks)
+        size = max(1, min(TASK_CHUNKS, SHARE_NBYTES // copier.chunk_nbytes))
+        tasks = list(chunks.split(size))
+
+        def copy(task: Chunks) -> tuple[int, str | None]:
+            if self._error is not None or job.aborted:
+                return 0, None
+            try:
+                copier.load(task, job.mark)
+            except RefusedError as refused:
+                return refused.row, refused.reason
+            return len(task), None
+
+        if len(tasks) > 1:
+            copies = [self.loads.threads.submit(copy, task) for task in tasks]
+            # All of them, also if one raises: nothing may write to the cache after this returns.
+            wait(copies)
+            found = [each.result() for each in copies]
+        else:
+            found = [copy(task) for task in tasks]
+        for task, (number, reason) in zip(tasks, found, strict=True):
+            job.num_loaded += number
+            if number < len(task):
+                return reason
+        return None
 
     def abort_transport(self) -> None:
         """Let `open_transport` or `fetch` raise soon. Any thread may call it."""
@@ -282,56 +428,52 @@ class P2PClient:
     # -- the thread
 
     def _run(self) -> None:
-        error: BaseException
         try:
             self._open()
             while True:
-                self._work(self._next_job())
-        except WTransferError as caught:
-            error = self._error or caught
+                with self._changed:
+                    self._waits = True
+                    while not self._jobs:
+                        self.check()
+                        self._changed.wait()
+                    self.check()
+                    self._waits = False
+                    job = self._jobs.popleft()
+                self._work(job)
         except Exception as caught:
-            error = caught
+            with self._changed:
+                error = self._error = self._error or caught
         if not isinstance(error, ClosedError):
             # Its text only: a log record would keep the frames, and with them the mapping.
-            logger.warning("no more blocks from %s: %s", self.address, str(error))
-        with self._changed:
-            self._ended = True
+            self.loads.warn(_reason(error), "no more blocks from %s: %s", self.address, str(error))
         self._dialer.close()
         try:
             self.close_transport()
         finally:
             for job in self._jobs:
                 if isinstance(job, PendingLoad):
-                    self.local.tracker.end(job, _reason(error))
+                    self.loads.end(job, _reason(error))
 
     def _open(self) -> None:
         reach = Deadline(REACH_S)
 
-        def is_there() -> bool:
+        def hello_or_error() -> Hello | None:
             if self._hello is None and reach.expired and self._dialer.last_error is not None:
                 raise self._dialer.last_error
-            return self._hello is not None
+            return self._hello
 
-        self._wait_until(is_there, f"the worker at {self.address}: it does not say hello")
-        hello, loader = self._hello, self.local.loader
-        assert hello is not None
-        whose = f"{hello.engine_id!r} ({self.address})"
-        loader.layout.geometry.check_fits(hello.geometry, whose)
-        if hello.rank != loader.rank:
+        hello = self._wait_for(
+            hello_or_error, f"the worker at {self.address}: it does not say hello"
+        )
+        whose, rank = f"{hello.engine_id!r} ({self.address})", self.loads.rank
+        self.loads.geometry.check_fits(hello.geometry, whose)
+        if hello.rank != rank:
             raise KVLayoutError(
                 f"{self.address} is rank {hello.rank} of {hello.engine_id!r}, this is rank "
-                f"{loader.rank}; each rank loads from its own",
+                f"{rank}; each rank loads from its own",
                 field="rank",
             )
         self.open_transport(hello)
-
-    def _next_job(self) -> PendingLoad | str:
-        with self._changed:
-            while not self._jobs:
-                self.check()
-                self._changed.wait()
-            self.check()
-            return self._jobs.popleft()
 
     def _work(self, job: PendingLoad | str) -> None:
         if isinstance(job, str):
@@ -344,7 +486,7 @@ class P2PClient:
             reason = _reason(self._error or error)
             raise
         finally:
-            self.local.tracker.end(job, reason)
+            self.loads.end(job, reason)
         self._dialer.send(ReleaseRequest(job.load.remote.request_id))
 
     def _load(self, pending: PendingLoad) -> str | None:
@@ -355,110 +497,30 @@ class P2PClient:
             number = next(self._numbers)
             self._dialer.send(Lookup(number, load.remote.request_id, keys))
             slots = self._wait_for_reply(number, len(keys))
-            loaded = self.fetch(
-                keys[: len(slots)],
-                load.block_ids[start : start + len(slots)],
-                slots,
-                lambda: self._error is None and not pending.aborted,
-            )
-            pending.num_loaded += loaded.num_blocks
+            reason = self.fetch(pending, slice(start, start + len(slots)), slots)
             self.check()
             self._dialer.send(TransferDone(number))
-            if loaded.num_blocks < len(keys):
-                return loaded.reason or "absent"
+            if pending.num_loaded < start + len(keys):
+                return reason or "absent"
         return None
 
     def _wait_for_reply(self, number: int, count: int) -> list[int]:
         """Return the slots of the blocks that can be fetched."""
-        self._wait_until(
-            lambda: self._reply is not None and self._reply.number == number,
-            f"an answer of {self.address}",
-        )
-        assert self._reply is not None
-        slots = self._reply.slots
+
+        def slots_of_reply() -> list[int] | None:
+            reply = self._reply
+            return reply.slots if reply is not None and reply.number == number else None
+
+        slots = self._wait_for(slots_of_reply, f"an answer of {self.address}")
         if len(slots) != count:
             raise ProtocolError(f"{self.address} named {len(slots)} slots for {count} blocks")
         return until_missing(slots)
 
-    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = Deadline(self.local.options.deadline_s)
+    def _wait_for(self, look: Callable[[], T | None], what: str) -> T:
+        deadline = Deadline(self.loads.options.deadline_s)
         with self._changed:
-            while not condition():
+            while (found := look()) is None:
                 self.check()
                 deadline.check(what)
                 self._changed.wait(_POLL_S)
-
-    def check(self) -> None:
-        """Raise the error that ended the client, if any."""
-        if self._error is not None:
-            raise self._error
-
-
-class ClientPool:
-    """The clients of one worker, made when they are needed.
-
-    Args:
-        local: The worker.
-        token: Secret of both instances; None: each request brings the one of its other instance.
-        make: Makes a client of an address, given the token.
-    """
-
-    def __init__(
-        self, local: LocalSide, token: str | None, make: Callable[[str, str], P2PClient]
-    ) -> None:
-        self._local = local
-        self._token = token
-        self._make = make
-        self._lock = threading.Lock()
-        self._clients: dict[tuple[str, str], P2PClient] = {}
-        self._closed = False
-
-    def load(self, pending: PendingLoad) -> None:
-        """Begin a load; if it cannot begin, its blocks are missing."""
-        reason = self._submit(pending.load.remote, pending)
-        if reason is not None:
-            self._local.tracker.end(pending, reason)
-
-    def release(self, remote: RemoteRequest) -> None:
-        """Release a remote request. If that does not arrive, its lease expires."""
-        self._submit(remote, remote.request_id)
-
-    def close(self) -> None:
-        """Close all clients."""
-        with self._lock:
-            self._closed = True
-            clients = list(self._clients.values())
-            self._clients.clear()
-        for client in clients:
-            client.close()
-
-    def _submit(self, remote: RemoteRequest, job: PendingLoad | str) -> str | None:
-        """Give a job to the client of a remote worker; return why that is impossible, or None."""
-        rank, num_ranks = self._local.loader.rank, self._local.loader.layout.geometry.num_ranks
-        if len(remote.addresses) != num_ranks:
-            logger.warning(
-                "KV blocks of %r do not fit: num_ranks is %d there and %d here",
-                remote.engine_id,
-                len(remote.addresses),
-                num_ranks,
-            )
-            return "layout"
-        address = remote.addresses[rank]
-        token = self._token or "".join(remote.tokens[rank : rank + 1])
-        # By token, too: a request with a wrong one must not fail the requests with the right one.
-        where = address, token
-        with self._lock:
-            client = self._clients.get(where)
-            if client is not None and client.submit(job):
-                return None
-            self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
-            if self._closed or len(self._clients) >= MAX_CLIENTS:
-                return "lost"
-            try:
-                client = self._make(address, token)
-                client.start(job)
-            except (WTransferError, OSError, RuntimeError) as error:
-                logger.warning("no blocks from %s: %s", address, error)
-                return "lost"
-            self._clients[where] = client
-            return None
+            return found

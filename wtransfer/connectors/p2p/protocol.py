@@ -81,9 +81,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a request carries; JSON can hold it."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        # `to_builtins` leaves tuples, which arrive as lists in another process.
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in plain.items()}
+        # Not `to_builtins`: it leaves tuples, which arrive as lists in another process.
+        plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(self))
+        return plain
 
 
 def read_params(plain: Mapping[str, Any] | None) -> TransferParams | None:
@@ -246,6 +246,8 @@ class P2PHandshake(WeightHandshake):
     """Empty: it does not send."""
     token: str = ""
     """Empty: the options have the token."""
+    num_slots: int = 0
+    """Blocks that it can stage at a time."""
 
 
 @dataclass
@@ -253,7 +255,7 @@ class P2PWorkerMetadata(WeightReport):
     """What workers report after a step."""
 
     not_saved: set[bytes] = field(default_factory=set)
-    """Keys that any worker did not save, as its step did not count."""
+    """Keys that any worker has not staged: its step did not count, or there was no room."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> P2PWorkerMetadata:
         """Add another worker's report; return this object."""

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED_PEERS = 256
-"""Refused addresses that are logged, each once. More are only counted: clients can make them up."""
-
 
 class _Request:
     def __init__(self, request: Any, params: TransferParams, keys: RequestNames) -> None:
@@ -48,7 +45,7 @@ class _Request:
         self.has_saves = False
         """Whether workers may have leased slots to it; stays set when `saved` is taken back."""
         self.has_valid_params = True
-        self.refused_peers: set[str] = set()
+        self.refused_peers: list[str] = []
         self.has_run = False
         """Whether a step has computed it since it got its blocks."""
         # Once: either its load is planned, or the other instance was told to release it.
@@ -87,7 +84,6 @@ class P2PScheduler(ConnectorScheduler):
         self._loading: set[str] = set()
         self._next = P2PMetadata()
         self._counts: Counter[str] = Counter()
-        self._logged_peers: set[str] = set()
 
     @abstractmethod
     def is_address(self, address: str) -> bool:
@@ -222,8 +218,17 @@ class P2PScheduler(ConnectorScheduler):
             known = self._requests[request.request_id] = self._read(request)
             self._progress.know(request)
             self._counts["parameters_refused_total"] += not known.has_valid_params
-            self._counts["peers_refused_total"] += bool(known.refused_peers)
-            self._log_peers(known.refused_peers - self._logged_peers)
+            if known.refused_peers:
+                self._counts["peers_refused_total"] += 1
+                # Once: clients can make addresses up.
+                if self._counts["peers_refused_total"] == 1:
+                    logger.warning(
+                        "a request's blocks are at %s, which is not in allowed_peers: they are "
+                        "computed here and not fetched. If an instance of yours listens there, add "
+                        "its address or network to allowed_peers in kv_connector_extra_config "
+                        "(later requests of this kind are only counted)",
+                        known.refused_peers[0],
+                    )
         return known
 
     def _read(self, request: Any) -> _Request:
@@ -237,22 +242,12 @@ class P2PScheduler(ConnectorScheduler):
             and bool(addresses)
             and all(map(self.is_address, addresses))
         )
-        refused = {each for each in addresses if can_fetch and not self.allows(each)}
+        refused = [each for each in addresses if can_fetch and not self.allows(each)]
         if not can_fetch or refused:
             params = TransferParams(do_remote_decode=params.do_remote_decode)
         known = _Request(request, params, self._naming.of(request))
         known.has_valid_params, known.refused_peers = valid_params is not None, refused
         return known
-
-    def _log_peers(self, addresses: set[str]) -> None:
-        for address in sorted(addresses)[: MAX_LOGGED_PEERS - len(self._logged_peers)]:
-            self._logged_peers.add(address)
-            logger.warning(
-                "a request's blocks are at %s, which is not in allowed_peers: they are computed "
-                "here and not fetched. If an instance of yours listens there, add its address or "
-                "network to allowed_peers in kv_connector_extra_config",
-                address,
-            )
 
     # -- one request
 
@@ -275,7 +270,10 @@ class P2PScheduler(ConnectorScheduler):
             return None
         # Generated tokens are computed by the other instance.
         num_tokens = min(tracked.num_computed, known.num_prompt_tokens)
-        keys = known.keys.under(fingerprint, num_tokens // self.instance.block_size)
+        # What does not fit beside the prompt's own beginning would not be staged.
+        most = min((each.num_slots for each in self._workers.values()), default=0)
+        most = min(most, num_tokens // self.instance.block_size)
+        keys = known.keys.under(fingerprint, most)
         part = slice(len(known.saved), len(keys))
         if part.start >= part.stop:
             return None

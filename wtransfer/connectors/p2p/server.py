@@ -105,7 +105,7 @@ class P2PServer:
 
     def _on_open(self, connection: Connection) -> None:
         self._clients[connection] = _Client()
-        geometry = self.buffer.layout.geometry
+        geometry = self.buffer.geometry
         connection.send(
             Hello(
                 self._instance.engine_id,

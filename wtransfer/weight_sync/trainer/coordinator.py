@@ -616,7 +616,7 @@ class Round:
         self._call = call
         begun = time.monotonic()
         with self._lock:
-            while not call.done:
+            while not call.done.is_set():
                 self._check_state()
                 moved = (rank.moved_at for rank in self.state.ranks())
                 idle_s = _idle_s(begun, self._runner.source.moved_at, self._waited_at, *moved)

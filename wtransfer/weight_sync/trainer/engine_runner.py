@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.calls import SerialThread, forget_frames, start_call
+from wtransfer.calls import Call, SerialThread, forget_frames, start_call
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import (
     NotInitializedError,
@@ -143,48 +143,46 @@ class RoundClient:
         return round_
 
 
-class EngineCall:
-    """One call into a trainer engine, on the engine's thread.
+class EngineCall(Call):
+    """One call into a trainer engine; its error is a `WTransferError`.
 
     Args:
-        thread: The engine's.
         method: Name of the call, for errors.
         function: The call.
         plugin: Engine, for errors.
-        on_done: Called on that thread when the call has ended.
+        on_done: Called on the engine's thread when the call has ended.
     """
 
     def __init__(
         self,
-        thread: SerialThread,
         method: str,
         function: Callable[[], object],
         plugin: str,
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
-        self.done = False
-        self.error: WTransferError | None = None
-        self.result: Any = None
+        # In a context of its own: what one call sets there, the next one does not see.
+        super().__init__(lambda: contextvars.copy_context().run(function))
+        self._method = method
+        self._plugin = plugin
+        self._on_done = on_done
 
-        def run() -> None:
-            try:
-                # In a context of its own: what one call sets there, the next one does not see.
-                self.result = contextvars.copy_context().run(function)
-            except WTransferError as error:
-                error.add_facts(plugin=plugin)
-                self.error = error
-            except BaseException as error:
-                self.error = engine_error(method, error, plugin)
-                self.error.__cause__ = error
-            forget_frames(self.error)
-            self.done = True
-            on_done()
+    def run(self) -> None:
+        """Make the call, and notify of its end."""
+        super().run()
+        # Not kept: the round that it notifies may keep this call.
+        on_done, self._on_done = self._on_done, lambda: None
+        on_done()
 
-        self._call = thread.submit(run)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the call to end; return whether it has."""
-        return self._call.done.wait(timeout_s)
+    def translate(self, error: BaseException) -> WTransferError:
+        """Return the error as ours, with the engine's name and without frames."""
+        if isinstance(error, WTransferError):
+            error.add_facts(plugin=self._plugin)
+            kept = error
+        else:
+            kept = engine_error(self._method, error, self._plugin)
+            kept.__cause__ = error
+        forget_frames(kept)
+        return kept
 
 
 class EngineRunner:
@@ -311,15 +309,15 @@ class EngineRunner:
         call = self._begin(
             "round_finished", lambda: guarded("round_finished", lambda: tell(committed=committed))
         )
-        if not call.join(UNBLOCK_GRACE_S):
+        if not call.done.wait(UNBLOCK_GRACE_S):
             self._leave_behind("round_finished")
 
     def unblock(self, call: EngineCall, reason: str) -> None:
         """End a call whose round has failed; an engine that does not return is left behind."""
         self.source.stop(reason)
-        if not call.done:
+        if not call.done.is_set():
             guarded("abort_weight_update", getattr(self._engine, "abort_weight_update", None))
-        if not call.join(UNBLOCK_GRACE_S):
+        if not call.done.wait(UNBLOCK_GRACE_S):
             self._leave_behind("a failed round")
 
     def _leave_behind(self, where: str) -> None:
@@ -346,4 +344,6 @@ class EngineRunner:
         function: Callable[[], object],
         on_done: Callable[[], None] = lambda: None,
     ) -> EngineCall:
-        return EngineCall(self._thread, method, function, self.plugin, on_done)
+        call = EngineCall(method, function, self.plugin, on_done)
+        self._thread.resubmit(call)
+        return call

@@ -1,7 +1,12 @@
-"""The jobs of a worker: cut into steps, run by threads, and in order wherever they share a slot.
+"""The jobs of a worker: read from what a host submits, cut into steps, and run by threads.
 
-A job that uses a slot which an unfinished job uses, too, begins when that one has ended. So whoever
-gives a slot to another block too early finds one of both blocks in it, never a mix.
+A slot holds a chunk, which is one block of the cache or several. Blocks that follow each other in a
+sequence fill chunk after chunk; the first one of a group may begin in the middle of a chunk, and
+the last one may end there (`GPULoadStoreSpec.block_indices`).
+
+Jobs run in order wherever they share a slot: a job begins when all earlier ones that use one of its
+slots have ended. So a manager that reuses a slot too early finds one of both blocks in it, never a
+mix.
 """
 
 from __future__ import annotations
@@ -10,25 +15,26 @@ import contextlib
 import functools
 import logging
 import math
+import queue
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
-from wtransfer.specs.copying.copier import RefusedError
-from wtransfer.specs.copying.threads import CopyThreads
+from wtransfer.kv.copier import Chunks, RefusedError
 from wtransfer.specs.interface import TransferResult
-from wtransfer.transport.niceness import NICENESS
+from wtransfer.transport.niceness import NICENESS, step_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from wtransfer.specs.copying.copier import Reason
-    from wtransfer.specs.copying.pages import Numbers
+    from wtransfer.kv.copier import Reason
+    from wtransfer.kv.slots import Numbers
 
     Step = Callable[[], int]
     """Copies some blocks and returns how many bytes; raises RefusedError, or anything."""
@@ -41,6 +47,130 @@ Kind = Literal["store", "load"]
 _COMMIT_S = 0.001
 SHUTDOWN_S = 0.8
 """How long the steps that run may still take when the worker is shut down."""
+
+
+# -- what a job copies
+
+
+class MalformedJobError(ValueError):
+    """A job whose two sides do not belong together; stays within the worker that was given it."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Which numbers there are."""
+
+    num_slots: int
+    """Slots of the arena."""
+    num_blocks: tuple[int, ...]
+    """Blocks of each group's cache."""
+    blocks_per_chunk: int = 1
+    """Blocks in a slot."""
+
+
+def chunks_of(cache: Any, arena: Any, bounds: Bounds) -> list[Chunks]:
+    """Bring both sides of a job together.
+
+    Args:
+        cache: Blocks of the cache, as a `GPULoadStoreSpec` or vLLM's.
+        arena: Slots of the arena, as an `ArenaLoadStoreSpec`.
+        bounds: Which numbers there are.
+
+    Raises:
+        MalformedJobError: They do not belong together, or there are no such blocks or slots.
+    """
+    blocks = np.asarray(cache.block_ids, np.int64)
+    slots = np.asarray(arena.slots, np.int64)
+    _check_numbers(slots, bounds.num_slots, "slots")
+    if len(arena.keys) != len(slots):
+        raise MalformedJobError(f"{len(arena.keys)} keys for {len(slots)} slots")
+    if not len(cache.group_sizes) == len(cache.block_indices) == len(bounds.num_blocks):
+        raise MalformedJobError(
+            f"blocks of {len(cache.group_sizes)} groups; the cache has {len(bounds.num_blocks)}"
+        )
+    found, block, slot = [], 0, 0
+    for group, (size, index) in enumerate(zip(cache.group_sizes, cache.block_indices, strict=True)):
+        if not size:
+            continue
+        own = blocks[block : block + size]
+        _check_numbers(own, bounds.num_blocks[group], f"blocks of group {group}")
+        grid = _grid(own, int(index), bounds.blocks_per_chunk)
+        part = slice(slot, slot + len(grid))
+        found.append(Chunks(group, slots[part], arena.keys[part], grid))
+        block, slot = block + size, slot + len(grid)
+    if (block, slot) != (len(blocks), len(slots)):
+        raise MalformedJobError(
+            f"{len(blocks)} blocks and {len(slots)} slots; {block} blocks fill {slot} slots"
+        )
+    return found
+
+
+def _grid(blocks: Numbers, index: int, blocks_per_chunk: int) -> Numbers:
+    """Return blocks in rows of a chunk each."""
+    skipped = index % blocks_per_chunk
+    num_chunks = -(-(skipped + len(blocks)) // blocks_per_chunk)
+    grid = np.full(num_chunks * blocks_per_chunk, -1, np.int64)
+    grid[skipped : skipped + len(blocks)] = blocks
+    return grid.reshape(num_chunks, blocks_per_chunk)
+
+
+def _check_numbers(numbers: Numbers, limit: int, what: str) -> None:
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= limit):
+        raise MalformedJobError(
+            f"{what} {numbers.min()} to {numbers.max()}; there are those from 0 to {limit - 1}"
+        )
+
+
+# -- threads
+
+
+class CopyThreads:
+    """Daemon threads that run what is submitted, in the order of submission.
+
+    Args:
+        name: Their name.
+        number: How many.
+        niceness: How far they step back behind the rest of the process.
+    """
+
+    def __init__(self, name: str, number: int, niceness: int = 0) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._niceness = niceness
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run something that does not raise."""
+        self._tasks.put(call)
+
+    def stop(self) -> None:
+        """Let the threads end after what was submitted."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self, deadline: Deadline) -> bool:
+        """Wait for the threads to end.
+
+        Returns:
+            Whether they have. One that hangs is left behind, and dies with the process.
+        """
+        for thread in self._threads:
+            thread.join(deadline.remaining())
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        step_back(self._niceness)
+        while (call := self._tasks.get()) is not None:
+            call()
+            # A closure may hold a cache: let go of it before the next wait.
+            del call
+
+
+# -- jobs
 
 
 class Job:

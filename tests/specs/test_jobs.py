@@ -1,15 +1,12 @@
 """Blocks go into slots and come back, whatever the cache looks like."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 
-from wtransfer.specs.copying import caches, copier, pages
-from wtransfer.specs.copying.chunks import Chunks
-from wtransfer.specs.copying.device_pages import DevicePages
-from wtransfer.specs.copying.pages import HostPages, page_of
+from wtransfer.kv import cache_view, copier
+from wtransfer.kv.cache_view import DevicePages
+from wtransfer.kv.copier import Chunks
 
 CACHES = {
     "one token": {"layers": "even", "page_nbytes": (256,), "num_layers": 2},
@@ -26,7 +23,7 @@ CACHES = {
 def side(request, monkeypatch):
     """All ways to get at a cache; torch's `cpu` is the device that there is everywhere."""
     if request.param == "device":
-        monkeypatch.setattr(caches, "HostPages", DevicePages)
+        monkeypatch.setattr(cache_view, "HostPages", DevicePages)
     with torch.device("cuda" if request.param == "gpu" else "cpu"):
         yield request.param
 
@@ -209,72 +206,3 @@ def test_specs_of_another_maker_fit(make_rig, arena_rig):
     rig.worker.submit_load(101, Slots(), Blocks())
     assert rig.result(101).success
     assert [rig.block(2), rig.block(5)] == [before[2], before[5]]
-
-
-# -- how pages are found
-
-
-def test_pages_at_even_distances_are_one_array(arena_rig):
-    for make in (arena_rig.even, arena_rig.packed):
-        tensors = make(8, 512, 6)
-        for order in (tensors, tensors[::-1]):
-            (run,) = HostPages([page_of(each, 512) for each in order])._runs
-            assert run.pages.shape == (8, 6, 512)
-
-
-def test_pages_at_odd_distances_are_several(arena_rig):
-    tensors = arena_rig.scattered(8, 512, 5)
-    runs = HostPages([page_of(each, 512) for each in tensors])._runs
-    assert [run.pages.shape[1] for run in runs] == [2, 2, 1]
-    assert [run.where.start for run in runs] == [0, 1024, 2048]
-
-
-def test_pages_of_other_sizes_are_no_part_of_a_run():
-    whole = torch.zeros(3, 8, 512, dtype=torch.uint8)
-    runs = HostPages([page_of(whole[0], 512), page_of(whole[1], 256), page_of(whole[2], 256)])._runs
-    assert [run.pages.shape for run in runs] == [(8, 1, 512), (8, 2, 256)]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "said"),
-    [
-        (torch.zeros(4, 8, 8).transpose(1, 2), "expected that the first dimension counts blocks"),
-        (torch.zeros(4, 8), r"shape \(4, 8\).*64 bytes of each lie together"),
-    ],
-)
-def test_a_tensor_that_is_not_laid_out_by_block_is_refused(tensor, said):
-    with pytest.raises(ValueError, match=said):
-        page_of(tensor, 64)
-
-
-def test_padding_of_a_page_is_left_out(make_rig, arena_rig):
-    """A page may be longer than what is used of it."""
-    tensor = torch.arange(8 * 100, dtype=torch.int64).to(torch.uint8).view(8, 100)
-    page = page_of(tensor, 64)
-    host = HostPages([page])
-    places = np.zeros((2, 1, 64), np.uint8)
-    host.gather(None, *(np.array(each) for each in ([3],)), places, np.array([1]), np.array([0]))
-    assert places[1, 0].tobytes() == bytes(tensor[3, :64].tolist())
-    assert not places[0].any()
-
-
-def test_both_ways_to_get_at_a_cache_are_one(arena_rig):
-    """Whatever is gathered by the one is scattered by the other: the places agree."""
-    for make, nbytes in itertools.product(
-        (arena_rig.even, arena_rig.scattered, arena_rig.packed), (256, pages._LARGE_NBYTES)
-    ):
-        tensors = make(8, nbytes, 3)
-        for number, tensor in enumerate(tensors):
-            tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
-            assert number < 3
-        sides = [
-            kind([page_of(each, nbytes) for each in tensors]) for kind in (HostPages, DevicePages)
-        ]
-        blocks, slots, at = np.array([5, 0, 2]), np.array([1, 3, 0]), np.array([0, 0, 1])
-        found = []
-        for each in sides:
-            places = np.zeros((4, 2, 3 * nbytes), np.uint8)
-            each.gather(each.mark(), blocks, places, slots, at)
-            found.append(places)
-        assert found[0].any()
-        assert np.array_equal(*found)

@@ -1,1 +1,0 @@
-"""Blocks between a cache and the arena: in the background, and proven."""
