@@ -89,14 +89,14 @@ METADATA_METHODS = ("build_connector_meta", "build_connector_worker_meta")
 CHANGES = {"there": (1,), "there and back": (1, 0)}
 """Seeds from which the weights are drawn, one after the other."""
 QUERIES = ("get_finished_count", "get_stats", "has_pending_push_work", "take_events")
-"""Methods that only answer: no change of weights is tried before them."""
+"""Methods without effect: no change of weights is tried before them."""
 FOLLOWING = (
     "clear_connector_metadata",
     "get_block_ids_with_load_errors",
     "handle_preemptions",
     "on_new_request",
 )
-"""Methods before which a change of weights is much the same as before the call that follows."""
+"""Methods that precede another one: a change of weights before that one is enough."""
 PARTICULARS = {
     "salt": ("cache_salt", "tenant-1", "tenant-2"),
     "adapter": (
@@ -105,7 +105,7 @@ PARTICULARS = {
         SimpleNamespace(lora_name="two", lora_int_id=2, lora_path="/adapters/two"),
     ),
 }
-"""What else KV cache depends on: an attribute of requests, and two of its values."""
+"""Attributes of requests on which KV cache depends, with two values each."""
 
 
 class ConnectorConformance(ConformanceKit):
@@ -134,6 +134,7 @@ class ConnectorConformance(ConformanceKit):
     """Whether a fresh process finds the connector by its name."""
     exhaustive: ClassVar[bool] = False
     """Whether to change the weights before every single call, which takes minutes."""
+    smoke_test = "test_one_prompt_is_served"
 
     def options_in(self, folder: Path) -> dict[str, Any]:
         """Return the connector's options.
@@ -249,6 +250,12 @@ class ConnectorConformance(ConformanceKit):
 
     # -- output: tokens, keys and values are the same bits with and without loads
 
+    def test_one_prompt_is_served(self, make_bed: MakeBed) -> None:
+        """One prompt is produced and consumed, and nothing of it stays behind."""
+        with self.is_smoke_test():
+            bed = make_bed()
+            bed.transfer(some_prompts(1)[0])
+
     @pytest.mark.parametrize("block_size", [1, 16, 128])
     def test_output_equals_reference(self, make_bed: MakeBed, block_size: int) -> None:
         """Tokens, keys and values equal the reference, computed or loaded."""
@@ -322,7 +329,7 @@ class ConnectorConformance(ConformanceKit):
             bed.producer.check_output(request)
         for request in consumed:
             bed.consumer.check_output(request)
-        # What preempted requests have saved is right, too.
+        # Blocks that preempted requests have saved are right, too.
         for request in consumed:
             bed.transfer(request.all_token_ids)
 
@@ -917,7 +924,7 @@ class ConnectorConformance(ConformanceKit):
             finally:
                 bed.close()
 
-        # What is made once per process and kept, such as a pool of threads, is no leftover.
+        # A process may make something once and keep it, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()

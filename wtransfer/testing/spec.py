@@ -98,15 +98,15 @@ GEOMETRIES = {
     "large pages": Geometry(num_layers=2, page_nbytes=2**18, block_size=128, num_blocks=12),
     "pages of no round size": Geometry(num_layers=3, page_nbytes=16 * 37),
 }
-"""Caches whose blocks must come back."""
+"""Shapes of caches."""
 FEW = Geometry(num_layers=2, page_nbytes=2**15)
-"""A cache with blocks so large that headers and alignment do not count."""
+"""Blocks so large that headers and alignment do not count."""
 NUM_FEW = 8
-"""About so many of its blocks are given room where blocks shall give way."""
+"""About so many of its blocks fit into a tier that is to evict."""
 
 
 class SpecConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and say which spec is meant."""
+    """Subclass it with a name that starts with ``Test``, and state the spec."""
 
     spec: ClassVar[str] = ""
     """Name of the spec, as a user would write it."""
@@ -115,13 +115,13 @@ class SpecConformance(ConformanceKit):
     options: ClassVar[dict[str, Any]] = {}
     """Its options."""
     size_option: ClassVar[str] = ""
-    """The option that says how many bytes may be kept. Without one, nothing can be made to give
-    way, and the tests about that are skipped."""
+    """The option that bounds the size in bytes. Without one, the tests of evictions are skipped."""
     deadline_s: ClassVar[float] = 10.0
     """Bound on every wait, in seconds."""
     ends_within_s: ClassVar[float] = 5.0
-    """Longest that a shutdown may take while jobs are under way, and that something of it may be
-    left afterwards, in seconds."""
+    """Bound on a shutdown while jobs are running, and on its leftovers, in seconds."""
+
+    smoke_test = "test_one_block_is_stored_and_loaded"
 
     def reach(self, worker: OffloadingWorker, where: LoadStoreSpec) -> memoryview | None:
         """Return bytes of the one block that is kept there, to be damaged by a test.
@@ -135,7 +135,7 @@ class SpecConformance(ConformanceKit):
 
     @pytest.fixture
     def make_spec(self) -> Callable[[OffloadingConfig], OffloadingSpec]:
-        """Makes specs of the class that is tested."""
+        """Make specs of the class that is tested."""
         name = self.spec or registered_name("specs", self.spec_cls)
 
         def make(config: OffloadingConfig) -> OffloadingSpec:
@@ -147,7 +147,7 @@ class SpecConformance(ConformanceKit):
 
     @pytest.fixture
     def host(self, make_spec: Any) -> Iterator[MakeHost]:
-        """Makes hosts of this spec that are closed at the end of the test."""
+        """Make hosts of this spec, which are closed at the end of the test."""
         hosts: list[SpecHost] = []
 
         def make(geometry: Geometry = FEW, num_kept: int = 64) -> SpecHost:
@@ -160,7 +160,7 @@ class SpecConformance(ConformanceKit):
 
     @pytest.fixture
     def small_host(self, host: MakeHost) -> SpecHost:
-        """A host whose tier is too small for its cache."""
+        """Make a host whose tier is smaller than its cache."""
         if not self.size_option:
             pytest.skip("size_option is not given: this tier cannot be made small")
         return host(num_kept=NUM_FEW)
@@ -173,9 +173,18 @@ class SpecConformance(ConformanceKit):
 
     # -- bytes
 
+    def test_one_block_is_stored_and_loaded(self, host: MakeHost) -> None:
+        """The block comes back in another block of the cache."""
+        with self.is_smoke_test():
+            made = host()
+            made.write(0, seed=1)
+            made.store([key_of(1)], [0])
+            assert made.load([key_of(1)], [1])
+            assert made.digest(1) == made.digest(0)
+
     @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
     def test_blocks_come_back_as_they_were(self, host: MakeHost, geometry: Geometry) -> None:
-        """To any block of the cache, in any order, and nowhere else."""
+        """Blocks are loaded into any block of the cache, in any order, and into no other."""
         made = host(geometry, num_kept=8)
         keys = [key_of(number) for number in range(4)]
         for block in range(geometry.num_blocks):
@@ -189,7 +198,7 @@ class SpecConformance(ConformanceKit):
         assert made.digests() == expected
 
     def test_one_block_may_be_loaded_many_times(self, host: MakeHost) -> None:
-        """Into several blocks at once, and again later."""
+        """One load may copy a block into several blocks; another load may follow."""
         made = host()
         made.write(0, seed=1)
         made.store([key_of(1)], [0])
@@ -230,7 +239,7 @@ class SpecConformance(ConformanceKit):
         assert made.digests() == expected
 
     def test_chunks_of_several_blocks(self, host: MakeHost) -> None:
-        """And only the later ones of them be loaded."""
+        """Several blocks have one key; a load may begin in the middle of a chunk."""
         made = host(Geometry(blocks_per_chunk=2))
         blocks = [3, 8, 1, 5]
         for block in blocks:
@@ -262,7 +271,7 @@ class SpecConformance(ConformanceKit):
     # -- lookups and completed stores
 
     def test_a_block_is_a_hit_when_its_store_is_complete(self, host: MakeHost) -> None:
-        """Not before completion, nor without it."""
+        """Before `complete_store`, a lookup is no hit."""
         made = host()
         ctx, key = made.request(), key_of(1)
         assert made.manager.lookup(key, ctx) is LookupResult.MISS
@@ -277,7 +286,7 @@ class SpecConformance(ConformanceKit):
         assert made.manager.lookup(key_of(2), ctx) is LookupResult.MISS
 
     def test_only_new_keys_are_stored(self, host: MakeHost) -> None:
-        """In the order that was asked for, each once."""
+        """Keys that are not kept are stored once each, in the order of the call."""
         made = host()
         made.store([key_of(1)], [0])
         keys = [key_of(number) for number in (3, 1, 2, 3)]
@@ -286,7 +295,7 @@ class SpecConformance(ConformanceKit):
         assert prepared.keys_to_store == [key_of(3), key_of(2)]
 
     def test_failed_store_is_a_miss(self, host: MakeHost) -> None:
-        """And may be done again, with the bytes that are right then."""
+        """The block can be stored again, with other bytes."""
         made = host()
         ctx, key = made.request(), key_of(1)
         made.write(0, seed=1)
@@ -326,7 +335,7 @@ class SpecConformance(ConformanceKit):
             assert small_host.digest(1) == small_host.digest_of[key]
 
     def test_pinned_blocks_are_not_evicted(self, small_host: SpecHost) -> None:
-        """Until the last of several loads has ended."""
+        """A block stays pinned until the last of several loads has ended."""
         key = small_host.fill()[0]
         first, second = small_host.request(), small_host.request()
         where = small_host.manager.prepare_load([key], first)
@@ -356,7 +365,7 @@ class SpecConformance(ConformanceKit):
         assert prepared.evicted_keys == [kept[0]]
 
     def test_blocks_being_stored_are_not_evicted(self, small_host: SpecHost) -> None:
-        """Its slot is not reused until the store is complete."""
+        """The slot of a block is not reused until its store is complete."""
         ctx, key = small_host.request(), key_of(10**6)
         small_host.write(1, seed=10**6)
         prepared = small_host.manager.prepare_store([key], ctx)
@@ -418,7 +427,7 @@ class SpecConformance(ConformanceKit):
     # -- completions
 
     def test_duplicate_completions_are_ignored(self, small_host: SpecHost) -> None:
-        """Not even where another request holds the same block."""
+        """A duplicate does not take the pin of another request."""
         key = small_host.fill()[0]
         first, second = small_host.request(), small_host.request()
         small_host.manager.prepare_load([key], first)
@@ -431,7 +440,7 @@ class SpecConformance(ConformanceKit):
         assert small_host.manager.lookup(key, second) is LookupResult.HIT
 
     def test_unknown_completions_are_ignored(self, host: MakeHost) -> None:
-        """Late completions, and those of other requests."""
+        """Completions may be late, or name jobs that never were."""
         made = host()
         ctx = made.request()
         made.manager.complete_load([key_of(1)], ctx)
@@ -441,7 +450,7 @@ class SpecConformance(ConformanceKit):
     # -- jobs
 
     def test_every_job_is_reported_once(self, host: MakeHost) -> None:
-        """Many at a time, waited for or not."""
+        """Many jobs run at a time; some are waited for."""
         made = host()
         ctx = made.request()
         jobs = []
@@ -461,7 +470,7 @@ class SpecConformance(ConformanceKit):
         assert all(result.success for result in made.finished.values())
 
     def test_wait_ignores_unknown_jobs(self, host: MakeHost) -> None:
-        """Jobs that were never submitted, and jobs that were reported already."""
+        """Such jobs were never submitted, or were reported already."""
         made = host()
         prepared = made.store([key_of(1)], [0])
         assert prepared is not None
@@ -469,10 +478,10 @@ class SpecConformance(ConformanceKit):
         made.worker.wait(set())
         assert made.collect() == []
 
-    # -- all at once
+    # -- resets and commits
 
     def test_reset_forgets_all_blocks(self, host: MakeHost) -> None:
-        """What is being loaded is no hit any more, and its load ends well."""
+        """A block that is being loaded is no hit any more; its load is successful."""
         made = host()
         keys = [key_of(number) for number in range(3)]
         for block in range(3):
@@ -500,7 +509,7 @@ class SpecConformance(ConformanceKit):
             assert small_host.load([key], [1])
             assert small_host.digest(1) == small_host.digest_of[key]
 
-    # -- what is told
+    # -- events and statistics
 
     def test_events_match_lookups(self, small_host: SpecHost) -> None:
         """Events give the same set of blocks as lookups; a spec may have no events."""
@@ -522,7 +531,7 @@ class SpecConformance(ConformanceKit):
         assert known == hits
 
     def test_stats_are_numbers_and_counters_rise(self, host: MakeHost) -> None:
-        """Names and numbers; those whose names end in ``_total`` never fall."""
+        """Statistics are names and numbers; those that end in ``_total`` never fall."""
         made = host()
         before = _stats(made)
         for number in range(3):
@@ -531,10 +540,10 @@ class SpecConformance(ConformanceKit):
             made.manager.reset_cache()
         assert fallen_counters(before, _stats(made)) == []
 
-    # -- beginning and end
+    # -- construction and shutdown
 
     def test_spec_keeps_its_config(self, make_spec: Any) -> None:
-        """Hosts read it: `OffloadingSpec` notes it where its constructor is called."""
+        """Hosts read the config that the constructor of `OffloadingSpec` has set."""
         geometry = Geometry(num_groups=2, blocks_per_chunk=2)
         config = config_of(geometry, self._options_for(geometry, NUM_FEW))
         made = make_spec(config)
@@ -547,7 +556,7 @@ class SpecConformance(ConformanceKit):
             assert made.blocks_per_chunk == geometry.blocks_per_chunk
 
     def test_constructor_takes_no_resources(self, make_spec: Any, host: MakeHost) -> None:
-        """Neither threads nor memory: a spec is made on the scheduler's side, too."""
+        """The scheduler's process makes a spec as well: no thread, no memory."""
         host().close()
         config = config_of(FEW, self._options_for(FEW, NUM_FEW))
         leftovers = Leftovers()
@@ -556,14 +565,14 @@ class SpecConformance(ConformanceKit):
         del made
 
     def test_each_side_is_made_once(self, make_spec: Any) -> None:
-        """Asked again, a spec returns the same object."""
+        """A second call returns the same object."""
         spec = make_spec(config_of(FEW, self._options_for(FEW, NUM_FEW)))
         manager = spec.get_manager()
         assert spec.get_manager() is manager
         manager.shutdown()
 
     def test_shutdown_is_idempotent(self, host: MakeHost) -> None:
-        """Also in the other order, and before anything was done."""
+        """Sides may shut down twice, in either order, and unused."""
         made = host()
         made.close()
         made.manager.shutdown()
@@ -574,7 +583,7 @@ class SpecConformance(ConformanceKit):
         used.close()
 
     def test_shutdown_ends_running_work(self, host: MakeHost) -> None:
-        """Jobs under way end one way or the other, and soon."""
+        """Jobs end, successful or not, within `ends_within_s`."""
         made = host(Geometry(num_layers=2, page_nbytes=2**20, num_blocks=16), num_kept=16)
         ctx = made.request()
         prepared = made.manager.prepare_store([key_of(number) for number in range(16)], ctx)
@@ -585,7 +594,7 @@ class SpecConformance(ConformanceKit):
         assert time.monotonic() - begun < self.ends_within_s
 
     def test_shutdown_leaves_nothing(self, host: MakeHost) -> None:
-        """No thread, descriptor or shared memory, a while after everything was closed."""
+        """No thread, descriptor or shared memory, within `ends_within_s`."""
 
         def live() -> None:
             made = host()
@@ -593,7 +602,7 @@ class SpecConformance(ConformanceKit):
             assert made.load([key_of(2)], [3])
             made.close()
 
-        # What is made once in a process and kept, such as a pool of threads, is no leftover.
+        # A process may make something once and keep it, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()
