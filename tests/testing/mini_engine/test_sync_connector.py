@@ -259,7 +259,7 @@ def test_rank_waits_for_its_loads_when_another_ranks_load_failed(
 
 
 def test_load_failed_on_one_rank_is_recomputed_by_both(kit, serve, prompts, settings, folder):
-    host = serve(settings(num_ranks=2), processes=True)
+    host = serve(settings(num_ranks=2))
     fill(kit, host, prompts)
     for path in folder.glob("*.1"):
         os.truncate(path, 100)
