@@ -1,4 +1,4 @@
-"""Policies that are wrong in one way each. `test_policy_kit.py` runs this file as a test module."""
+"""Policies that are broken in one way each. `test_kits.py` runs this file as a test module."""
 
 # ruff: noqa: N801 - classes that stand where the kit expects an attribute
 
@@ -6,7 +6,9 @@ from wtransfer.specs.policies import ARCCachePolicy, LRUCachePolicy
 from wtransfer.testing.policy import PolicyConformance
 
 
-class TestForgetsTheLast(PolicyConformance):
+class TestKeepsLastBlock(PolicyConformance):
+    caught_by = "test_every_candidate_is_evicted_once"
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             if len(self._order) == 1:
@@ -14,38 +16,50 @@ class TestForgetsTheLast(PolicyConformance):
             return super().evict(count, protected, incoming)
 
 
-class TestNamesTheSameTwice(PolicyConformance):
+class TestEvictsTwice(PolicyConformance):
+    caught_by = "test_evict_returns_the_count_asked_for[5]"
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             evicted = super().evict(count, protected, incoming)
             return evicted and [evicted[0], *evicted[:-1]]
 
 
-class TestGivesWhatItHas(PolicyConformance):
+class TestEvictsFewer(PolicyConformance):
+    caught_by = "test_every_candidate_is_evicted_once"
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             few = min(count, sum(key not in protected for key in self._order))
             return super().evict(few, protected, incoming)
 
 
-class TestReleasesAtOnce(PolicyConformance):
+class TestReleasesAtInsert(PolicyConformance):
+    caught_by = "test_inserted_blocks_are_evicted_only_after_release"
+
     class policy_cls(LRUCachePolicy):
         def insert(self, keys):
             self.release(keys)
 
 
-class TestReordersByPinning(PolicyConformance):
+class TestPinsAtReorder(PolicyConformance):
+    caught_by = "test_reorder_keeps_candidates"
+
     class policy_cls(LRUCachePolicy):
         def reorder(self, keys):
             self.pin(keys)
 
 
 class TestPinsNothing(PolicyConformance):
+    caught_by = "test_pinned_blocks_are_evicted_only_after_release"
+
     class policy_cls(LRUCachePolicy):
         def pin(self, keys): ...
 
 
-class TestPinsForEver(PolicyConformance):
+class TestNeverUnpins(PolicyConformance):
+    caught_by = "test_pinned_blocks_are_evicted_only_after_release"
+
     class policy_cls(LRUCachePolicy):
         def pin(self, keys):
             super().pin(keys)
@@ -55,19 +69,26 @@ class TestPinsForEver(PolicyConformance):
             super().release([key for key in keys if key not in getattr(self, "pinned", ())])
 
 
-class TestProtectsNobody(PolicyConformance):
+class TestIgnoresProtected(PolicyConformance):
+    caught_by = "test_protected_blocks_are_not_evicted"
+    passes = ("test_every_candidate_is_evicted_once",)
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             return super().evict(count, (), incoming)
 
 
-class TestProtectsTheFirstOnly(PolicyConformance):
+class TestProtectsFirstOnly(PolicyConformance):
+    caught_by = "test_protected_blocks_are_not_evicted"
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             return super().evict(count, set(list(self._order)[:1]) & set(protected), incoming)
 
 
-class TestTouchesTwice(PolicyConformance):
+class TestDuplicatesTouched(PolicyConformance):
+    caught_by = "test_touch_keeps_candidates"
+
     class policy_cls(LRUCachePolicy):
         def touch(self, keys):
             super().touch(keys)
@@ -79,7 +100,9 @@ class TestTouchesTwice(PolicyConformance):
             return again[:count] if evicted is None and len(again) >= count else evicted
 
 
-class TestRemovesCandidatesOnly(PolicyConformance):
+class TestIgnoresRemovalDuringStore(PolicyConformance):
+    caught_by = "test_removed_blocks_are_not_evicted"
+
     class policy_cls(LRUCachePolicy):
         def insert(self, keys):
             self.storing = {*getattr(self, "storing", ()), *keys}
@@ -89,7 +112,9 @@ class TestRemovesCandidatesOnly(PolicyConformance):
             self.storing = set()
 
 
-class TestNeverTakesBack(PolicyConformance):
+class TestRefusesReturningBlocks(PolicyConformance):
+    caught_by = "test_evicted_and_removed_blocks_may_return"
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             evicted = super().evict(count, protected, incoming)
@@ -100,7 +125,9 @@ class TestNeverTakesBack(PolicyConformance):
             super().release([key for key in keys if key not in getattr(self, "gone", ())])
 
 
-class TestEvictsBeforeItCounts(PolicyConformance):
+class TestEvictsBeforeRefusal(PolicyConformance):
+    caught_by = "test_refused_eviction_changes_nothing"
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             evicted = super().evict(count, protected, incoming)
@@ -110,6 +137,8 @@ class TestEvictsBeforeItCounts(PolicyConformance):
 
 
 class TestLearnsFromRefusals(PolicyConformance):
+    caught_by = "test_refused_eviction_changes_nothing"
+
     class policy_cls(ARCCachePolicy):
         def evict(self, count, protected, incoming):
             for key in incoming:
@@ -117,7 +146,10 @@ class TestLearnsFromRefusals(PolicyConformance):
             return super().evict(count, protected, incoming)
 
 
-class TestSorts(PolicyConformance):
+class TestSortsAtEviction(PolicyConformance):
+    caught_by = "test_lookups_do_not_grow_with_capacity"
+    passes = ("test_random_calls[0]",)
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             places = {key: place for place, key in enumerate(self._order)}
@@ -129,14 +161,19 @@ class TestSorts(PolicyConformance):
             return found[:count]
 
 
-class TestRemembersEverything(PolicyConformance):
+class TestRemembersAllKeys(PolicyConformance):
+    caught_by = "test_memory_is_bounded"
+    passes = ("test_random_calls[1]",)
+
     class policy_cls(LRUCachePolicy):
         def evict(self, count, protected, incoming):
             self.seen = {*getattr(self, "seen", ()), *incoming}
             return super().evict(count, protected, incoming)
 
 
-class TestForgetsUnderLoad(PolicyConformance):
+class TestDropsBlocksSometimes(PolicyConformance):
+    caught_by = "test_random_calls[0]"
+
     class policy_cls(LRUCachePolicy):
         calls = 0
 
@@ -145,7 +182,9 @@ class TestForgetsUnderLoad(PolicyConformance):
             super().release(keys if self.calls % 50 else keys[:-1])
 
 
-class TestFifo(PolicyConformance):
+class TestIsFifo(PolicyConformance):
+    passes = ("test_random_calls[0]", "test_refused_eviction_changes_nothing")
+
     class policy_cls(LRUCachePolicy):
         """In the order in which they came; no worse for that."""
 

@@ -33,8 +33,9 @@ import random
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 import pytest
@@ -51,33 +52,34 @@ from wtransfer.connectors.interface import (
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.deadline import Deadline
 from wtransfer.errors import ConnectorRoleError
-from wtransfer.testing.connector_host import (
-    NUM_NEW_TOKENS,
-    ConnectorTestBed,
-    LocalInstance,
-    ModelWeights,
-)
 from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits, ModelShape
-from wtransfer.testing.mini_engine.contract import SchedulerOutput
+from wtransfer.testing.mini_engine.contract import OVER, SchedulerOutput
+from wtransfer.testing.mini_engine.engine import LocalExecutor, MiniEngine
 from wtransfer.testing.mini_engine.instance import MODULES, Instance
+from wtransfer.testing.mini_engine.model import LocalWeights
 from wtransfer.testing.mini_engine.reference import reference_output, some_prompts
+from wtransfer.testing.mini_engine.scheduler import Scheduler
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
+from wtransfer.testing.mini_engine.worker import Worker
 from wtransfer.transport.zygote import Zygote
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from wtransfer.testing.connector_host import RecordedSide
     from wtransfer.testing.mini_engine.contract import Request
     from wtransfer.testing.mini_engine.instance import Answer
+    from wtransfer.testing.mini_engine.reference import Reference
+    from wtransfer.transport.communicator import Communicator
 
-    MakeBed = Callable[..., ConnectorTestBed]
+    MakeBed = Callable[..., "ConnectorTestBed"]
     Moment = tuple[str, str, str, int]
 
 BLOCK_SIZE = 16
+NUM_NEW_TOKENS = 3
+"""Tokens to generate, unless a test asks for another number."""
 SMALL = ModelShape(width=32, num_heads=2, num_kv_heads=1)
 SIX_HEADS = ModelShape(width=96, num_heads=6, num_kv_heads=6)
 """A model that two or three ranks can share."""
@@ -87,14 +89,14 @@ METADATA_METHODS = ("build_connector_meta", "build_connector_worker_meta")
 CHANGES = {"there": (1,), "there and back": (1, 0)}
 """Seeds from which the weights are drawn, one after the other."""
 QUERIES = ("get_finished_count", "get_stats", "has_pending_push_work", "take_events")
-"""Methods that only answer: no change of weights is tried before them."""
+"""Methods without effect: no change of weights is tried before them."""
 FOLLOWING = (
     "clear_connector_metadata",
     "get_block_ids_with_load_errors",
     "handle_preemptions",
     "on_new_request",
 )
-"""Methods before which a change of weights is much the same as before the call that follows."""
+"""Methods that precede another one: a change of weights before that one is enough."""
 PARTICULARS = {
     "salt": ("cache_salt", "tenant-1", "tenant-2"),
     "adapter": (
@@ -103,7 +105,7 @@ PARTICULARS = {
         SimpleNamespace(lora_name="two", lora_int_id=2, lora_path="/adapters/two"),
     ),
 }
-"""What else KV cache depends on: an attribute of requests, and two of its values."""
+"""Attributes of requests on which KV cache depends, with two values each."""
 
 
 class ConnectorConformance(ConformanceKit):
@@ -132,6 +134,7 @@ class ConnectorConformance(ConformanceKit):
     """Whether a fresh process finds the connector by its name."""
     exhaustive: ClassVar[bool] = False
     """Whether to change the weights before every single call, which takes minutes."""
+    smoke_test = "test_one_prompt_is_served"
 
     def options_in(self, folder: Path) -> dict[str, Any]:
         """Return the connector's options.
@@ -174,14 +177,14 @@ class ConnectorConformance(ConformanceKit):
         torch.set_num_threads(before)
 
     @pytest.fixture
-    def weights(self) -> Iterator[ModelWeights]:
+    def weights(self) -> Iterator[LocalWeights]:
         """Provide the weights of all instances of a test."""
-        weights = ModelWeights()
+        weights = LocalWeights(0)
         yield weights
         weights.close()
 
     @pytest.fixture
-    def make_bed(self, tmp_path: Path, weights: ModelWeights) -> Iterator[MakeBed]:
+    def make_bed(self, tmp_path: Path, weights: LocalWeights) -> Iterator[MakeBed]:
         """Make test beds that are closed at the end of the test."""
         beds: list[ConnectorTestBed] = []
 
@@ -226,12 +229,12 @@ class ConnectorConformance(ConformanceKit):
         )
 
     def _bed(
-        self, settings: EngineConfig, weights: ModelWeights, folder: Path, **options: Any
+        self, settings: EngineConfig, weights: LocalWeights, folder: Path, **options: Any
     ) -> ConnectorTestBed:
-        producer = consumer = LocalInstance(settings, weights, **options)
+        producer = consumer = RecordedInstance(settings, weights, **options)
         if self._has_consumer():
             other = msgspec.structs.replace(settings, engine_id="another")
-            consumer = LocalInstance(other, weights, **options)
+            consumer = RecordedInstance(other, weights, **options)
         return ConnectorTestBed(
             producer,
             consumer,
@@ -246,6 +249,12 @@ class ConnectorConformance(ConformanceKit):
         return self.kind == "transfer" or self.is_shared
 
     # -- output: tokens, keys and values are the same bits with and without loads
+
+    def test_one_prompt_is_served(self, make_bed: MakeBed) -> None:
+        """One prompt is produced and consumed, and nothing of it stays behind."""
+        with self.is_smoke_test():
+            bed = make_bed()
+            bed.transfer(some_prompts(1)[0])
 
     @pytest.mark.parametrize("block_size", [1, 16, 128])
     def test_output_equals_reference(self, make_bed: MakeBed, block_size: int) -> None:
@@ -320,7 +329,7 @@ class ConnectorConformance(ConformanceKit):
             bed.producer.check_output(request)
         for request in consumed:
             bed.consumer.check_output(request)
-        # What preempted requests have saved is right, too.
+        # Blocks that preempted requests have saved are right, too.
         for request in consumed:
             bed.transfer(request.all_token_ids)
 
@@ -330,7 +339,7 @@ class ConnectorConformance(ConformanceKit):
         for prompt in some_prompts(2):
             params = bed.produce(prompt)
             bed.consumer.clear_cache()
-            bed.run(bed.consumer.loop.submit([*prompt[: num_cached * BLOCK_SIZE], 1], 1))
+            bed.run(bed.consumer.submit([*prompt[: num_cached * BLOCK_SIZE], 1], 1))
             before = bed.consumer.counts["tokens_cached"]
             request = bed.submit_to_consumer(prompt, params)
             bed.run(request)
@@ -385,7 +394,7 @@ class ConnectorConformance(ConformanceKit):
                 found += number
             return number, is_async
 
-        bed.consumer.scheduler.instead["get_num_new_matched_tokens"] = ask
+        bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"] = ask
         for prompt in [*some_prompts(2), some_prompts(1)[0][: 2 * BLOCK_SIZE]]:
             bed.transfer(prompt)
         assert found > 0, "nothing was found"
@@ -401,14 +410,14 @@ class ConnectorConformance(ConformanceKit):
             own(request, num_computed)
             return None, False
 
-        bed.consumer.scheduler.instead["get_num_new_matched_tokens"] = postpone
+        bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"] = postpone
         request = bed.submit_to_consumer(prompt, params)
         for _ in range(3):
             bed.step()
-        bed.consumer.loop.scheduler.abort(request)
-        del bed.consumer.scheduler.instead["get_num_new_matched_tokens"]
+        bed.consumer.scheduler.abort(request)
+        del bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"]
         bed.drain()
-        assert request.request_id not in _reported(bed.consumer)
+        assert request.request_id not in bed.consumer.reported()
         bed.transfer(prompt)
 
     def test_host_may_decline_a_hit(self, bed: ConnectorTestBed) -> None:
@@ -420,12 +429,12 @@ class ConnectorConformance(ConformanceKit):
             own(request, num_computed)
             return 0, False
 
-        bed.consumer.scheduler.instead["get_num_new_matched_tokens"] = decline
+        bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"] = decline
         before = bed.num_loaded
         bed.consume(prompt, params)
         assert bed.num_loaded == before
-        assert _received(bed.consumer) == [Counter()]
-        del bed.consumer.scheduler.instead["get_num_new_matched_tokens"]
+        assert bed.consumer.received() == [Counter()]
+        del bed.consumer.scheduler_side.instead["get_num_new_matched_tokens"]
         bed.transfer(prompt)
         bed.drain()
 
@@ -443,7 +452,7 @@ class ConnectorConformance(ConformanceKit):
 
         prompt = some_prompts(1)[0]
         params = bed.produce(prompt)
-        bed.consumer.scheduler.instead["build_connector_meta"] = build
+        bed.consumer.scheduler_side.instead["build_connector_meta"] = build
         bed.consume(prompt, params)
         assert [each for each in steps if each[0] != each[1]], "all metadata was that of idle steps"
         for number, (_, second, third) in enumerate(steps):
@@ -458,7 +467,7 @@ class ConnectorConformance(ConformanceKit):
                 for metadata in side.results(name):
                     assert _settled(deserialize(serialize(metadata))) == _settled(metadata)
         for instance in bed.instances:
-            for _, params in instance.scheduler.results("request_finished"):
+            for _, params in instance.scheduler_side.results("request_finished"):
                 assert json.loads(json.dumps(params)) == params
 
     def test_metadata_is_not_changed_after_return(self, bed: ConnectorTestBed) -> None:
@@ -479,8 +488,27 @@ class ConnectorConformance(ConformanceKit):
 
     def test_metadata_passed_without_copy(self, bed: ConnectorTestBed) -> None:
         """A host whose sides share a process may pass the very objects."""
+
+        def keep(latest: dict[str, Any], own: Any, *args: Any) -> Any:
+            latest["metadata"] = metadata = own(*args)
+            return metadata
+
+        def pass_on(latest: dict[str, Any], own: Any, _: Any) -> Any:
+            return own(latest["metadata"])
+
+        def pass_back(latest: dict[str, Any], own: Any, output: Any) -> Any:
+            output.kv_connector_worker_meta = latest["metadata"]
+            return own(output)
+
         for instance in bed.instances:
-            _pass_objects(instance)
+            (worker,), scheduler_side = instance.workers, instance.scheduler_side
+            planned: dict[str, Any] = {}
+            reported: dict[str, Any] = {}
+            scheduler_side.instead["build_connector_meta"] = partial(keep, planned)
+            worker.instead["handle_preemptions"] = partial(pass_on, planned)
+            worker.instead["bind_connector_metadata"] = partial(pass_on, planned)
+            worker.instead["build_connector_worker_meta"] = partial(keep, reported)
+            scheduler_side.instead["update_connector_output"] = partial(pass_back, reported)
         for prompt in some_prompts(2):
             bed.transfer(prompt)
             bed.transfer(prompt)
@@ -489,27 +517,23 @@ class ConnectorConformance(ConformanceKit):
     @pytest.mark.parametrize("num_ranks", [1, 2, 3])
     def test_aggregation_is_independent_of_order(self, make_bed: MakeBed, num_ranks: int) -> None:
         """Worker metadata adds up to the same in any order and grouping."""
+
+        def aggregated(metas: Sequence[Any]) -> Any:
+            # Made anew each time: the first one may be changed.
+            made = map(deserialize, metas)
+            return serialize(functools.reduce(lambda one, other: one.aggregate(other), made))
+
         bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=num_ranks))
         bed.transfer(some_prompts(1)[0])
         for instance in bed.instances:
-            steps = zip(
-                *(side.results("build_connector_worker_meta") for side in instance.workers),
-                strict=True,
-            )
-            for each in steps:
+            steps = [side.results("build_connector_worker_meta") for side in instance.workers]
+            for step in zip(*steps, strict=True):
                 # A host leaves out the ranks that return None.
-                metas = [serialize(meta) for meta in each if meta is not None]
-                sums = [_aggregated(order) for order in itertools.permutations(metas) if order]
-                sums += (
-                    [
-                        _aggregated([one, _aggregated([*others])])
-                        for one, *others in [metas]
-                        if others
-                    ]
-                    if metas
-                    else []
-                )
-                assert all(_sorted_sets(one) == _sorted_sets(sums[0]) for one in sums)
+                metas = [serialize(meta) for meta in step if meta is not None]
+                sums = [aggregated(order) for order in itertools.permutations(metas) if order]
+                if len(metas) > 1:
+                    sums.append(aggregated([metas[0], aggregated(metas[1:])]))
+                assert all(_sorted_sets(each) == _sorted_sets(sums[0]) for each in sums)
 
     # -- reports of loads
 
@@ -518,7 +542,7 @@ class ConnectorConformance(ConformanceKit):
         bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=2, limits=CHUNKED.limits))
         for prompt in some_prompts(3):
             bed.transfer(prompt)
-        assert _received(bed.consumer) == [_loads(bed.consumer)] * 2
+        assert bed.consumer.received() == [bed.consumer.loads()] * 2
 
     def test_refused_load_is_reported(self, bed: ConnectorTestBed) -> None:
         """The load ends, and its blocks are reported before it or with it."""
@@ -529,11 +553,11 @@ class ConnectorConformance(ConformanceKit):
         plan = _plan_of(bed, bed.consumer, request)
         # The weights are the same again, but not those that the plan was made under.
         bed.weights.change(1, 0)
-        bed.consumer.loop.scheduler.update(plan, bed.consumer.ranks.step(plan))
+        bed.consumer.execute(plan)
         bed.run(request)
         bed.consumer.check(request)
-        assert _received(bed.consumer) == [_loads(bed.consumer)]
-        _check_errors_in_time(bed.consumer)
+        assert bed.consumer.received() == [bed.consumer.loads()]
+        bed.consumer.check_errors_in_time()
         bed.drain()
 
     def test_requests_without_loads_are_not_reported(self, bed: ConnectorTestBed) -> None:
@@ -542,8 +566,8 @@ class ConnectorConformance(ConformanceKit):
             request = bed.submit_to_consumer(prompt, None)
             bed.run(request)
             bed.consumer.check(request)
-        assert _received(bed.consumer) == [Counter()]
-        assert all(not each for each in _load_errors(bed.consumer))
+        assert bed.consumer.received() == [Counter()]
+        assert bed.consumer.load_errors() == set()
 
     def test_stats_are_numbers_and_counters_rise(self, bed: ConnectorTestBed) -> None:
         """Statistics are names and numbers; those that end in ``_total`` never fall."""
@@ -560,8 +584,17 @@ class ConnectorConformance(ConformanceKit):
 
     def test_duplicate_notices_are_ignored(self, bed: ConnectorTestBed) -> None:
         """Notices come twice, late, and in any order (FAULTS 28)."""
+        drawn = random.Random(3)  # noqa: S311  # no secret
+
+        def repeat(passed: list[Any], own: Any, output: KVConnectorOutput) -> None:
+            passed.append(serialize(vars(output)))
+            for each in (passed[-1], passed[-1], *drawn.sample(passed, min(3, len(passed)))):
+                own(KVConnectorOutput(**deserialize(each)))
+            # The notice of this step comes last: the latest worker metadata is what holds.
+            own(output)
+
         for instance in bed.instances:
-            instance.scheduler.instead["update_connector_output"] = _repeat_notices()
+            instance.scheduler_side.instead["update_connector_output"] = partial(repeat, [])
         prompts = [*some_prompts(3), *some_prompts(3)]
         for prompt in prompts:
             bed.transfer(prompt)
@@ -581,14 +614,14 @@ class ConnectorConformance(ConformanceKit):
 
         prompts = some_prompts(3)
         for instance in bed.instances:
-            instance.scheduler.instead["update_connector_output"] = update_more
+            instance.scheduler_side.instead["update_connector_output"] = update_more
             for side in instance.workers:
                 side.instead["get_finished"] = lambda own, finished: own(finished | unknown)
         for prompt in [*prompts, *prompts]:
             bed.transfer(prompt)
-        assert not {each for host in bed.instances for each in unknown & _reported(host)}
+        assert not any(unknown & instance.reported() for instance in bed.instances)
         for instance in bed.instances:
-            del instance.scheduler.instead["update_connector_output"]
+            del instance.scheduler_side.instead["update_connector_output"]
         bed.transfer(prompts[0])
         assert bed.num_loaded > 0
         bed.drain()
@@ -599,7 +632,7 @@ class ConnectorConformance(ConformanceKit):
     def test_abort_after_any_step(self, make_bed: MakeBed, where: str) -> None:
         """An abort, given twice, leaks no block and harms no later request."""
         bed = make_bed(CHUNKED)
-        instance: LocalInstance = getattr(bed, where)
+        instance: RecordedInstance = getattr(bed, where)
         prompts = some_prompts(8)
         for num_steps, prompt in enumerate(prompts):
             if where == "consumer":
@@ -611,7 +644,7 @@ class ConnectorConformance(ConformanceKit):
             for _ in range(num_steps):
                 bed.step()
             for _ in range(2):
-                instance.loop.scheduler.abort(request)
+                instance.scheduler.abort(request)
             # Blocks that are free by now are overwritten, also while the connector reads them.
             instance.clear_cache()
             bed.run(request)
@@ -643,9 +676,10 @@ class ConnectorConformance(ConformanceKit):
             for span in plan.spans
         ]
         plan = msgspec.structs.replace(plan, loads_first=True, spans=spans)
-        worker: Any = bed.producer.ranks.workers[0]
-        failed, answers = worker.has_load_errors, itertools.chain([False], itertools.repeat(True))
-        worker.has_load_errors = lambda: failed() or next(answers)
+        # The worker asks before the forward pass, and after it.
+        worker: Any = bed.producer.executor.worker
+        failed, number = worker.has_load_errors, itertools.count()
+        worker.has_load_errors = lambda: failed() or next(number) == 1
         _check_not_saved(bed, request, plan)
 
     # -- damage
@@ -661,7 +695,7 @@ class ConnectorConformance(ConformanceKit):
             bed.consume(prompt, params)
         whole = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts)
         assert bed.num_loaded - before < whole, "damage() has damaged no block that was loaded"
-        assert _received(bed.consumer) == [_loads(bed.consumer)]
+        assert bed.consumer.received() == [bed.consumer.loads()]
         for prompt in prompts if self.kind == "store" else ():
             bed.transfer(prompt)
             before = bed.num_loaded
@@ -684,7 +718,7 @@ class ConnectorConformance(ConformanceKit):
             assert request.state == "failed"
         else:
             bed.consumer.check(request)
-        _check_errors_in_time(bed.consumer)
+        bed.consumer.check_errors_in_time()
         bed.drain()
 
     # -- names of blocks
@@ -721,7 +755,7 @@ class ConnectorConformance(ConformanceKit):
             own(request)
 
         for instance in bed.instances:
-            instance.scheduler.instead["on_new_request"] = set_and_pass_on
+            instance.scheduler_side.instead["on_new_request"] = set_and_pass_on
         for number, (produced, consumed) in enumerate(((None, one), (one, None), (one, other))):
             prompt = some_prompts(1, seed=number)[0]
             current = produced
@@ -754,7 +788,7 @@ class ConnectorConformance(ConformanceKit):
 
     @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)], ids=["in one order", "in the other"])
     def test_store_outlives_its_weights(
-        self, make_bed: MakeBed, weights: ModelWeights, seeds: tuple[int, int]
+        self, make_bed: MakeBed, weights: LocalWeights, seeds: tuple[int, int]
     ) -> None:
         """An instance that never had the weights of a block does not load it (FAULTS 50)."""
         prompt, params = some_prompts(1)[0], None
@@ -802,11 +836,11 @@ class ConnectorConformance(ConformanceKit):
             plan = _plan_of(bed, bed.consumer, request)
             bed.weights.change(*seeds)
             planned = list(request.block_ids[: request.num_external_tokens // BLOCK_SIZE])
-            bed.consumer.loop.scheduler.update(plan, bed.consumer.ranks.step(plan))
+            bed.consumer.execute(plan)
             bed.run(request)
             # Nothing of it had been computed, so it began anew under the new weights.
             bed.consumer.check(request)
-            assert _load_errors(bed.consumer)[0].issuperset(planned), "they were loaded"
+            assert bed.consumer.load_errors().issuperset(planned), "they were loaded"
             _consume_under(bed, prompt, params, seeds[-1], 1, 0)
 
     def test_weights_change_between_calls(self, make_bed: MakeBed) -> None:
@@ -867,7 +901,7 @@ class ConnectorConformance(ConformanceKit):
             assert time.monotonic() - begun < self.ends_within_s
 
     def test_shutdown_leaves_nothing(
-        self, tmp_path: Path, weights: ModelWeights, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, weights: LocalWeights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """No thread, descriptor, memory, or file but where the options say."""
         elsewhere = tmp_path / "elsewhere"
@@ -884,13 +918,13 @@ class ConnectorConformance(ConformanceKit):
                     bed.produce(prompt)
                 request = bed.submit_to_consumer(some_prompts(1)[0], None)
                 bed.step()
-                bed.consumer.loop.scheduler.abort(request)
+                bed.consumer.scheduler.abort(request)
                 bed.submit_to_producer(some_prompts(1, seed=1)[0])
                 bed.step()
             finally:
                 bed.close()
 
-        # What is made once per process and kept, such as a pool of threads, is no leftover.
+        # A process may make something once and keep it, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()
@@ -951,6 +985,299 @@ class ConnectorConformance(ConformanceKit):
         return answer.kv_transfer_params
 
 
+# -- the test bed
+
+
+class Call(NamedTuple):
+    """One call of a connector that has returned."""
+
+    name: str
+    args: tuple[Any, ...]
+    result: Any
+
+
+class RecordedSide:
+    """One side of a connector whose calls are recorded, and may be replaced.
+
+    Args:
+        side: The side.
+        name: ``S``, or ``W`` and the rank.
+    """
+
+    def __init__(self, side: Any, name: str) -> None:
+        self.side = side
+        self.name = name
+        self.calls: list[Call] = []
+        self.before: list[Callable[[RecordedSide, str], None]] = []
+        """Called before each call with this object and the method's name."""
+        self.instead: dict[str, Callable[..., Any]] = {}
+        """By method: called with the side's own method and its arguments."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self.side, name)
+        return partial(self._call, name, own) if callable(own) else own
+
+    def results(self, name: str) -> list[Any]:
+        """Return the results of one method, in order."""
+        return [call.result for call in self.calls if call.name == name]
+
+    def _call(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for notify in list(self.before):
+            notify(self, name)
+        replacement = self.instead.get(name)
+        result = own(*args, **kwargs) if replacement is None else replacement(own, *args, **kwargs)
+        self.calls.append(Call(name, args, result))
+        return result
+
+
+class RecordedInstance(MiniEngine):
+    """A serving instance in this process with the connector that is tested.
+
+    Args:
+        config: Its configuration.
+        weights: Weights of its model.
+        hash_function: Hash of its own prefix cache; None: the default.
+    """
+
+    executor: LocalExecutor
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        weights: LocalWeights,
+        hash_function: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        self.config = config
+        self._weights = weights
+
+        def make_worker(group: Communicator | None) -> Worker:
+            rank = group.rank if group else 0
+            own = config.make_connector(KVConnectorRole.WORKER, rank)
+            side: Any = RecordedSide(own, f"W{rank}")
+            return Worker(config, weights.new_model(config.model), side, group)
+
+        executor = LocalExecutor.make(config.num_ranks, make_worker)
+        self.workers: list[Any] = [worker.connector for worker in executor.workers]
+        """Worker sides of the connector, by rank."""
+        self.caches = [worker.cache for worker in executor.workers]
+        """Paged caches, by rank."""
+        side: Any = RecordedSide(config.make_connector(KVConnectorRole.SCHEDULER), "S")
+        self.scheduler_side: RecordedSide = side
+        """Scheduler side of the connector."""
+        super().__init__(Scheduler(config, side, hash_function), executor)
+
+    @property
+    def sides(self) -> list[RecordedSide]:
+        """All sides of the connector."""
+        return [self.scheduler_side, *self.workers]
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of the cache that are not free."""
+        return self.scheduler.pool.num_blocks - self.scheduler.pool.num_free
+
+    def clear_cache(self) -> None:
+        """Empty the instance's own prefix cache, and overwrite all free blocks."""
+        pool = self.scheduler.pool
+        pool.reset()
+        free = pool.allocate(pool.num_free) or []
+        self.overwrite(free)
+        pool.release(free)
+
+    def overwrite(self, blocks: Sequence[int]) -> None:
+        """Overwrite blocks of all ranks."""
+        for cache in self.caches:
+            for layer in cache.layers:
+                layer[list(blocks)] = 7.0
+
+    def check(self, request: Request) -> None:
+        """Compare the output of an ended request, and its KV cache, with the reference output.
+
+        Its blocks must not have been reused: no other request was served since.
+        """
+        self.check_output(request)
+        known = request.num_tokens - 1
+        table = torch.tensor(request.block_ids)
+        for layer, pages in enumerate(self._reference(request).pages):
+            got = [cache.read(layer, table, known, known) for cache in self.caches]
+            assert torch.cat(got, dim=1).equal(pages), f"layer {layer} has other keys or values"
+
+    def check_output(self, request: Request) -> None:
+        """Compare the output of an ended request with the reference output."""
+        assert request.state == "finished", f"{request.state}: {request.error}"
+        assert request.output == self._reference(request).output
+
+    def _reference(self, request: Request) -> Reference:
+        prompt, num_new = request.prompt_token_ids, request.max_new_tokens
+        return reference_output(prompt, num_new, self._weights.seed, self.config.model)
+
+    # -- recorded calls
+
+    def received(self) -> list[Counter[str]]:
+        """Return how often each rank has reported each request as received."""
+        return [
+            Counter(each for _, names in side.results("get_finished") for each in names or ())
+            for side in self.workers
+        ]
+
+    def reported(self) -> set[str]:
+        """Return all requests that any rank has reported as sent or received."""
+        pairs = [pair for side in self.workers for pair in side.results("get_finished")]
+        return {each for pair in pairs for names in pair for each in names or ()}
+
+    def loads(self) -> Counter[str]:
+        """Return how often each request was to be loaded beyond its step."""
+        is_async, loads = {}, Counter[str]()
+        for call in self.scheduler_side.calls:
+            if call.name == "get_num_new_matched_tokens":
+                is_async[call.args[0].request_id] = call.result[1]
+            elif call.name == "update_state_after_alloc" and call.args[2]:
+                request_id = call.args[0].request_id
+                loads[request_id] += is_async[request_id]
+        return +loads
+
+    def load_errors(self) -> set[int]:
+        """Return all blocks that any rank has reported as not loaded."""
+        return {
+            block
+            for side in self.workers
+            for blocks in side.results("get_block_ids_with_load_errors")
+            for block in blocks
+        }
+
+    def check_errors_in_time(self) -> None:
+        """Fail if a rank reports blocks in a later step than their request's load."""
+        for side in self.workers:
+            is_received = is_over = False
+            for call in side.calls:
+                if call.name == "get_finished":
+                    is_received |= bool(call.result[1])
+                elif call.name == "clear_connector_metadata":
+                    is_over = is_received
+                elif call.name == "get_block_ids_with_load_errors":
+                    assert not (is_over and call.result), "blocks were reported after their request"
+
+
+class ConnectorTestBed:
+    """An instance that produces KV cache, and one that consumes it; they may be the same.
+
+    Args:
+        producer: Saves or sends KV cache.
+        consumer: Loads it.
+        weights: Weights of both.
+        folder: The folder that the connector's options were made with.
+        prefill_params: ``kv_transfer_params`` of a request whose KV cache another instance
+            consumes; None: the connector is a store, and requests have none.
+        deadline_s: Bound on every wait, in seconds.
+    """
+
+    def __init__(
+        self,
+        producer: RecordedInstance,
+        consumer: RecordedInstance,
+        weights: LocalWeights,
+        *,
+        folder: Path,
+        prefill_params: dict[str, Any] | None,
+        deadline_s: float,
+    ) -> None:
+        self.producer = producer
+        self.consumer = consumer
+        self.weights = weights
+        self.folder = folder
+        self.prefill_params = prefill_params
+        self.deadline_s = deadline_s
+
+    @property
+    def instances(self) -> list[RecordedInstance]:
+        """The instances."""
+        return [self.producer] if self.producer is self.consumer else [self.producer, self.consumer]
+
+    @property
+    def sides(self) -> list[RecordedSide]:
+        """All sides of the connector in all instances."""
+        return [side for instance in self.instances for side in instance.sides]
+
+    @property
+    def num_loaded(self) -> int:
+        """Tokens that the consumer has loaded."""
+        return self.consumer.counts["tokens_loaded"]
+
+    def transfer(self, prompt: list[int]) -> Request:
+        """Produce and consume the KV cache of a prompt, and return the consumer's request."""
+        return self.consume(prompt, self.produce(prompt))
+
+    def produce(self, prompt: list[int]) -> dict[str, Any] | None:
+        """Serve a prompt on the producer, check it, and return the consumer's parameters."""
+        request = self.submit_to_producer(prompt)
+        self.run(request)
+        self.producer.check(request)
+        return self.params_of(request)
+
+    def consume(self, prompt: list[int], params: dict[str, Any] | None = None) -> Request:
+        """Serve a prompt on the consumer, whose own prefix cache is emptied, and check it."""
+        self.consumer.clear_cache()
+        request = self.submit_to_consumer(prompt, params)
+        self.run(request)
+        self.consumer.check(request)
+        return request
+
+    def submit_to_producer(self, prompt: list[int]) -> Request:
+        """Submit a prompt to the producer."""
+        if self.prefill_params is None:
+            return self.producer.submit(prompt, NUM_NEW_TOKENS)
+        return self.producer.submit(prompt, 1, dict(self.prefill_params))
+
+    def submit_to_consumer(
+        self, prompt: list[int], params: dict[str, Any] | None, num_new: int = NUM_NEW_TOKENS
+    ) -> Request:
+        """Submit a prompt to the consumer."""
+        return self.consumer.submit(prompt, num_new, params)
+
+    def run(self, *requests: Request) -> None:
+        """Step all instances until requests have ended, and a store has nothing left to do."""
+        deadline = Deadline(self.deadline_s)
+        while not all(request.state in OVER for request in requests):
+            self.step()
+            deadline.check("requests of this test")
+        # The connector is told of their end in the steps that follow.
+        self.step()
+        self.step()
+        # A transfer may hold blocks for a consumer that is yet to come.
+        while self.prefill_params is None and any(
+            instance.scheduler.is_busy for instance in self.instances
+        ):
+            self.step()
+            deadline.check("work after the requests of this test")
+
+    def step(self) -> None:
+        """Run a step on every instance."""
+        for instance in self.instances:
+            instance.step()
+
+    def drain(self) -> None:
+        """Step all instances until all blocks are free and the connector has nothing to do."""
+        deadline = Deadline(self.deadline_s)
+        while any(each.num_used or each.scheduler.is_busy for each in self.instances):
+            used = [each.num_used for each in self.instances]
+            assert not deadline.expired, f"after {self.deadline_s:g} s blocks in use: {used}"
+            self.step()
+
+    def params_of(self, request: Request) -> dict[str, Any] | None:
+        """Return the consumer's parameters as a router passes them on, which is as JSON."""
+        if self.prefill_params is None:
+            return None
+        params: dict[str, Any] = msgspec.json.decode(
+            msgspec.json.encode(request.kv_transfer_params)
+        )
+        return params
+
+    def close(self) -> None:
+        """Close the instances."""
+        for instance in self.instances:
+            instance.close()
+
+
 # -- processes
 
 
@@ -966,60 +1293,6 @@ def _check_answer(prompt: list[int], answer: Answer, seed: int = 0) -> None:
     assert answer.state == "finished", answer.error
     expected = reference_output(prompt, len(answer.tokens), seed, SIX_HEADS).output
     assert answer.tokens == expected
-
-
-# -- recorded calls
-
-
-def _received(instance: LocalInstance) -> list[Counter[str]]:
-    """Return how often each rank has reported each request as received."""
-    return [
-        Counter(each for _, names in side.results("get_finished") for each in names or ())
-        for side in instance.workers
-    ]
-
-
-def _reported(instance: LocalInstance) -> set[str]:
-    """Return all requests that any rank has reported as sent or received."""
-    return {
-        each
-        for side in instance.workers
-        for pair in side.results("get_finished")
-        for names in pair
-        for each in names or ()
-    }
-
-
-def _loads(instance: LocalInstance) -> Counter[str]:
-    """Return how often each request was to be loaded beyond its step."""
-    is_async, loads = {}, Counter[str]()
-    for call in instance.scheduler.calls:
-        if call.name == "get_num_new_matched_tokens":
-            is_async[call.args[0].request_id] = call.result[1]
-        elif call.name == "update_state_after_alloc" and call.args[2]:
-            request_id = call.args[0].request_id
-            loads[request_id] += is_async[request_id]
-    return +loads
-
-
-def _load_errors(instance: LocalInstance) -> list[set[int]]:
-    """Return all blocks that each rank has reported as not loaded."""
-    return [
-        set().union(*side.results("get_block_ids_with_load_errors")) for side in instance.workers
-    ]
-
-
-def _check_errors_in_time(instance: LocalInstance) -> None:
-    """Fail if a rank reports blocks in a later step than their request's load."""
-    for side in instance.workers:
-        is_received = is_over = False
-        for call in side.calls:
-            if call.name == "get_finished":
-                is_received |= bool(call.result[1])
-            elif call.name == "clear_connector_metadata":
-                is_over = is_received
-            elif call.name == "get_block_ids_with_load_errors":
-                assert not (is_over and call.result), "blocks were reported after their request"
 
 
 # -- metadata
@@ -1048,56 +1321,6 @@ def _without_numbers(settled: Any) -> Any:
     return 0 if type(settled) is int else settled
 
 
-def _aggregated(metas: Any) -> Any:
-    """Return the sum of the metadata of several ranks, in plain form."""
-    total, *others = map(deserialize, metas)
-    for each in others:
-        total = total.aggregate(each)
-    return serialize(total)
-
-
-def _pass_objects(instance: LocalInstance) -> None:
-    """Pass metadata between both sides of an instance of one rank without a copy."""
-    (worker,) = instance.workers
-    latest: dict[str, Any] = {}
-
-    def keep(own: Any, *args: Any) -> Any:
-        latest["of the worker" if not args else "of the scheduler"] = metadata = own(*args)
-        return metadata
-
-    def pass_on(own: Any, _: Any) -> Any:
-        return own(latest["of the scheduler"])
-
-    def pass_back(own: Any, output: Any) -> Any:
-        output.kv_connector_worker_meta = latest["of the worker"]
-        return own(output)
-
-    instance.scheduler.instead |= {
-        "build_connector_meta": keep,
-        "update_connector_output": pass_back,
-    }
-    worker.instead |= {
-        "build_connector_worker_meta": keep,
-        "handle_preemptions": pass_on,
-        "bind_connector_metadata": pass_on,
-    }
-
-
-def _repeat_notices() -> Any:
-    """Return a replacement that passes every notice twice, and earlier ones again and again."""
-    passed: list[Any] = []
-    drawn = random.Random(3)  # noqa: S311  # no secret
-
-    def update(own: Any, output: KVConnectorOutput) -> None:
-        passed.append(serialize(vars(output)))
-        for each in (passed[-1], passed[-1], *drawn.sample(passed, min(3, len(passed)))):
-            own(KVConnectorOutput(**deserialize(each)))
-        # The notice of this step comes last: the latest worker metadata is what holds.
-        own(output)
-
-    return update
-
-
 # -- steps that are not executed
 
 
@@ -1115,10 +1338,10 @@ def _plan_of(bed: ConnectorTestBed, instance: Any, request: Request) -> Any:
     """Step until a plan gives blocks to a request: a connector may answer "ask again" before."""
     deadline = Deadline(bed.deadline_s)
     while True:
-        plan = instance.loop.scheduler.plan()
+        plan = instance.scheduler.plan()
         if request.block_ids:
             return plan
-        instance.loop.scheduler.update(plan, instance.ranks.step(plan))
+        instance.execute(plan)
         deadline.check("blocks for a request")
 
 
@@ -1126,12 +1349,11 @@ def _check_not_saved(bed: ConnectorTestBed, request: Request, plan: Any) -> None
     """Run a step that is not executed, abort its request, and find nothing of it."""
     producer, prompt = bed.producer, request.prompt_token_ids
     producer.overwrite(request.block_ids)
-    results = producer.ranks.step(plan)
+    results = producer.executor.step(plan)
     assert all(result.tokens is None for result in results)
-    vars(producer.ranks.workers[0]).pop("has_load_errors", None)
     producer.overwrite(request.block_ids)
-    producer.loop.scheduler.update(plan, results)
-    producer.loop.scheduler.abort(request)
+    producer.scheduler.update(plan, results)
+    producer.scheduler.abort(request)
     bed.run(request)
     before = bed.num_loaded
     bed.consume(prompt, bed.params_of(request))

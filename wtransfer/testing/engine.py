@@ -51,7 +51,7 @@ NUM_SMALL = 2000
 
 
 class EngineConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and say which engine is meant."""
+    """Subclass it with a name that starts with ``Test``, and state the engine."""
 
     engine: ClassVar[str] = ""
     """Name of the engine, as a publisher would use it."""
@@ -66,6 +66,10 @@ class EngineConformance(ConformanceKit):
     deadline_s: ClassVar[float] = 10.0
     """Bound on every wait, in seconds. Raise it for engines that start slowly."""
 
+    ends_within_s: ClassVar[float] = 5.0
+    """Bound on the leftovers of a shutdown, in seconds."""
+    smoke_test = "test_one_round_is_committed"
+
     # -- fixtures
 
     @pytest.fixture(autouse=True)
@@ -76,12 +80,12 @@ class EngineConformance(ConformanceKit):
 
     @pytest.fixture
     def worker_cls(self) -> type:
-        """The worker class that is tested."""
+        """Return the worker class that is tested."""
         return self.engine_cls or registry("engines").get(self.engine)
 
     @pytest.fixture
     def twin_cls(self, worker_cls: type) -> type:
-        """The trainer class that is tested."""
+        """Return the trainer class that is tested."""
         if self.trainer_cls is not None:
             return self.trainer_cls
         if self.engine_cls is None:
@@ -90,7 +94,7 @@ class EngineConformance(ConformanceKit):
 
     @pytest.fixture
     def fleet(self, worker_cls: type, twin_cls: type) -> Iterator[MakeFleet]:
-        """Makes fleets of this engine that are closed at the end of the test."""
+        """Make fleets of this engine, which are closed at the end of the test."""
         fleets: list[Fleet] = []
 
         def make(source: Any, *, trainer: type | None = None, engine: str | None = None) -> Fleet:
@@ -111,7 +115,12 @@ class EngineConformance(ConformanceKit):
         while fleets:
             fleets.pop().close()
 
-    # -- what arrives
+    # -- arrival
+
+    def test_one_round_is_committed(self, fleet: MakeFleet) -> None:
+        """One tensor arrives at two workers."""
+        with self.is_smoke_test():
+            _round_trip(fleet({"weight": torch.arange(12.0)}))
 
     @pytest.mark.parametrize("dtype", TRAVELLING_DTYPES, ids=str)
     def test_every_dtype_arrives(self, fleet: MakeFleet, dtype: torch.dtype) -> None:
@@ -119,7 +128,7 @@ class EngineConformance(ConformanceKit):
         _round_trip(fleet({"weight": random_tensor(dtype, (3, 5), seed=1)}))
 
     def test_empty_and_scalar_tensors_arrive(self, fleet: MakeFleet) -> None:
-        """A count of steps has no dimensions; an expert without tokens has no elements."""
+        """Tensors without dimensions, and without elements."""
         source = {
             "scalar": torch.tensor(7.0),
             "empty": torch.empty(0),
@@ -135,11 +144,11 @@ class EngineConformance(ConformanceKit):
         _round_trip(fleet({"small": torch.ones(3), "big": tensor, "last": torch.zeros(1)}))
 
     def test_many_small_tensors_arrive(self, fleet: MakeFleet) -> None:
-        """Their number may exceed that of buffers and messages."""
+        """More tensors than buffers and messages."""
         _round_trip(fleet({f"layer.{i}": torch.full((i % 7,), float(i)) for i in range(NUM_SMALL)}))
 
     def test_tensors_of_any_strides_arrive(self, fleet: MakeFleet) -> None:
-        """What travels are the elements in C order, however they lie in the trainer's memory."""
+        """Elements are sent in C order, whatever their strides are in the trainer's memory."""
         base = random_tensor(torch.float32, (6, 8), seed=2)
         source = {"transposed": base.t(), "every other": base[:, ::2], "row": base[3]}
         made = fleet(source)
@@ -153,7 +162,7 @@ class EngineConformance(ConformanceKit):
         _round_trip(fleet({name: torch.full((2,), float(i)) for i, name in enumerate(names)}))
 
     def test_one_round_after_another_arrives(self, fleet: MakeFleet) -> None:
-        """Buffers are reused; nothing of an earlier round may show."""
+        """Buffers are reused; bytes of an earlier round must not remain."""
         source = _model()
         made = fleet(source)
         member = made.join()
@@ -165,7 +174,7 @@ class EngineConformance(ConformanceKit):
             assert member.session.version == f"v{number}"
 
     def test_two_workers_get_the_same(self, fleet: MakeFleet) -> None:
-        """Both prove it with digests of their own."""
+        """Each worker verifies the digests itself."""
         source = _model()
         made = fleet(source)
         members = [made.join(), made.join()]
@@ -175,7 +184,7 @@ class EngineConformance(ConformanceKit):
             assert [member.contents for member in members] == [contents(source)] * 2
 
     def test_a_late_joiner_gets_the_current_version(self, fleet: MakeFleet, twin_cls: type) -> None:
-        """At once if the trainer can ``resend``, else with the next round."""
+        """It arrives at once if the trainer can ``resend``, else with the next round."""
         source = _model()
         made = fleet(source)
         made.join()
@@ -213,7 +222,7 @@ class EngineConformance(ConformanceKit):
     def test_a_round_that_fails_on_one_worker_changes_none(
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type, worker: int
     ) -> None:
-        """``load_weights`` raises on one worker; the engine passes that on and works again."""
+        """``load_weights`` raises on one worker; the engine raises it too, and works again."""
         faults = Faults()
         source = _model()
         made = fleet(source, engine=registered_name("engines", faults.wrap(worker_cls, twin_cls)))
@@ -230,7 +239,7 @@ class EngineConformance(ConformanceKit):
         assert [member.contents for member in members] == [contents(source)] * 2
 
     def test_shutdown_leaves_nothing(self, fleet: MakeFleet) -> None:
-        """No thread, descriptor or shared memory, five seconds after everything was closed."""
+        """No thread, descriptor or shared memory, within `ends_within_s`."""
 
         def live() -> None:
             made = fleet(_model())
@@ -239,17 +248,17 @@ class EngineConformance(ConformanceKit):
             _publish(made, "v2")
             made.close()
 
-        # What is made once in a process and kept, such as a pool of threads, is no leftover.
+        # A process may make something once and keep it, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()
         live()
-        assert leftovers.found(within_s=5.0) == []
+        assert leftovers.found(self.ends_within_s) == []
 
-    # -- what is declared
+    # -- declarations and infos
 
     def test_declared_attributes_are_valid(self, worker_cls: Any, twin_cls: Any) -> None:
-        """Of the kinds that the framework reads; where they are left out, defaults hold."""
+        """Attributes have the types that the framework reads; each has a default."""
         assert getattr(worker_cls, "tensors_valid_until", "return") in ("return", "round")
         devices = getattr(worker_cls, "devices", ("cpu",))
         assert isinstance(devices, tuple), "devices is a tuple of device types"
@@ -262,7 +271,7 @@ class EngineConformance(ConformanceKit):
         assert isinstance(twin_cls.init_info_cls, type)
 
     def test_tensors_keep_their_bytes_for_as_long_as_declared(self, fleet: MakeFleet) -> None:
-        """Right before a commit, and for those held, through the whole next transfer."""
+        """Tensors that are valid for the round keep their bytes through the next transfer."""
         source = _model()
         made = fleet(source)
         ledger = _Ledger(source)
@@ -278,7 +287,7 @@ class EngineConformance(ConformanceKit):
         assert contents(ledger.held) == contents(source)
 
     def test_infos_are_plain_data(self, fleet: MakeFleet, twin_cls: type) -> None:
-        """They travel by msgpack, and what comes out must be what went in."""
+        """Infos round-trip through msgpack."""
         infos = _sent_infos(fleet, twin_cls)
         assert infos, "the trainer sent no info at all"
         for info in infos:
@@ -286,7 +295,7 @@ class EngineConformance(ConformanceKit):
 
     @pytest.mark.parametrize("what", ["init_info", "update_info"])
     def test_infos_that_do_not_fit_are_refused(self, worker_cls: type, what: str) -> None:
-        """With the text that programs know."""
+        """The error has the text that vLLM's has."""
         worker = _worker(worker_cls)
         parse = getattr(worker, f"parse_{what}")
         expected = f"^Invalid {what} for {worker_cls.__name__}: "
@@ -297,7 +306,7 @@ class EngineConformance(ConformanceKit):
     def test_receiving_before_init_raises(
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type
     ) -> None:
-        """Rather than waiting for data that cannot come, or claiming success."""
+        """The engine neither waits for data that cannot come, nor returns as if it had come."""
         update = _sent_infos(fleet, twin_cls)[-1]
         worker = _worker(worker_cls)
         info = worker.parse_update_info(update)
@@ -307,7 +316,7 @@ class EngineConformance(ConformanceKit):
 
 
 class _Ledger(StateDictTarget):
-    """A target that only keeps what it is given."""
+    """A target that keeps the tensors of its last update."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -369,11 +378,11 @@ def _worker(worker_cls: Any) -> Any:
 
 
 def _sent_infos(fleet: MakeFleet, twin_cls: Any) -> list[dict[str, Any]]:
-    """Run a round and return the infos as the trainer handed them over: init first."""
+    """Run a round and return the infos that the trainer has sent: init first."""
     sent: list[dict[str, Any]] = []
 
     class Tap:
-        """A client that notes what passes."""
+        """A client that records infos."""
 
         def __init__(self, client: Any) -> None:
             self._client = client
@@ -389,7 +398,7 @@ def _sent_infos(fleet: MakeFleet, twin_cls: Any) -> list[dict[str, Any]]:
             sent.append(update_info)
             self._client.update_weights(update_info)
 
-    class Tapped(twin_cls):  # type: ignore[misc]  # whatever class is tested
+    class Tapped(twin_cls):  # type: ignore[misc]  # the class that is tested
         """The tested trainer, with a tap on its client."""
 
         @classmethod

@@ -1,7 +1,6 @@
-"""Fault injection: an engine that works, made to fail at a chosen tensor on a chosen worker.
+"""Fault injection: make an engine fail at a chosen tensor on a chosen worker.
 
-It shows what a publisher and its workers do when an engine misbehaves, with your engine or a
-built-in one underneath::
+Tests what a publisher and its workers do when your engine, or a built-in one, misbehaves::
 
     faults = Faults()
     WeightTransferEngineFactory.register_engine("shaky", faults.wrap("shm"))
@@ -32,17 +31,16 @@ if TYPE_CHECKING:
 
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.interface import LoadWeights, ParamMeta, RoundSource
-    from wtransfer.manifest import Manifest
-    from wtransfer.transport.layout import Bucket, TensorLayout
+    from wtransfer.transport.layout import Bucket
 
     Pair = tuple[str, torch.Tensor]
 
 Spoil = Literal["drop", "flip", "swap", "cast", "truncate", "duplicate", "twice"]
-"""What can become of a tensor: left out; one bit flipped; exchanged with the next one; another
-dtype; its last element left out; delivered under the next one's name as well; delivered again."""
+"""Damage to a tensor: left out; one bit flipped; exchanged with the next one; another dtype; its
+last element left out; delivered under the next one's name as well; delivered again."""
 Break = Literal["raise", "memory-error", "torch-memory", "enomem", "exit", "hang"]
-"""What an engine can do instead of going on: raise `RuntimeError`, `MemoryError`, torch's way of
-saying that memory is out, `OSError` with ENOMEM, `SystemExit`; or hang until `Faults.disarm`."""
+"""Failure of an engine: raise `RuntimeError`, `MemoryError`, torch's error for exhausted memory,
+`OSError` with ENOMEM, `SystemExit`; or hang until `Faults.disarm`."""
 SPOILS: tuple[Spoil, ...] = ("drop", "flip", "swap", "cast", "truncate", "duplicate", "twice")
 """Every `Spoil`."""
 BREAKS: tuple[Break, ...] = ("raise", "memory-error", "torch-memory", "enomem", "exit", "hang")
@@ -51,14 +49,14 @@ BREAKS: tuple[Break, ...] = ("raise", "memory-error", "torch-memory", "enomem", 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong, once."""
+    """One fault, which fires once."""
 
     action: Spoil | Break
-    """What happens."""
+    """The damage or failure."""
     tensor: int = 0
     """At which tensor of the round, counted from 0 in the order in which the engine moves them."""
     worker: int | None = None
-    """On which worker, by its ``data_parallel_index``; None: whichever comes first."""
+    """On which worker, by its ``data_parallel_index``; None: the first one that gets there."""
     side: Literal["worker", "trainer"] = "worker"
     """Where the engine breaks. Tensors can be spoiled on workers only."""
     bit: int = 0
@@ -66,24 +64,21 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.side == "trainer" and self.action in SPOILS:
-            raise ValueError(f"{self.action!r} happens on workers; expected one of {BREAKS}")
+            raise ValueError(f"{self.action!r} fires on workers only; expected one of {BREAKS}")
 
 
 class Faults:
-    """Holds what shall go wrong, and what has.
-
-    One object serves any number of engines and threads.
-    """
+    """Armed faults, and those that have fired; for any number of engines and threads."""
 
     def __init__(self) -> None:
         self.fired: list[Fault] = []
-        """Faults that have happened, in order: the witness that a test tested something."""
+        """Faults that have fired, in order: the witness that a test tested something."""
         self._armed: list[Fault] = []
         self._lock = threading.Lock()
         self._released = threading.Event()
 
     def wrap(self, engine: str | type, trainer: type | None = None) -> type:
-        """Return a worker engine class, with its trainer's twin, that fails when it is told to.
+        """Return a worker engine class, with its trainer's twin, in which armed faults fire.
 
         Args:
             engine: Name or worker class of an engine.
@@ -97,20 +92,20 @@ class Faults:
         return type(f"Faulty{worker_cls.__name__}", (_FaultyWorker, worker_cls), shared)
 
     def arm(self, *faults: Fault) -> None:
-        """Let each of these happen once, as soon as an engine gets there."""
+        """Let each fault fire once, as soon as an engine gets to its tensor."""
         with self._lock:
             self._armed.extend(faults)
             self._released.clear()
 
     def disarm(self) -> None:
-        """Forget what was armed and what has fired, and let go of engines that hang."""
+        """Forget armed and fired faults, and release engines that hang."""
         with self._lock:
             self._armed.clear()
             self.fired.clear()
             self._released.set()
 
     def due(self, side: str, worker: int | None, tensor: int) -> Fault | None:
-        """Return what shall happen here, once; for the engines that `wrap` made."""
+        """Return the fault that fires here, once; called by the engines of `wrap`."""
         with self._lock:
             for fault in self._armed:
                 here = fault.side == side and fault.tensor == tensor
@@ -121,7 +116,7 @@ class Faults:
         return None
 
     def break_down(self, fault: Fault) -> None:
-        """Do what a `Break` says; it does not return."""
+        """Raise the error of a `Break`, or hang until `disarm`."""
         if fault.action == "hang":
             self._released.wait()
         error = _ERRORS[fault.action]()
@@ -150,7 +145,7 @@ def _trainer_of(engine: str | type) -> type:
 
 
 class _FaultyWorker:
-    """Stands before a worker engine in the order of inheritance."""
+    """Base of a worker engine's subclass, before the engine in the MRO."""
 
     _faults: ClassVar[Faults]
 
@@ -225,7 +220,7 @@ _SPOILED: dict[str, Callable[[str, torch.Tensor, Fault], Sequence[Pair]]] = {
 
 
 class _FaultyTrainer:
-    """Stands before a trainer engine in the order of inheritance."""
+    """Base of a trainer engine's subclass, before the engine in the MRO."""
 
     _faults: ClassVar[Faults]
 
@@ -237,33 +232,14 @@ class _FaultyTrainer:
 
 
 class _FaultySource:
-    """A round's source that breaks at a tensor."""
+    """A round's source in which faults fire."""
 
     def __init__(self, source: RoundSource, faults: Faults) -> None:
         self._source = source
         self._faults = faults
 
-    @property
-    def version(self) -> str:
-        return self._source.version
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._source.manifest
-
-    @property
-    def metadata(self) -> Sequence[ParamMeta]:
-        return self._source.metadata
-
-    @property
-    def layout(self) -> TensorLayout:
-        return self._source.layout
-
-    def note_progress(self) -> None:
-        self._source.note_progress()
-
-    def digests(self) -> list[str]:
-        return self._source.digests()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def iter_full(self) -> Iterator[Pair]:
         for number, pair in enumerate(self._source.iter_full()):

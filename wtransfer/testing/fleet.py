@@ -37,13 +37,13 @@ class Member:
     """One worker of a fleet."""
 
     model: Any
-    """What its session writes to."""
+    """The target of its session."""
     session: WorkerSession
     """Its session."""
 
     @property
     def contents(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """What its weights are now."""
+        """Dtype, shape and digest of each of its tensors."""
         model = self.model
         return contents(model.state_dict() if isinstance(model, torch.nn.Module) else model)
 
@@ -52,7 +52,7 @@ class Fleet:
     """Publishes to workers of this process, whose models "step" while a round is waited for.
 
     Args:
-        source: What to publish, as `Publisher` takes it.
+        source: Model or source, as `Publisher` takes it.
         engine: Name of the engine.
         deadline_s: Bound on every wait of either side, in seconds.
         **options: Further arguments of `Publisher`.
@@ -73,7 +73,7 @@ class Fleet:
         self.members: list[Member] = []
         self._num_joined = 0
         self.commit_errors: list[CommitError] = []
-        """What `WorkerSession.commit_pending` raised while rounds were waited for."""
+        """Errors of `WorkerSession.commit_pending` while rounds were waited for."""
 
     def join(
         self,
@@ -83,7 +83,7 @@ class Fleet:
         """Add a worker and wait until the publisher knows it.
 
         Args:
-            model: What it writes to; None: tensors like those of a source that is a mapping.
+            model: Target of its session; None: tensors like those of a source that is a mapping.
             **options: Further arguments of `WorkerSession`.
         """
         if model is None:

@@ -1,17 +1,50 @@
-"""What the conformance kits share: the rule about overriding, registration, statistics."""
+"""Base of the conformance kits: the rule about overriding, the smoke test, registration."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
 
 from wtransfer.registry.registry import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 class ConformanceKit:
-    """Base of the kits: a test may be overridden only by one that is marked as failing."""
+    """Base of the kits.
+
+    A test may be overridden only by one that is marked as failing. Where a kit's smoke test, its
+    first one, fails, the tests after it are skipped: they would fail for the same reason, many of
+    them at the end of a deadline.
+    """
+
+    smoke_test: ClassVar[str] = ""
+    """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
+    _smoke_failure: ClassVar[tuple[type, str] | None] = None
+
+    @pytest.fixture(autouse=True)
+    def _skip_after_failed_smoke_test(self, request: pytest.FixtureRequest) -> None:
+        # Of this class alone: subclasses test other backends.
+        cls, error = self._smoke_failure or (None, "")
+        if cls is type(self) and request.function.__name__ != self.smoke_test:
+            pytest.skip(f"{self.smoke_test} has failed: {error}")
+
+    @contextlib.contextmanager
+    def is_smoke_test(self) -> Iterator[None]:
+        """Skip all later tests of the class if the block fails."""
+        cls = type(self)
+        cls._smoke_failure = None
+        try:
+            yield
+        except Exception as error:
+            kit = next(base for base in cls.__mro__ if ConformanceKit in base.__bases__)
+            # One that a subclass has marked as failing says nothing about the other tests.
+            if getattr(cls, self.smoke_test) is getattr(kit, self.smoke_test):
+                cls._smoke_failure = cls, f"{type(error).__name__}: {error}"
+            raise
 
     def __init_subclass__(cls) -> None:
         """Check the tests that a subclass overrides.

@@ -1,4 +1,4 @@
-"""What this process holds that it did not hold before: threads, descriptors, shared memory."""
+"""Find leftovers of this process: threads, descriptors, shared memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHM = "/dev/shm/"  # noqa: S108 - looked at, not written
 
 
 class Leftovers:
-    """Record what this process holds now, to tell later what it holds on top.
+    """Records the resources of this process now, and finds later ones.
 
     Linux only. Descriptors and mappings are counted by kind, since their numbers are reused. A file
     in ``/dev/shm`` counts if this process has opened it from Python, or if it or one of its
@@ -35,14 +35,14 @@ class Leftovers:
         self._held = _held()
 
     def found(self, within_s: float = 5.0) -> list[str]:
-        """Return what is held on top, once that is nothing or the time is over.
+        """Return the resources that were not held before, once there are none or time is up.
 
         Args:
-            within_s: How long to wait for things to go, in seconds.
+            within_s: Longest wait for their release, in seconds.
         """
         end = time.monotonic() + within_s
         while (found := self._more()) and time.monotonic() < end:
-            # What waits for the garbage collector is no leftover.
+            # Objects that wait for the garbage collector are no leftovers.
             gc.collect()
             time.sleep(_POLL_S)
         return found

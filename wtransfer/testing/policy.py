@@ -67,7 +67,7 @@ class _Key(bytes):
 
 
 class PolicyConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and say which policy is meant."""
+    """Subclass it with a name that starts with ``Test``, and state the policy."""
 
     policy: ClassVar[str] = ""
     """Name or place of the policy, as a user would write it."""
@@ -76,7 +76,7 @@ class PolicyConformance(ConformanceKit):
 
     @pytest.fixture
     def make(self) -> MakePolicy:
-        """Makes policies of the class that is tested, for a number of blocks."""
+        """Make policies of the class that is tested, for a number of blocks."""
         return self.policy_cls or policy_class(self.policy)
 
     # -- candidates for eviction
@@ -191,7 +191,7 @@ class PolicyConformance(ConformanceKit):
             cache.release(coming[:4])
             cache.pin(coming[:2])
         for count, protected in ((CAPACITY, ()), (CAPACITY - 2, set(coming[2:3]))):
-            # What comes is what went: a policy that learns from it must not do so here.
+            # The incoming blocks were evicted before: the policy must not learn from a refusal.
             incoming = [*gone, *coming[4:]][:count]
             assert asked.evict(count, protected, incoming) is None
         for number in range(CAPACITY - 2):

@@ -9,8 +9,5 @@ import pytest
 
 # Each by its name: the package is imported already, as this module is in it.
 pytest.register_assert_rewrite(
-    *(
-        f"wtransfer.testing.{name}"
-        for name in ("connector", "connector_host", "engine", "kit", "policy", "spec", "spec_host")
-    )
+    *(f"wtransfer.testing.{name}" for name in ("connector", "engine", "kit", "policy", "spec"))
 )

@@ -21,27 +21,75 @@ the spec may fail it::
 
 from __future__ import annotations
 
+import copy
+import itertools
 import random
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+import torch
+import xxhash
 
+from wtransfer.blocks import fence_key, make_offload_key
+from wtransfer.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+)
 from wtransfer.errors import BlockNotKeptError
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.interface import LookupResult
+from wtransfer.specs.interface import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+)
 from wtransfer.specs.seed_adapter import SeedSpecAdapter
 from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
 from wtransfer.testing.leftovers import Leftovers
-from wtransfer.testing.spec_host import Geometry, Shelf, SpecHost, config_of, key_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from wtransfer.config import OffloadingConfig
-    from wtransfer.specs.interface import LoadStoreSpec, OffloadingSpec, OffloadingWorker
+    from wtransfer.blocks import OffloadKey
+    from wtransfer.specs.interface import (
+        LoadStoreSpec,
+        OffloadingSpec,
+        OffloadingWorker,
+        PrepareStoreOutput,
+        TransferResult,
+    )
 
-    MakeHost = Callable[..., SpecHost]
+    MakeHost = Callable[..., "SpecHost"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of a cache."""
+
+    num_layers: int = 2
+    """Layers of each group."""
+    page_nbytes: int = 1024
+    """Bytes of a layer in one block."""
+    num_groups: int = 1
+    """Groups of layers; each has blocks of its own."""
+    block_size: int = 16
+    """Tokens per block."""
+    blocks_per_chunk: int = 1
+    """Blocks that are kept under one key."""
+    num_blocks: int = 32
+    """Blocks of the cache, of each group."""
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Largest number of bytes that are kept under one key."""
+        return self.num_layers * self.page_nbytes * self.num_groups * self.blocks_per_chunk
+
 
 GEOMETRIES = {
     "one layer": Geometry(num_layers=1),
@@ -50,15 +98,15 @@ GEOMETRIES = {
     "large pages": Geometry(num_layers=2, page_nbytes=2**18, block_size=128, num_blocks=12),
     "pages of no round size": Geometry(num_layers=3, page_nbytes=16 * 37),
 }
-"""Caches whose blocks must come back."""
+"""Shapes of caches."""
 FEW = Geometry(num_layers=2, page_nbytes=2**15)
-"""A cache with blocks so large that headers and alignment do not count."""
+"""Blocks so large that headers and alignment do not count."""
 NUM_FEW = 8
-"""About so many of its blocks are given room where blocks shall give way."""
+"""About so many of its blocks fit into a tier that is to evict."""
 
 
 class SpecConformance(ConformanceKit):
-    """Subclass it with a name that starts with ``Test``, and say which spec is meant."""
+    """Subclass it with a name that starts with ``Test``, and state the spec."""
 
     spec: ClassVar[str] = ""
     """Name of the spec, as a user would write it."""
@@ -67,13 +115,13 @@ class SpecConformance(ConformanceKit):
     options: ClassVar[dict[str, Any]] = {}
     """Its options."""
     size_option: ClassVar[str] = ""
-    """The option that says how many bytes may be kept. Without one, nothing can be made to give
-    way, and the tests about that are skipped."""
+    """The option that bounds the size in bytes. Without one, the tests of evictions are skipped."""
     deadline_s: ClassVar[float] = 10.0
     """Bound on every wait, in seconds."""
     ends_within_s: ClassVar[float] = 5.0
-    """Longest that a shutdown may take while jobs are under way, and that something of it may be
-    left afterwards, in seconds."""
+    """Bound on a shutdown while jobs are running, and on its leftovers, in seconds."""
+
+    smoke_test = "test_one_block_is_stored_and_loaded"
 
     def reach(self, worker: OffloadingWorker, where: LoadStoreSpec) -> memoryview | None:
         """Return bytes of the one block that is kept there, to be damaged by a test.
@@ -87,7 +135,7 @@ class SpecConformance(ConformanceKit):
 
     @pytest.fixture
     def make_spec(self) -> Callable[[OffloadingConfig], OffloadingSpec]:
-        """Makes specs of the class that is tested."""
+        """Make specs of the class that is tested."""
         name = self.spec or registered_name("specs", self.spec_cls)
 
         def make(config: OffloadingConfig) -> OffloadingSpec:
@@ -99,14 +147,12 @@ class SpecConformance(ConformanceKit):
 
     @pytest.fixture
     def host(self, make_spec: Any) -> Iterator[MakeHost]:
-        """Makes hosts of this spec that are closed at the end of the test."""
+        """Make hosts of this spec, which are closed at the end of the test."""
         hosts: list[SpecHost] = []
 
         def make(geometry: Geometry = FEW, num_kept: int = 64) -> SpecHost:
-            options = self._options_for(geometry, num_kept)
-            made = SpecHost(make_spec, geometry, options, self.deadline_s)
-            hosts.append(made)
-            return made
+            hosts.append(SpecHost(make_spec, geometry, self._options_for(geometry, num_kept)))
+            return hosts[-1]
 
         yield make
         while hosts:
@@ -114,7 +160,7 @@ class SpecConformance(ConformanceKit):
 
     @pytest.fixture
     def small_host(self, host: MakeHost) -> SpecHost:
-        """A host whose tier is too small for its cache."""
+        """Make a host whose tier is smaller than its cache."""
         if not self.size_option:
             pytest.skip("size_option is not given: this tier cannot be made small")
         return host(num_kept=NUM_FEW)
@@ -127,9 +173,18 @@ class SpecConformance(ConformanceKit):
 
     # -- bytes
 
+    def test_one_block_is_stored_and_loaded(self, host: MakeHost) -> None:
+        """The block comes back in another block of the cache."""
+        with self.is_smoke_test():
+            made = host()
+            made.write(0, seed=1)
+            made.store([key_of(1)], [0])
+            assert made.load([key_of(1)], [1])
+            assert made.digest(1) == made.digest(0)
+
     @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
     def test_blocks_come_back_as_they_were(self, host: MakeHost, geometry: Geometry) -> None:
-        """To any block of the cache, in any order, and nowhere else."""
+        """Blocks are loaded into any block of the cache, in any order, and into no other."""
         made = host(geometry, num_kept=8)
         keys = [key_of(number) for number in range(4)]
         for block in range(geometry.num_blocks):
@@ -143,7 +198,7 @@ class SpecConformance(ConformanceKit):
         assert made.digests() == expected
 
     def test_one_block_may_be_loaded_many_times(self, host: MakeHost) -> None:
-        """Into several blocks at once, and again later."""
+        """One load may copy a block into several blocks; another load may follow."""
         made = host()
         made.write(0, seed=1)
         made.store([key_of(1)], [0])
@@ -184,7 +239,7 @@ class SpecConformance(ConformanceKit):
         assert made.digests() == expected
 
     def test_chunks_of_several_blocks(self, host: MakeHost) -> None:
-        """And only the later ones of them be loaded."""
+        """Several blocks have one key; a load may begin in the middle of a chunk."""
         made = host(Geometry(blocks_per_chunk=2))
         blocks = [3, 8, 1, 5]
         for block in blocks:
@@ -216,7 +271,7 @@ class SpecConformance(ConformanceKit):
     # -- lookups and completed stores
 
     def test_a_block_is_a_hit_when_its_store_is_complete(self, host: MakeHost) -> None:
-        """Not before completion, nor without it."""
+        """Before `complete_store`, a lookup is no hit."""
         made = host()
         ctx, key = made.request(), key_of(1)
         assert made.manager.lookup(key, ctx) is LookupResult.MISS
@@ -231,7 +286,7 @@ class SpecConformance(ConformanceKit):
         assert made.manager.lookup(key_of(2), ctx) is LookupResult.MISS
 
     def test_only_new_keys_are_stored(self, host: MakeHost) -> None:
-        """In the order that was asked for, each once."""
+        """Keys that are not kept are stored once each, in the order of the call."""
         made = host()
         made.store([key_of(1)], [0])
         keys = [key_of(number) for number in (3, 1, 2, 3)]
@@ -240,7 +295,7 @@ class SpecConformance(ConformanceKit):
         assert prepared.keys_to_store == [key_of(3), key_of(2)]
 
     def test_failed_store_is_a_miss(self, host: MakeHost) -> None:
-        """And may be done again, with the bytes that are right then."""
+        """The block can be stored again, with other bytes."""
         made = host()
         ctx, key = made.request(), key_of(1)
         made.write(0, seed=1)
@@ -267,38 +322,35 @@ class SpecConformance(ConformanceKit):
 
     def test_evictions_leave_hits_intact(self, small_host: SpecHost) -> None:
         """Three times as many blocks as fit are stored; every hit has its bytes."""
-        shelf = Shelf(small_host)
-        num_kept = len(shelf.fill())
+        num_kept = len(small_host.fill())
         assert num_kept > 1, "the tier keeps one block only"
         for _ in range(2 * num_kept):
-            assert shelf.add() is not None
+            assert small_host.store_next() is not None
         ctx = small_host.request()
-        found = {key: small_host.manager.lookup(key, ctx) for key in shelf.digest_of}
+        found = {key: small_host.manager.lookup(key, ctx) for key in small_host.digest_of}
         hits = [key for key, result in found.items() if result is LookupResult.HIT]
-        assert sorted(hits) == sorted(shelf.order)
+        assert sorted(hits) == sorted(small_host.kept)
         for key in hits:
             assert small_host.load([key], [1])
-            assert small_host.digest(1) == shelf.digest_of[key]
+            assert small_host.digest(1) == small_host.digest_of[key]
 
     def test_pinned_blocks_are_not_evicted(self, small_host: SpecHost) -> None:
-        """Until the last of several loads has ended."""
-        shelf = Shelf(small_host)
-        key = shelf.fill()[0]
+        """A block stays pinned until the last of several loads has ended."""
+        key = small_host.fill()[0]
         first, second = small_host.request(), small_host.request()
         where = small_host.manager.prepare_load([key], first)
         small_host.manager.prepare_load([key], second)
         for ctx in (first, second):
-            for _ in range(2 * len(shelf.order)):
-                shelf.add()
+            for _ in range(2 * len(small_host.kept)):
+                small_host.store_next()
             assert small_host.manager.lookup(key, ctx) is LookupResult.HIT
             small_host.manager.complete_load([key], first)
         assert small_host.succeeded(small_host.submit_load([1], where))
-        assert small_host.digest(1) == shelf.digest_of[key]
+        assert small_host.digest(1) == small_host.digest_of[key]
 
     def test_eviction_is_all_or_none(self, small_host: SpecHost) -> None:
         """A refusal evicts nothing, and as many blocks fit as before."""
-        shelf = Shelf(small_host)
-        kept = shelf.fill()
+        kept = small_host.fill()
         small_host.manager.prepare_load(kept[1:], small_host.request())
         events = list(small_host.manager.take_events())
         del events
@@ -313,41 +365,39 @@ class SpecConformance(ConformanceKit):
         assert prepared.evicted_keys == [kept[0]]
 
     def test_blocks_being_stored_are_not_evicted(self, small_host: SpecHost) -> None:
-        """Its slot is not reused until the store is complete."""
-        shelf = Shelf(small_host)
+        """The slot of a block is not reused until its store is complete."""
         ctx, key = small_host.request(), key_of(10**6)
         small_host.write(1, seed=10**6)
         prepared = small_host.manager.prepare_store([key], ctx)
         assert prepared is not None
-        num_kept = len(shelf.fill())
+        num_kept = len(small_host.fill())
         for _ in range(2 * num_kept):
-            shelf.add()
+            small_host.store_next()
         assert small_host.succeeded(small_host.submit_store([1], prepared.store_spec))
         small_host.manager.complete_store([key], ctx)
         assert small_host.load([key], [2])
         assert small_host.digest(2) == small_host.digest(1)
-        for other in shelf.order:
+        for other in small_host.kept:
             assert small_host.load([other], [2])
-            assert small_host.digest(2) == shelf.digest_of[other]
+            assert small_host.digest(2) == small_host.digest_of[other]
 
     def test_load_from_reused_slot_gives_no_other_bytes(self, small_host: SpecHost) -> None:
         """The worker checks which block a slot holds, whatever the host asks for."""
-        shelf = Shelf(small_host)
         ctx = small_host.request()
         places = {}
-        for key in shelf.fill():
+        for key in small_host.fill():
             places[key] = small_host.manager.prepare_load([key], ctx)
             small_host.manager.complete_load([key], ctx)
         for _ in range(3 * len(places)):
-            shelf.add()
+            small_host.store_next()
         gone = [key for key in places if small_host.manager.lookup(key, ctx) is LookupResult.MISS]
         assert gone, "nothing gave way"
         for key in gone:
             before = small_host.digests()
             if small_host.succeeded(small_host.submit_load([1], places[key])):
                 # Where places have the names of their blocks, they may still be right.
-                assert small_host.digest(1) == shelf.digest_of[key]
-                before[1] = shelf.digest_of[key]
+                assert small_host.digest(1) == small_host.digest_of[key]
+                before[1] = small_host.digest_of[key]
             assert small_host.digests() == before
 
     def test_random_requests(self, small_host: SpecHost) -> None:
@@ -377,21 +427,20 @@ class SpecConformance(ConformanceKit):
     # -- completions
 
     def test_duplicate_completions_are_ignored(self, small_host: SpecHost) -> None:
-        """Not even where another request holds the same block."""
-        shelf = Shelf(small_host)
-        key = shelf.fill()[0]
+        """A duplicate does not take the pin of another request."""
+        key = small_host.fill()[0]
         first, second = small_host.request(), small_host.request()
         small_host.manager.prepare_load([key], first)
         small_host.manager.prepare_load([key], second)
         for _ in range(3):
             small_host.manager.complete_load([key], first)
             small_host.manager.complete_store([key], first, success=False)
-        for _ in range(3 * len(shelf.order)):
-            shelf.add()
+        for _ in range(3 * len(small_host.kept)):
+            small_host.store_next()
         assert small_host.manager.lookup(key, second) is LookupResult.HIT
 
     def test_unknown_completions_are_ignored(self, host: MakeHost) -> None:
-        """Late completions, and those of other requests."""
+        """Completions may be late, or name jobs that never were."""
         made = host()
         ctx = made.request()
         made.manager.complete_load([key_of(1)], ctx)
@@ -401,7 +450,7 @@ class SpecConformance(ConformanceKit):
     # -- jobs
 
     def test_every_job_is_reported_once(self, host: MakeHost) -> None:
-        """Many at a time, waited for or not."""
+        """Many jobs run at a time; some are waited for."""
         made = host()
         ctx = made.request()
         jobs = []
@@ -421,7 +470,7 @@ class SpecConformance(ConformanceKit):
         assert all(result.success for result in made.finished.values())
 
     def test_wait_ignores_unknown_jobs(self, host: MakeHost) -> None:
-        """Jobs that were never submitted, and jobs that were reported already."""
+        """Such jobs were never submitted, or were reported already."""
         made = host()
         prepared = made.store([key_of(1)], [0])
         assert prepared is not None
@@ -429,10 +478,10 @@ class SpecConformance(ConformanceKit):
         made.worker.wait(set())
         assert made.collect() == []
 
-    # -- all at once
+    # -- resets and commits
 
     def test_reset_forgets_all_blocks(self, host: MakeHost) -> None:
-        """What is being loaded is no hit any more, and its load ends well."""
+        """A block that is being loaded is no hit any more; its load is successful."""
         made = host()
         keys = [key_of(number) for number in range(3)]
         for block in range(3):
@@ -452,23 +501,21 @@ class SpecConformance(ConformanceKit):
 
     def test_store_and_load_after_weights_change(self, small_host: SpecHost) -> None:
         """After a change, blocks are stored and loaded as before."""
-        shelf = Shelf(small_host)
-        shelf.fill()
+        small_host.fill()
         for _ in range(3):
             small_host.manager.weights_changed()
-            assert shelf.add() is not None
-            key = shelf.order[-1]
+            assert small_host.store_next() is not None
+            key = small_host.kept[-1]
             assert small_host.load([key], [1])
-            assert small_host.digest(1) == shelf.digest_of[key]
+            assert small_host.digest(1) == small_host.digest_of[key]
 
-    # -- what is told
+    # -- events and statistics
 
     def test_events_match_lookups(self, small_host: SpecHost) -> None:
         """Events give the same set of blocks as lookups; a spec may have no events."""
-        shelf = Shelf(small_host)
-        shelf.fill()
+        small_host.fill()
         for _ in range(10):
-            shelf.add()
+            small_host.store_next()
         known: set[bytes] = set()
         events = list(small_host.manager.take_events())
         if not events:
@@ -476,13 +523,15 @@ class SpecConformance(ConformanceKit):
         for event in events:
             assert known.issuperset(event.keys) == event.removed
             known = known - set(event.keys) if event.removed else known | set(event.keys)
-            assert len(known) <= len(shelf.order), "removals come before what takes their place"
+            assert len(known) <= len(small_host.kept), "removals come before what takes their place"
         ctx = small_host.request()
-        hits = {k for k in shelf.digest_of if small_host.manager.lookup(k, ctx) is LookupResult.HIT}
+        hits = {
+            k for k in small_host.digest_of if small_host.manager.lookup(k, ctx) is LookupResult.HIT
+        }
         assert known == hits
 
     def test_stats_are_numbers_and_counters_rise(self, host: MakeHost) -> None:
-        """Names and numbers; those whose names end in ``_total`` never fall."""
+        """Statistics are names and numbers; those that end in ``_total`` never fall."""
         made = host()
         before = _stats(made)
         for number in range(3):
@@ -491,10 +540,10 @@ class SpecConformance(ConformanceKit):
             made.manager.reset_cache()
         assert fallen_counters(before, _stats(made)) == []
 
-    # -- beginning and end
+    # -- construction and shutdown
 
     def test_spec_keeps_its_config(self, make_spec: Any) -> None:
-        """Hosts read it: `OffloadingSpec` notes it where its constructor is called."""
+        """Hosts read the config that the constructor of `OffloadingSpec` has set."""
         geometry = Geometry(num_groups=2, blocks_per_chunk=2)
         config = config_of(geometry, self._options_for(geometry, NUM_FEW))
         made = make_spec(config)
@@ -507,7 +556,7 @@ class SpecConformance(ConformanceKit):
             assert made.blocks_per_chunk == geometry.blocks_per_chunk
 
     def test_constructor_takes_no_resources(self, make_spec: Any, host: MakeHost) -> None:
-        """Neither threads nor memory: a spec is made on the scheduler's side, too."""
+        """The scheduler's process makes a spec as well: no thread, no memory."""
         host().close()
         config = config_of(FEW, self._options_for(FEW, NUM_FEW))
         leftovers = Leftovers()
@@ -516,14 +565,14 @@ class SpecConformance(ConformanceKit):
         del made
 
     def test_each_side_is_made_once(self, make_spec: Any) -> None:
-        """Asked again, a spec returns the same object."""
+        """A second call returns the same object."""
         spec = make_spec(config_of(FEW, self._options_for(FEW, NUM_FEW)))
         manager = spec.get_manager()
         assert spec.get_manager() is manager
         manager.shutdown()
 
     def test_shutdown_is_idempotent(self, host: MakeHost) -> None:
-        """Also in the other order, and before anything was done."""
+        """Sides may shut down twice, in either order, and unused."""
         made = host()
         made.close()
         made.manager.shutdown()
@@ -534,7 +583,7 @@ class SpecConformance(ConformanceKit):
         used.close()
 
     def test_shutdown_ends_running_work(self, host: MakeHost) -> None:
-        """Jobs under way end one way or the other, and soon."""
+        """Jobs end, successful or not, within `ends_within_s`."""
         made = host(Geometry(num_layers=2, page_nbytes=2**20, num_blocks=16), num_kept=16)
         ctx = made.request()
         prepared = made.manager.prepare_store([key_of(number) for number in range(16)], ctx)
@@ -545,7 +594,7 @@ class SpecConformance(ConformanceKit):
         assert time.monotonic() - begun < self.ends_within_s
 
     def test_shutdown_leaves_nothing(self, host: MakeHost) -> None:
-        """No thread, descriptor or shared memory, a while after everything was closed."""
+        """No thread, descriptor or shared memory, within `ends_within_s`."""
 
         def live() -> None:
             made = host()
@@ -553,12 +602,192 @@ class SpecConformance(ConformanceKit):
             assert made.load([key_of(2)], [3])
             made.close()
 
-        # What is made once in a process and kept, such as a pool of threads, is no leftover.
+        # A process may make something once and keep it, such as a pool of threads.
         live()
         leftovers = Leftovers()
         live()
         live()
         assert leftovers.found(self.ends_within_s) == []
+
+
+class SpecHost:
+    """Both sides of a spec, and a cache whose blocks are stored and loaded.
+
+    Everything that passes between the sides is copied, as it would be between processes.
+
+    Args:
+        make_spec: Makes a spec from an `OffloadingConfig`; called once for each side.
+        geometry: Shape of the cache.
+        options: Options of the spec.
+    """
+
+    def __init__(
+        self,
+        make_spec: Callable[[OffloadingConfig], OffloadingSpec],
+        geometry: Geometry,
+        options: dict[str, Any],
+    ) -> None:
+        self.geometry = geometry
+        """Shape of the cache."""
+        shape = (geometry.num_blocks, geometry.page_nbytes)
+        layers, groups = range(geometry.num_layers), range(geometry.num_groups)
+        self.tensors = [[torch.zeros(shape, dtype=torch.uint8) for _ in layers] for _ in groups]
+        """The tensors of each group, by layer; all zero at first."""
+        flat = [tensor for group in self.tensors for tensor in group]
+        refs = [CanonicalKVCacheRef(index, shape[1]) for index in range(len(flat))]
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, shape[1]) for tensor in flat],
+            [refs[len(layers) * group : len(layers) * (group + 1)] for group in groups],
+        )
+        config = config_of(geometry, options)
+        self.manager = make_spec(config).get_manager()
+        """The scheduler's side."""
+        self.worker = make_spec(config).get_worker(caches)
+        """The worker's side."""
+        self._jobs, self._requests = itertools.count(1), itertools.count(1)
+        self.finished: dict[int, TransferResult] = {}
+        """Results of jobs, by number."""
+        self.digest_of: dict[OffloadKey, str] = {}
+        """Digest of every block that `store_next` has stored, by key."""
+        self.kept: list[OffloadKey] = []
+        """Keys of those that the manager has not evicted, in the order of their stores."""
+
+    # -- the cache
+
+    def write(self, block: int, seed: int, group: int = 0) -> None:
+        """Fill a block with bytes that no other seed has."""
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.tensors[group]:
+            tensor[block] = torch.randint(
+                0, 256, tensor[block].shape, generator=generator, dtype=torch.uint8
+            )
+
+    def digest(self, block: int, group: int = 0) -> str:
+        """Return the digest of a block's bytes: pytest's diff of the bytes would take minutes."""
+        parts = (tensor[block].numpy().tobytes() for tensor in self.tensors[group])
+        return xxhash.xxh3_128_hexdigest(b"".join(parts))
+
+    def digests(self) -> list[str]:
+        """Return the digests of all blocks."""
+        groups = range(self.geometry.num_groups)
+        blocks = range(self.geometry.num_blocks)
+        return [self.digest(block, group) for group in groups for block in blocks]
+
+    # -- jobs
+
+    def request(self) -> ReqContext:
+        """Return a new request that the manager knows."""
+        ctx = ReqContext(f"request {next(self._requests)}")
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def submit_store(self, blocks: Sequence[int], where: LoadStoreSpec, **of: Any) -> int:
+        """Submit a store; return its number, negative if the worker has refused it."""
+        job = next(self._jobs)
+        source = GPULoadStoreSpec(blocks, **of)
+        return job if self.worker.submit_store(job, source, copy.deepcopy(where)) else -job
+
+    def submit_load(self, blocks: Sequence[int], where: LoadStoreSpec, **of: Any) -> int:
+        """Submit a load; as `submit_store`."""
+        job = next(self._jobs)
+        destination = GPULoadStoreSpec(blocks, **of)
+        return job if self.worker.submit_load(job, copy.deepcopy(where), destination) else -job
+
+    def succeeded(self, job: int) -> bool:
+        """Wait for a job; return whether it was accepted and was successful."""
+        if job < 0:
+            return False
+        if job not in self.finished:
+            self.worker.wait({job})
+            self.collect()
+        assert job in self.finished, f"job {job} has ended, and get_finished() does not return it"
+        return self.finished[job].success
+
+    def collect(self) -> list[TransferResult]:
+        """Return and record the results of get_finished()."""
+        results = self.worker.get_finished()
+        for result in results:
+            assert result.job_id not in self.finished, f"job {result.job_id} was reported twice"
+            self.finished[result.job_id] = result
+        return results
+
+    # -- whole stores and loads
+
+    def store(
+        self, keys: Collection[OffloadKey], blocks: Sequence[int], ctx: ReqContext | None = None
+    ) -> PrepareStoreOutput | None:
+        """Store one block for each key that is not kept yet, and wait."""
+        ctx = ctx or self.request()
+        prepared = self.manager.prepare_store(keys, ctx)
+        if prepared is not None and prepared.keys_to_store:
+            block_of = dict(zip(keys, blocks, strict=True))
+            job = self.submit_store(
+                [block_of[key] for key in prepared.keys_to_store], prepared.store_spec
+            )
+            success = self.succeeded(job)
+            self.manager.complete_store(prepared.keys_to_store, ctx, success)
+            assert success, "a store was not successful"
+        return prepared
+
+    def load(
+        self, keys: Collection[OffloadKey], blocks: Sequence[int], ctx: ReqContext | None = None
+    ) -> bool:
+        """Load one block for each key, and wait; return whether that was successful."""
+        ctx = ctx or self.request()
+        where = self.manager.prepare_load(keys, ctx)
+        success = self.succeeded(self.submit_load(blocks, where))
+        self.manager.complete_load(keys, ctx)
+        return success
+
+    def store_next(self) -> PrepareStoreOutput | None:
+        """Store a block that was not stored before, from block 0 of the cache."""
+        number = len(self.digest_of)
+        key = key_of(number)
+        self.write(0, seed=number)
+        prepared = self.store([key], [0])
+        if prepared is not None:
+            self.digest_of[key] = self.digest(0)
+            self.kept.append(key)
+            for each in prepared.evicted_keys:
+                self.kept.remove(each)
+        return prepared
+
+    def fill(self, most: int = 256) -> list[OffloadKey]:
+        """Store blocks until one is evicted; return the keys of those that are kept."""
+        for _ in range(most):
+            prepared = self.store_next()
+            if prepared is None or prepared.evicted_keys:
+                return list(self.kept)
+        raise AssertionError(f"none of {most} blocks was evicted: is size_option an option?")
+
+    def close(self) -> None:
+        """Shut both sides down."""
+        self.worker.shutdown()
+        self.manager.shutdown()
+
+
+_instances = itertools.count()
+
+
+def config_of(geometry: Geometry, options: dict[str, Any]) -> OffloadingConfig:
+    """Return the configuration of a spec over a cache."""
+    return OffloadingConfig(
+        extra_config=options,
+        engine_id=f"conformance {next(_instances)}",
+        worker_kv_bytes_per_block=geometry.chunk_nbytes // geometry.blocks_per_chunk,
+        groups=tuple(
+            OffloadingGroupConfig(geometry.block_size, (f"layers of {group}",), group)
+            for group in range(geometry.num_groups)
+        ),
+        model=OffloadingModelConfig("conformance", "uint8"),
+        cache=OffloadingCacheConfig(geometry.block_size, geometry.blocks_per_chunk),
+        enable_kv_cache_events=True,
+    )
+
+
+def key_of(number: int, group: int = 0) -> OffloadKey:
+    """Return the key of a block, as hosts have them: fenced, with hash and group."""
+    return fence_key(make_offload_key(number.to_bytes(32, "big"), group), "weights of the kit")
 
 
 def _stats(host: SpecHost) -> dict[str, float]:

@@ -269,6 +269,31 @@ def test_plan_that_one_rank_refuses_is_executed_by_none(kit, serve, prompts, set
     ask(kit, host, prompts)
 
 
+def test_no_rank_has_a_weight_version_in_a_refused_step(kit, serve, prompts, settings, tmp_path):
+    """Also on a rank that has the weights of the plan: what is saved then was not computed."""
+    folder = {"connector": "FolderConnector", "module_path": "folder_connector"}
+    options = {"folder": str(tmp_path)}
+    host = serve(msgspec.structs.replace(settings, num_ranks=2, options=options, **folder))
+    host.step()
+    request = host.submit(prompts[0], kit.NEW_TOKENS)
+    plan = host.scheduler.plan()
+    assert plan.spans
+    changed = plan.versions[1]._replace(epoch=plan.versions[1].epoch + 1)
+    refused = msgspec.structs.replace(plan, versions=[plan.versions[0], changed])
+    versions = []
+    for worker in host.executor.workers:
+        load = worker.connector.start_load_kv
+        worker.connector.start_load_kv = lambda context, load=load: (
+            versions.append(process_weights.version()) or load(context)
+        )
+    assert host.execute(refused) == []
+    assert versions == [None, None]
+    assert (request.began, host.scheduler.counts["steps_refused"]) == (False, 1)
+    host.run()
+    assert request.output == kit.reference(prompts[0], 3)
+    assert None not in versions[2:]
+
+
 def test_blocks_computed_after_a_weight_change_are_not_kept(kit, prompts, changing_host):
     """FAULTS 47: neither under the weights it began with, nor under those that it ends with."""
     host, change = changing_host.host, changing_host.change

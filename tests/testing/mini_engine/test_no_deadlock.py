@@ -6,6 +6,7 @@ and requests that are given up. So a service that stands still is a fault of the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 
@@ -13,7 +14,7 @@ import pytest
 
 from wtransfer.specs.interface import LookupResult
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
-from wtransfer.weights import process_weights
+from wtransfer.testing.mini_engine.model import LocalWeights
 
 MOST_STEPS = 3000
 MOST_UNCHANGED = 5
@@ -143,38 +144,30 @@ def test_every_request_ends(kit, serve, tmp_path, connector, case):
     assert service.host.scheduler.counts["unknown_notices"] == 0
 
 
-@pytest.fixture
-def held():
-    held = process_weights.hold("seed 3")
-    yield held
-    held.close()
-
-
 @pytest.mark.parametrize("connector", [None, "cpu", "folder"])
 @pytest.mark.parametrize("case", CASES)
-def test_every_request_ends_while_weights_change(kit, serve, tmp_path, held, *, connector, case):
-    """Whoever asks afterwards gets the tokens of the last weights, and of no others."""
+def test_every_request_ends_while_weights_change(kit, serve, tmp_path, connector, case):
+    """Requests after the last change have the tokens of the last weights."""
     drawn = random.Random(f"changing {connector} {case}")
     service = Service(kit, serve, drawn, connector, tmp_path)
-    model, steps = service.host.executor.worker.model, service.step
-    seeds, numbers = [3], itertools.count()
+    step, numbers, num_changes = service.step, itertools.count(), itertools.count()
 
     def change_and_step():
         # Once for certain, when there is something to change; and not for ever: a connector that
         # does not name weights lets every request begin anew, and long ones would never end.
-        changes = drawn.random() < 0.1 and len(seeds) <= MOST_CHANGES
+        changes = drawn.random() < 0.1 and next(num_changes) < MOST_CHANGES
         if changes or next(numbers) == MOST_UNCHANGED:
-            seeds.append(drawn.choice([3, 4, 5]))
-            with held.changing(lambda: f"seed {seeds[-1]}"):
-                model.draw_weights(seeds[-1])
-        steps()
+            weights.change(drawn.choice([3, 4, 5]))
+        step()
 
     service.step = change_and_step
-    service.run(10)
-    assert {each.state for each in service.requests} == {"finished"}
-    service.check_end()
-    assert service.host.scheduler.counts["weight_changes"] > 0
-    texts = [each.all_token_ids[: service.longest - 2] for each in service.requests]
-    for text in texts:
-        assert service.host.generate([text], 2) == [kit.reference(text, seeds[-1], 2)]
-    service.check_end()
+    with contextlib.closing(LocalWeights(3, service.host.executor.worker.model)) as weights:
+        service.run(10)
+        assert {each.state for each in service.requests} == {"finished"}
+        service.check_end()
+        assert service.host.scheduler.counts["weight_changes"] > 0
+        texts = [each.all_token_ids[: service.longest - 2] for each in service.requests]
+        for text in texts:
+            expected = kit.reference(text, weights.seed, 2)
+            assert service.host.generate([text], 2) == [expected]
+        service.check_end()

@@ -12,7 +12,7 @@ import random
 import pytest
 
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
-from wtransfer.weights import process_weights
+from wtransfer.testing.mini_engine.model import LocalWeights
 
 SEEDS = (1, 2, 3)
 
@@ -20,21 +20,12 @@ SEEDS = (1, 2, 3)
 class Service:
     """A host with sessions of several turns, whose weights change and whose tier is damaged."""
 
-    def __init__(self, kit, host, held, drawn):
-        self.kit, self.host, self.held, self.drawn = kit, host, held, drawn
-        self.seed = SEEDS[0]
+    def __init__(self, kit, host, weights, drawn):
+        self.kit, self.host, self.weights, self.drawn = kit, host, weights, drawn
         self.texts = kit.prompts(16, 3)
         self.running = {}
-        self.weights = collections.defaultdict(set)
+        self.seeds = collections.defaultdict(set)
         self.judged = collections.Counter()
-        self.change([self.seed])
-
-    def change(self, seeds):
-        """Change the weights, also several times, and tell nobody but the process."""
-        for seed in seeds:
-            self.seed = seed
-            with self.held.changing(lambda: f"seed {self.seed}"):
-                self.host.executor.worker.model.draw_weights(seed)
 
     def ask(self):
         """Begin a turn: a text that is known, or its beginning, and a little more."""
@@ -52,26 +43,19 @@ class Service:
         ended = self.host.step()
         for each, request in self.running.items():
             if len(request.all_token_ids) > before[each]:
-                self.weights[each].add(self.seed)
+                self.seeds[each].add(self.weights.seed)
         for request in ended:
             self.judge(request)
 
     def judge(self, request):
         del self.running[request.request_id]
-        seeds = self.weights.pop(request.request_id)
+        seeds = self.seeds.pop(request.request_id)
         self.judged[len(seeds)] += 1
         if len(seeds) == 1:
             prompt = request.prompt_token_ids
             count = request.max_new_tokens
             assert request.output == self.kit.reference(prompt, seeds.pop(), count)
         self.texts[self.drawn.randrange(len(self.texts))] = request.all_token_ids
-
-
-@pytest.fixture
-def held():
-    held = process_weights.hold("none yet")
-    yield held
-    held.close()
 
 
 @pytest.mark.slow
@@ -83,17 +67,18 @@ def held():
         *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("lru", 1), ("arc", 16))),
     ],
 )
-def test_random_service_matches_the_reference(kit, serve, held, policy, block_size):
+def test_random_service_matches_the_reference(kit, serve, policy, block_size):
     drawn = random.Random(f"{policy} {block_size}")
     tier = kit.cpu_tier(block_size, 640 // block_size, eviction_policy=policy)
     cache = CacheShape(block_size, 560 // block_size)
-    host = serve(EngineConfig(cache=cache, **kit.offloading(tier)))
-    service = Service(kit, host, held, drawn)
+    host = serve(EngineConfig(cache=cache, seed=SEEDS[0], **kit.offloading(tier)))
+    weights = LocalWeights(SEEDS[0], host.executor.worker.model)
+    service = Service(kit, host, weights, drawn)
     for _ in range(500):
         if len(service.running) < 3 and drawn.random() < 0.5:
             service.ask()
         if drawn.random() < 0.05:
-            service.change(drawn.choices(SEEDS, k=drawn.choice([1, 1, 2])))
+            weights.change(*drawn.choices(SEEDS, k=drawn.choice([1, 1, 2])))
         if drawn.random() < 0.05:
             service.damage()
         service.step()
@@ -107,3 +92,4 @@ def test_random_service_matches_the_reference(kit, serve, held, policy, block_si
     host.run()
     assert host.scheduler.pool.num_free == cache.num_blocks
     kit.check_pool(host.scheduler.pool)
+    weights.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
 
 from wtransfer.errors import UnknownBackendError
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
+from wtransfer.testing.mini_engine.model import LocalWeights
 from wtransfer.testing.mini_engine.serialize import deserialize
 from wtransfer.weights import process_weights
 
@@ -48,21 +50,14 @@ def settings(kit, prompts, folder):
 @pytest.fixture
 def change(serve):
     """Maker of a function that changes a host's weights, telling nobody but the process."""
-    holds = []
+    with contextlib.ExitStack() as stack:
 
-    def watch(host):
-        model = host.executor.worker.model
-        holds.append(process_weights.hold("seed 3", model))
+        def watch(host):
+            weights = LocalWeights(3, host.executor.worker.model)
+            stack.callback(weights.close)
+            return weights.change
 
-        def to(seed):
-            with holds[-1].changing(lambda: f"seed {seed}"):
-                model.draw_weights(seed)
-
-        return to
-
-    yield watch
-    for each in holds:
-        each.close()
+        yield watch
 
 
 def fill(kit, host, prompts, seed=3):
@@ -251,7 +246,7 @@ def test_load_failed_on_one_rank_is_recomputed_by_both(
     kit, serve, prompts, *, settings, folder, behind
 ):
     """Each rank looks after itself: one whose thread still writes would end with its step."""
-    host = serve(settings(num_ranks=2, behind=behind), processes=True)
+    host = serve(settings(num_ranks=2, behind=behind), processes=behind)
     fill(kit, host, prompts)
     for path in folder.glob("*.1"):
         os.truncate(path, 100)

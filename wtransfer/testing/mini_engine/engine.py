@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -12,6 +15,7 @@ import torch
 from wtransfer.connectors.interface import KVConnectorRole
 from wtransfer.deadline import Deadline
 from wtransfer.errors import WTransferError
+from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.mini_engine.channel import PATIENCE_S, open_channel, start_process
 from wtransfer.testing.mini_engine.config import EngineConfig  # noqa: TC001  (msgspec reads it)
 from wtransfer.testing.mini_engine.contract import Request, StepPlan, StepResult
@@ -22,12 +26,14 @@ from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterable, Sequence
 
     from typing_extensions import Self
 
     from wtransfer.testing.mini_engine.channel import Channel
     from wtransfer.testing.mini_engine.worker import Worker
+    from wtransfer.transport.communicator import Communicator
 
 RANK_MAIN = f"{__name__}:run_rank"
 """Function that the process of a rank calls."""
@@ -50,22 +56,57 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """A single rank, in this process."""
+    """All ranks in this process; several run in a thread each.
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    Args:
+        *workers: The worker of each rank.
+    """
+
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = workers
+        self._threads = ThreadPoolExecutor(len(workers), "rank") if len(workers) > 1 else None
+
+    @classmethod
+    def make(
+        cls, num_ranks: int, make_worker: Callable[[Communicator | None], Worker]
+    ) -> LocalExecutor:
+        """Return an executor of new workers.
+
+        Args:
+            num_ranks: Number of ranks.
+            make_worker: Makes the worker of a rank of a group; None: the only rank. Called for all
+                ranks at the same time, as those of a connector may wait for each other.
+        """
+        if num_ranks == 1:
+            return cls(make_worker(None))
+        with ThreadPoolExecutor(num_ranks) as threads:
+            return cls(*threads.map(make_worker, memory_group(num_ranks, PATIENCE_S)))
+
+    @property
+    def worker(self) -> Worker:
+        """The only worker."""
+        (worker,) = self.workers
+        return worker
 
     def handshakes(self) -> list[Any]:
-        """Return the handshake metadata of the connector."""
-        return [self.worker.handshake()]
+        """Return the handshake metadata of each rank's connector."""
+        return [worker.handshake() for worker in self.workers]
 
     def step(self, plan: StepPlan) -> list[StepResult]:
-        """Execute a step."""
-        return [self.worker.step(plan)]
+        """Execute a step on every rank."""
+        if self._threads is None:
+            return [self.worker.step(plan)]
+        return list(
+            self._threads.map(lambda each: each.step(plan), self.workers, timeout=PATIENCE_S)
+        )
 
     def close(self) -> None:
         """Release everything."""
-        self.worker.close()
+        with contextlib.ExitStack() as stack:
+            for worker in self.workers:
+                stack.callback(worker.close)
+            if self._threads is not None:
+                stack.callback(self._threads.shutdown)
 
 
 class MiniEngine:
@@ -79,6 +120,11 @@ class MiniEngine:
         by_rank = {rank: each for rank, each in enumerate(handshakes) if each is not None}
         if scheduler.connector and by_rank:
             scheduler.connector.set_xfer_handshake_metadata(by_rank)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The scheduler's counters."""
+        return self.scheduler.counts
 
     def submit(
         self,
@@ -101,11 +147,15 @@ class MiniEngine:
     def step(self) -> list[Request]:
         """Take one step, and return the requests that it has ended."""
         plan = self.scheduler.plan()
-        ended = self.scheduler.update(plan, self.executor.step(plan))
+        ended = self.execute(plan)
         if not plan.spans:
             # Only copies are under way, or nothing at all.
             time.sleep(_IDLE_S)
         return ended
+
+    def execute(self, plan: StepPlan) -> list[Request]:
+        """Execute a step that the scheduler has planned; return the requests that it has ended."""
+        return self.scheduler.update(plan, self.executor.step(plan))
 
     def run(self, deadline_s: float = 60.0) -> None:
         """Take steps until all requests have ended and the connector has no work left.
@@ -149,10 +199,10 @@ def make_engine(
 
     Args:
         config: Configuration.
-        executor: Its ranks; None: a single one in this process.
+        executor: Its ranks; None: all of them in this process.
         hash_function: Hash of the prefix cache; None: the default of `BlockNaming`.
     """
-    executor = executor or LocalExecutor(make_worker(config))
+    executor = executor or LocalExecutor.make(config.num_ranks, partial(make_worker, config))
     connector = config.make_connector(KVConnectorRole.SCHEDULER)
     return MiniEngine(Scheduler(config, connector, hash_function), executor)
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import nn
 
+from wtransfer.weights import process_weights
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -198,6 +200,38 @@ class PagedTransformer(nn.Module):
             after_layer(number)
         logits = [self.head(self.norm(streams[i]))[tiles[i].rows.stop - 1] for i in last]
         return [int(each.argmax()) for each in logits]
+
+
+class LocalWeights:
+    """The weights of models of this process, all drawn from one seed; `change` draws others.
+
+    Args:
+        seed: The first seed.
+        *models: Models that have the weights of this seed.
+    """
+
+    def __init__(self, seed: int, *models: PagedTransformer) -> None:
+        self.seed = seed
+        """The present seed."""
+        self._models = list(models)
+        self._held = process_weights.hold(f"drawn from {seed}")
+
+    def new_model(self, shape: ModelShape) -> PagedTransformer:
+        """Return one more model with these weights."""
+        self._models.append(PagedTransformer(shape, self.seed))
+        return self._models[-1]
+
+    def change(self, *seeds: int) -> None:
+        """Change the weights between two steps as a commit does, once for each seed."""
+        for seed in seeds:
+            with self._held.changing(lambda: f"drawn from {self.seed}"):
+                for model in self._models:
+                    model.draw_weights(seed)
+                self.seed = seed
+
+    def close(self) -> None:
+        """Withdraw the weights from this process."""
+        self._held.close()
 
 
 def _tiles(

@@ -1,0 +1,143 @@
+"""Each kit catches backends that are broken in one way each, and passes the rest of them.
+
+The rows stand with the broken backends: each names the test of the kit that it is `caught_by`, and
+tests that it `passes`, as a kit that fails everything proves nothing. The kits run as an author
+would run them, in a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from wtransfer.testing.connector import ConnectorConformance
+from wtransfer.testing.engine import EngineConformance
+from wtransfer.testing.kit import registered_name
+from wtransfer.testing.policy import PolicyConformance
+from wtransfer.testing.spec import SpecConformance
+
+# The first row of all waits for the whole run.
+pytestmark = pytest.mark.timeout(600)
+
+HERE = Path(__file__).parent
+KITS = {
+    "connectors": ConnectorConformance,
+    "engines": EngineConformance,
+    "policies": PolicyConformance,
+    "specs": SpecConformance,
+}
+NOT_CAUGHT = {
+    # Has the rows of `test_weights_change_between_calls`, and takes minutes.
+    "test_weights_change_before_every_call",
+    # A broken connector would have to be installed.
+    "test_killed_producer_is_a_miss",
+}
+
+
+def read_rows():
+    """Return class, test and outcome of every row, by kit."""
+    rows = {}
+    for kind in KITS:
+        path = HERE / f"broken_{kind}.py"
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        broken = {name: cls for name, cls in vars(module).items() if name.startswith("Test")}
+        rows[kind] = []
+        for name, cls in broken.items():
+            own = vars(cls)
+            rows[kind] += [(name, test, "passed") for test in own.get("passes", ())]
+            if "caught_by" in own:
+                rows[kind].append((name, own["caught_by"], "failed"))
+            if "excused" in own:
+                rows[kind].append((name, own["excused"], "skipped"))
+    return rows
+
+
+ROWS = read_rows()
+CASES = [(kind, *row) for kind, rows in ROWS.items() for row in rows]
+
+
+def run(*nodes, file):
+    """Run nodes of broken backends; return the outcomes, and reasons of skipped tests."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={file}"]
+    # The processes of the connector kit find the connectors of this folder, too.
+    paths = [str(HERE), str(HERE.parent / "connectors"), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [*command, *nodes], capture_output=True, text=True, check=False, env=environ
+    )
+    assert done.returncode == 1, done.stdout
+    found = {}
+    for case in ET.parse(file).getroot().iter("testcase"):
+        *_, module, cls = case.get("classname").split(".")
+        outcome, reason = "passed", ""
+        for each in case:
+            if each.tag in ("failure", "skipped", "error"):
+                outcome, reason = each.tag.replace("failure", "failed"), each.get("message")
+        # "error": a test that cannot be set up catches nothing. Where the teardown of a failed test
+        # fails as well, that is another case of the same name.
+        found.setdefault((module, cls, case.get("name")), (outcome, reason))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    nodes = [f"{HERE / f'broken_{kind}.py'}::{cls}::{test}" for kind, cls, test, _ in CASES]
+    return run(*nodes, file=tmp_path_factory.mktemp("kits") / "junit.xml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "backend", "test", "expected"), CASES)
+def test_outcome_of_a_broken_backend(outcomes, *, kind, backend, test, expected):
+    assert outcomes[f"broken_{kind}", backend, test][0] == expected
+
+
+@pytest.mark.parametrize("kind", KITS)
+def test_every_test_of_the_kit_catches_a_broken_backend(kind):
+    tests = {name for name in dir(KITS[kind]) if name.startswith("test_")}
+    caught = {test.partition("[")[0] for _, test, expected in ROWS[kind] if expected == "failed"}
+    assert caught == tests - NOT_CAUGHT
+
+
+# Without it a connector that never reports a load takes minutes, a deadline for each test.
+def test_failed_smoke_test_skips_the_other_tests(tmp_path):
+    node = f"{HERE / 'broken_connectors.py'}::TestReportsNoLoads"
+    found = run(node, file=tmp_path / "junit.xml")
+    smoke_test = ConnectorConformance.smoke_test
+    assert found.pop(("broken_connectors", "TestReportsNoLoads", smoke_test))[0] == "failed"
+    assert len(found) > 50
+    for outcome, reason in found.values():
+        assert outcome == "skipped"
+        assert reason.startswith(f"{smoke_test} has failed: StallError: ")
+
+
+@pytest.mark.parametrize("kind", KITS)
+@pytest.mark.parametrize("marks", [(), (pytest.mark.xfail,)], ids=["unmarked", "without reason"])
+def test_override_without_a_reason_is_refused(kind, marks):
+    kit = KITS[kind]
+    test = next(name for name in vars(kit) if name.startswith("test_"))
+
+    def override(self): ...
+
+    for mark in marks:
+        override = mark(override)
+    with pytest.raises(TypeError, match=f"overrides {test} of the conformance kit.*reason="):
+        type("TestMine", (kit,), {test: override})
+
+
+@pytest.mark.parametrize("kind", KITS)
+def test_further_tests_are_accepted(kind):
+    type("TestMine", (KITS[kind],), {"test_something_else": lambda self: None})
+
+
+@pytest.mark.parametrize("kind", ["connectors", "engines", "specs"])
+def test_kit_without_a_backend_says_so(kind):
+    with pytest.raises(AssertionError, match=f"state the {kind[:-1]} or the {kind[:-1]}_cls"):
+        registered_name(kind, None)
