@@ -194,6 +194,26 @@ def test_a_model_that_cannot_be_digested_has_no_name_that_others_have(weights):
     assert not known.startswith("local:")
 
 
+def test_second_model_with_other_weights_is_not_vouched_for(weights):
+    """Two engines in one process would find each other's KV cache: it has one name for both."""
+    first, equal, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    equal.load_state_dict(first.state_dict())
+    weights.vouch(first)
+    weights.vouch(equal)
+    before = weights.version()
+    with pytest.raises(ValueError, match="run one engine per process"):
+        weights.vouch(other)
+    assert weights.version() != before
+    del other
+    gc.collect()
+    # The model itself may be vouched for again.
+    first.weight.data.fill_(1)
+    equal.weight.data.fill_(1)
+    del equal
+    gc.collect()
+    weights.vouch(first)
+
+
 def test_vouching_again_is_a_change(weights):
     model = Model()
     weights.vouch_by_fingerprint(F0, model)

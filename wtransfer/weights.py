@@ -165,7 +165,9 @@ class ProcessWeights:
 
         Raises:
             TypeError: A label was given, or the model cannot be referenced weakly (a plain dict).
-            ValueError: A session watches over the model.
+            ValueError: A session watches over the model, or this process has vouched for another
+                model with other weights: KV cache is not marked with its model, so two engines in
+                one process would find each other's.
             ManifestError: The model names something that no update can hold.
             SourceError: It cannot be read.
 
@@ -186,6 +188,14 @@ class ProcessWeights:
         except BaseException:
             vouch.settle(local_fingerprint())
             raise
+        vouched = {each.fingerprint for each in list(self._vouches.values()) if each is not vouch}
+        if vouched - {fingerprint, None}:
+            vouch.settle(local_fingerprint())
+            raise ValueError(
+                "this process has vouched for another model, with other weights; KV cache is not "
+                "marked with its model: run one engine per process. For a draft model beside its "
+                "target, write process_weights.vouch_by_fingerprint(fingerprint, draft)"
+            )
         vouch.settle(fingerprint)
 
     def vouch_by_fingerprint(self, fingerprint: str, model: object) -> None:

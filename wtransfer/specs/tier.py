@@ -403,7 +403,7 @@ class TierWorker(OffloadingWorker):
         self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         # Buffers that have not been made yet.
         self._spare = itertools.repeat(nbytes, max(1, options.buffer_bytes // nbytes))
-        # Keys that are there, and are put again all the same.
+        # Keys that are there and of no use: they are put again all the same.
         self._unreadable: set[bytes] = set()
         self._of_thread = threading.local()
         self._buffer_nbytes = nbytes
@@ -566,6 +566,7 @@ class TierWorker(OffloadingWorker):
             self._tier.remove([own])
         except Exception as error:
             self._counts.fail("remove_failures", type(error).__name__, error)
+            self._unreadable.add(own)
         raise RefusedError(reason)
 
     def _copy(

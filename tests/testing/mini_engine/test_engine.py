@@ -34,13 +34,15 @@ def test_lookup_that_is_retried_delays_the_request_by_a_step(kit, host, prompt):
 
     def slow(key, context):
         asked.append(key)
-        return LookupResult.RETRY if len(asked) < 4 else lookup(key, context)
+        return LookupResult.RETRY if asked.count(key) < 4 else lookup(key, context)
 
     manager.lookup = slow
     request = host.submit(prompt, kit.NEW_TOKENS)
     for times in range(1, 4):
         host.step()
-        assert (request.state, len(asked)) == ("waiting", times)
+        # All keys at once: a manager that has to ask does so once for a request.
+        assert request.state == "waiting"
+        assert {asked.count(key) for key in asked} == {times}
     before = host.scheduler.counts["tokens_loaded"]
     host.run()
     assert request.output == kit.reference(prompt, 3)
