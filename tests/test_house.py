@@ -22,7 +22,7 @@ PACKAGE = ROOT / "wtransfer"
 FLOORS = [
     {"errors"},
     {"deadline", "calls"},
-    {"config", "manifest", "blocks", "weights"},
+    {"config", "manifest", "weight_version"},
     {"transport"},
     {"registry"},
     {"kv"},

@@ -49,11 +49,17 @@ if TYPE_CHECKING:
     from wtransfer.registry import hooks
     from wtransfer.registry.hooks import hookimpl
     from wtransfer.specs.factory import OffloadingSpecFactory
-    from wtransfer.specs.interface import OffloadingManager, OffloadingSpec, OffloadingWorker
+    from wtransfer.specs.interface import (
+        OffloadingManager,
+        OffloadingSpec,
+        OffloadingWorker,
+        Tier,
+    )
     from wtransfer.weight_sync.http.server import WorkerServer
     from wtransfer.weight_sync.trainer.publisher import Publisher
     from wtransfer.weight_sync.trainer.sharded import ShardedSource, TrainerRank
     from wtransfer.weight_sync.worker.session import WorkerSession
+    from wtransfer.weight_version import process_weights
 
     __version__: str
 
@@ -79,6 +85,7 @@ __all__ = [
     "Publisher",
     "ServingConfig",
     "ShardedSource",
+    "Tier",
     "TrainerInitInfo",
     "TrainerRank",
     "TrainerWeightTransferEngine",
@@ -99,6 +106,7 @@ __all__ = [
     "errors",
     "hookimpl",
     "hooks",
+    "process_weights",
 ]
 
 _MODULES = {"errors": "wtransfer.errors", "hooks": "wtransfer.registry.hooks"}
@@ -142,8 +150,14 @@ _MEMBERS = {
     "wtransfer.errors": ("WTransferError",),
     "wtransfer.registry.hooks": ("hookimpl",),
     "wtransfer.manifest": ("DTYPES",),
+    "wtransfer.weight_version": ("process_weights",),
     "wtransfer.specs.factory": ("OffloadingSpecFactory",),
-    "wtransfer.specs.interface": ("OffloadingManager", "OffloadingSpec", "OffloadingWorker"),
+    "wtransfer.specs.interface": (
+        "OffloadingManager",
+        "OffloadingSpec",
+        "OffloadingWorker",
+        "Tier",
+    ),
 }
 
 _HOMES = {name: module for module, names in _MEMBERS.items() for name in names}

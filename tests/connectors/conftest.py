@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wtransfer.transport.zygote import Zygote
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from wtransfer.specs.file import FileTier
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 NBYTES = 2 << 20
 NUM_KEYS = 16

@@ -19,7 +19,7 @@ from wtransfer.testing.mini_engine.contract import (
     SchedulerOutput,
 )
 from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 PROMPT = list(range(100, 130))
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER

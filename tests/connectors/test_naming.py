@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from wtransfer.blocks import FENCE_NBYTES, GROUP_NBYTES, MAX_KEY_NBYTES
 from wtransfer.connectors.naming import BlockNaming
+from wtransfer.kv.keys import FENCE_NBYTES, GROUP_NBYTES, MAX_KEY_NBYTES
 from wtransfer.testing.mini_engine.contract import Request
 
 PROMPT = list(range(10))

@@ -15,7 +15,7 @@ from driver import BLOCK_SIZE, Blocks, Instance, Request, answer, transfer_confi
 
 from wtransfer.errors import StorageError
 from wtransfer.specs.file import FORMAT
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 pytestmark = pytest.mark.usefixtures("weights", "leaves_nothing")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from driver import Instance, answer, names_in, transfer_config
 
-from wtransfer.blocks import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.errors import StorageError
+from wtransfer.kv.header import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.specs.file import FORMAT
 from wtransfer.specs.tier import rank_key
 
@@ -201,7 +201,7 @@ def test_too_many_open_files(tmp_path):
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import driver
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 process_weights.hold("fingerprint-1")
 expected = driver.answer(range(30), 2)
 made = driver.Instance(driver.transfer_config(

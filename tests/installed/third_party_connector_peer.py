@@ -9,7 +9,7 @@ import torch
 
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.engine import make_engine
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 PROMPT = [(7 * i) % 251 for i in range(70)]
 

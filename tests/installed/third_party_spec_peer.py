@@ -25,7 +25,7 @@ from wtransfer.testing.mini_engine.contract import (
     Request,
     SchedulerOutput,
 )
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 options = {"spec_name": "acme-disk", "folder": sys.argv[1], "disk_bytes_to_use": 2**20}
 shape = KVCacheConfig(num_blocks=8, block_size=4, bytes_per_block=256)

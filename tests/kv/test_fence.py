@@ -15,9 +15,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from wtransfer.blocks import BlockHashes, fence_key, make_offload_key
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence, WorkerFence
-from wtransfer.weights import ProcessWeights, instance_fingerprint, known_versions
+from wtransfer.kv.keys import BlockHashes, fence_key, make_offload_key
+from wtransfer.weight_version import ProcessWeights, instance_fingerprint, known_versions
 
 A, B = ("A", 1), ("B", 2)
 KEY = make_offload_key(b"block")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wtransfer.blocks import HEADER_NBYTES, BlockHeader
+from wtransfer.kv.header import HEADER_NBYTES, BlockHeader
 from wtransfer.kv.slots import HeaderForm, differ
 
 GEOMETRY = bytes(range(16))

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from arena_rig import Rig, key
 
-from wtransfer.blocks import BlockHeader
 from wtransfer.errors import to_wire
+from wtransfer.kv.header import BlockHeader
 from wtransfer.specs.shared_region import SharedRegion
 
 MAX_DATAGRAM = 1 << 16

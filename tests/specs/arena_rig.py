@@ -7,7 +7,6 @@ import itertools
 
 import torch
 
-from wtransfer.blocks import fence_key, make_offload_key
 from wtransfer.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -15,6 +14,7 @@ from wtransfer.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
+from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs.cpu import CPUOffloadingSpec
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,

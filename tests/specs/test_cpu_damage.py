@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from wtransfer.blocks import HEADER_NBYTES, BlockHeader
+from wtransfer.kv.header import HEADER_NBYTES, BlockHeader
 from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 
 
@@ -95,7 +95,7 @@ def test_a_slot_of_another_geometry(make_rig, arena_rig, changed, reason):
         key = arena_rig.key(0)
         digest = here.worker._copiers[0].form.geometry
         payload = here.part.slots[3, :512]
-        from wtransfer.blocks import checksum
+        from wtransfer.kv.header import checksum
 
         header = BlockHeader(key, digest, 512, checksum(payload), rank=1)
     else:

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from wtransfer.blocks import make_offload_key
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
+from wtransfer.kv.keys import make_offload_key
 from wtransfer.specs.interface import LookupResult, Medium, OffloadPolicy, ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
 

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from wtransfer.blocks import make_offload_key
 from wtransfer.errors import BlockNotKeptError
+from wtransfer.kv.keys import make_offload_key
 from wtransfer.specs.interface import LookupResult, ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from wtransfer.blocks import make_offload_key
+from wtransfer.kv.keys import make_offload_key
 from wtransfer.specs.interface import ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.metrics import OffloadingCollector

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from wtransfer.blocks import make_offload_key
 from wtransfer.errors import EvictionPolicyError, OffloadingOptionError
+from wtransfer.kv.keys import make_offload_key
 from wtransfer.specs.interface import LookupResult, ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.policies import POLICIES, ARCCachePolicy, LRUCachePolicy, policy_class

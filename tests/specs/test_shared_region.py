@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wtransfer.blocks import HEADER_NBYTES, checksum
 from wtransfer.errors import OffloadingOptionError, StagingMemoryError
+from wtransfer.kv.header import HEADER_NBYTES, checksum
 from wtransfer.kv.slots import HeaderForm
 from wtransfer.specs.shared_region import ArenaLayout, SharedRegion
 

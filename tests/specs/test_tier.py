@@ -10,9 +10,10 @@ from collections import defaultdict
 import pytest
 import torch
 
-from wtransfer.blocks import HEADER_NBYTES, fence_key, make_offload_key
 from wtransfer.config import OffloadingCacheConfig, OffloadingConfig, OffloadingParallelConfig
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTypeError
+from wtransfer.kv.header import HEADER_NBYTES
+from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.blocks import FENCE_NBYTES
 from wtransfer.connectors.fenced import WeightReport
 from wtransfer.connectors.shm import SharedMemoryConnector, SharedMemoryScheduler
+from wtransfer.kv.keys import FENCE_NBYTES
 from wtransfer.testing.connector import ConnectorConformance
 from wtransfer.testing.fakes import (
     SHELVES,

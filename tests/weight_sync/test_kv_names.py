@@ -11,7 +11,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
-from wtransfer.weights import ProcessWeights
+from wtransfer.weight_version import ProcessWeights
 
 
 class Watching(StateDictTarget):

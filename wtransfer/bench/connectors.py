@@ -49,7 +49,7 @@ from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limit
 from wtransfer.testing.mini_engine.engine import LocalExecutor, MiniEngine
 from wtransfer.testing.mini_engine.scheduler import Scheduler
 from wtransfer.testing.mini_engine.worker import Worker
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -23,8 +23,8 @@ import torch
 
 from wtransfer import OffloadingConfig, OffloadingSpecFactory
 from wtransfer.bench.harness import BESIDE_NBYTES, MIB, Goal, Result, Row, Spread, format_nbytes
-from wtransfer.blocks import fence_key, make_offload_key
 from wtransfer.errors import DigestMismatchError
+from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from wtransfer.bench.harness import Runner, Setup
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
 
 NUM_LAYERS = 32
 """Pages of a block; each layer is a tensor of its own."""

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorOutput
-    from wtransfer.weights import WeightVersion, WeightVersions
+    from wtransfer.weight_version import WeightVersion, WeightVersions
 
 REMOTE_WEIGHTS = "remote_weights"
 """Entry of ``kv_transfer_params``: fingerprint of the weights that computed the prompt."""

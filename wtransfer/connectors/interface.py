@@ -13,7 +13,7 @@ class that names them::
     MyConnector = "my_package.connector:MyConnector"
 
 Before anything else, the process of each W says which weights it computes with: a `WorkerSession`
-does so by itself, else `wtransfer.weights.process_weights.vouch(model)` digests what was loaded.
+does so by itself, else `wtransfer.process_weights.vouch(model)` digests what was loaded.
 Our connectors name blocks by them; what only one process knows, nobody else finds.
 
 The life of a request, S beside the scheduler, W beside every worker's model:

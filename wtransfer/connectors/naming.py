@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 
-from wtransfer.blocks import BlockHashes, fence_key, make_offload_key
+from wtransfer.kv.keys import BlockHashes, fence_key, make_offload_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
 
 
 class BlockNaming:

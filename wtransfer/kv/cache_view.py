@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from wtransfer.blocks import BlockGeometry
 from wtransfer.errors import CacheLayoutError, OffloadingOptionError
+from wtransfer.kv.header import BlockGeometry
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:

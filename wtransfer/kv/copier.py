@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from wtransfer.blocks import CHECKSUM_NBYTES, Mismatch, checksum
+from wtransfer.kv.header import CHECKSUM_NBYTES, Mismatch, checksum
 from wtransfer.kv.slots import checksums, differ, payload_nbytes
 
 if TYPE_CHECKING:

@@ -51,8 +51,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from wtransfer.blocks import FENCE_NBYTES, OffloadKey
-from wtransfer.weights import (
+from wtransfer.kv.keys import FENCE_NBYTES, OffloadKey
+from wtransfer.weight_version import (
     COUNT_BITS,
     WeightVersion,
     instance_fingerprint,
@@ -63,7 +63,7 @@ from wtransfer.weights import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from wtransfer.weights import ProcessWeights, WeightVersions
+    from wtransfer.weight_version import ProcessWeights, WeightVersions
 
 logger = logging.getLogger(__name__)
 

@@ -7,21 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from wtransfer.blocks import (
-    CHECKSUM_NBYTES,
-    FENCE_NBYTES,
-    HEADER_NBYTES,
-    MAX_KEY_NBYTES,
-    BlockHeader,
-    check_key_nbytes,
-)
+from wtransfer.kv.header import CHECKSUM_NBYTES, HEADER_NBYTES, BlockHeader, check_key_nbytes
+from wtransfer.kv.keys import FENCE_NBYTES, MAX_KEY_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
 
-    from wtransfer.blocks import Mismatch
+    from wtransfer.kv.header import Mismatch
 
     Numbers = npt.NDArray[np.int64]
     """Numbers of blocks, slots or places in a slot."""
@@ -75,7 +69,7 @@ _SELF_NBYTES = 8
 
 
 class HeaderForm:
-    """Headers of many blocks at once; the bytes are those of `wtransfer.blocks.BlockHeader`.
+    """Headers of many blocks at once; the bytes are those of `wtransfer.kv.header.BlockHeader`.
 
     A header costs three microseconds when it is packed alone, as long as a block of 32 KiB takes to
     copy. Here each field is filled in for all headers of a job.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
 
 T = TypeVar("T")
 

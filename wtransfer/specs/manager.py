@@ -30,7 +30,7 @@ from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import ReqContext
 
 _COUNTERS = (

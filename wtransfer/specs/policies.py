@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
 
 
 class CachePolicy(ABC):

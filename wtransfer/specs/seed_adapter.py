@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import (
         CanonicalKVCaches,
         LoadStoreSpec,

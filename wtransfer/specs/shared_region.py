@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from wtransfer.blocks import HEADER_NBYTES
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     AddressInUseError,
@@ -46,6 +45,7 @@ from wtransfer.errors import (
     StagingMemoryError,
     StallError,
 )
+from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.kv.slots import Look
 from wtransfer.specs.interface import BlockIDsLoadStoreSpec
 from wtransfer.transport.address import parse_address, peer_credentials

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
 import msgspec
 import numpy as np
 
-from wtransfer.blocks import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
 from wtransfer.kv.cache_view import geometries_of, pages_of
 from wtransfer.kv.copier import RefusedError
+from wtransfer.kv.header import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.specs.interface import (
     LoadStoreSpec,
     LookupResult,
@@ -61,10 +61,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from wtransfer.blocks import BlockGeometry, OffloadKey
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.cache_view import GroupPages
     from wtransfer.kv.copier import Chunks, Reason
+    from wtransfer.kv.header import BlockGeometry
+    from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import (
         CanonicalKVCaches,
         GPULoadStoreSpec,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from wtransfer.blocks import checksum
 from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import (
     ConnectorScheduler,
@@ -33,6 +32,7 @@ from wtransfer.engines.interface import (
     WeightTransferUpdateInfo,
 )
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
+from wtransfer.kv.header import checksum
 from wtransfer.specs.interface import (
     OffloadingSpec,
     OffloadingWorker,
@@ -44,12 +44,12 @@ from wtransfer.specs.manager import CPUOffloadingManager
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from wtransfer.blocks import OffloadKey
     from wtransfer.connectors.interface import KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.engines.interface import LoadWeights
+    from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import CanonicalKVCaches, GPULoadStoreSpec
-    from wtransfer.weights import WeightVersions
+    from wtransfer.weight_version import WeightVersions
 
 # -- engine
 

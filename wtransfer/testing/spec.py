@@ -32,7 +32,6 @@ import pytest
 import torch
 import xxhash
 
-from wtransfer.blocks import fence_key, make_offload_key
 from wtransfer.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -40,6 +39,7 @@ from wtransfer.config import (
     OffloadingModelConfig,
 )
 from wtransfer.errors import BlockNotKeptError
+from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
@@ -56,7 +56,7 @@ from wtransfer.testing.leftovers import Leftovers
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
     from wtransfer.specs.interface import (
         LoadStoreSpec,
         OffloadingSpec,

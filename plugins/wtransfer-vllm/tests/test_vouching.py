@@ -21,7 +21,7 @@ from wtransfer.checkpoint.source import seal
 from wtransfer.testing.fleet import Fleet
 from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
-from wtransfer.weights import ProcessWeights
+from wtransfer.weight_version import ProcessWeights
 
 from wtransfer_vllm import vouching
 from wtransfer_vllm.checkpoint import FileState
@@ -228,7 +228,7 @@ def test_one_of_several_processes_reads_for_all(tmp_path, cache):
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_vouching import config_of, vouching, vouch_for_checkpoint
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 describe = vouching.describe
 

@@ -21,7 +21,7 @@ from wtransfer.testing.mini_engine.contract import (
     SchedulerOutput,
 )
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 SEED_SPEC = Path(__file__).parents[2] / "specs" / "seed_spec.py"
 BLOCK_SIZE = 4

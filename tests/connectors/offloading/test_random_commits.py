@@ -8,7 +8,7 @@ import random
 import pytest
 
 from wtransfer.kv.fence import WorkerFence
-from wtransfer.weights import ProcessWeights
+from wtransfer.weight_version import ProcessWeights
 
 BLOCK_SIZE = 4
 MAX_BLOCKS = 3

@@ -31,7 +31,7 @@ from wtransfer.testing.mini_engine.contract import (
     SchedulerOutput,
 )
 from wtransfer.testing.mini_engine.contract import KVCacheBlocks as Blocks
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 MAX_DATAGRAM = 1 << 16
 PATIENCE_S = 20.0

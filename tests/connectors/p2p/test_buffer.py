@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from wtransfer.blocks import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
 from wtransfer.connectors.p2p.buffer import MISSING, SlotMemory, StagingBuffer
 from wtransfer.errors import ConnectorOptionError
+from wtransfer.kv.header import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
 
 GEOMETRY = BlockGeometry(4, (("uint8", 32), ("uint8", 48)), 1, "m")
 STRIDE = SlotMemory.stride(GEOMETRY.nbytes)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from wtransfer.blocks import hash_blocks
 from wtransfer.connectors.interface import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from wtransfer.connectors.progress import Progress
+from wtransfer.kv.keys import hash_blocks
 
 
 @dataclass

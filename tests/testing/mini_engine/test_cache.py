@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.blocks import fence_key
+from wtransfer.kv.keys import fence_key
 from wtransfer.testing.mini_engine.cache import BlockPool
 
 

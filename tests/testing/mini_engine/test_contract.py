@@ -18,7 +18,7 @@ from wtransfer.testing.mini_engine.contract import (
     StepResult,
 )
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weights import WeightVersion
+from wtransfer.weight_version import WeightVersion
 
 ABSENT = ("cache_salt", "lora_request", "pooling_params", "prompt_embeds", "sampling_params")
 

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import xxhash
 
-from wtransfer.blocks import FENCE_NBYTES, hash_blocks
+from wtransfer.kv.keys import FENCE_NBYTES, hash_blocks
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.contract import Request
 from wtransfer.testing.mini_engine.serialize import deserialize
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 BLOCK_SIZE = 16
 

@@ -20,7 +20,7 @@ from wtransfer.testing.mini_engine.contract import ConnectorOutput, Request, Ste
 from wtransfer.testing.mini_engine.engine import MiniEngine
 from wtransfer.testing.mini_engine.scheduler import Scheduler
 from wtransfer.testing.mini_engine.serialize import serialize
-from wtransfer.weights import WeightVersion
+from wtransfer.weight_version import WeightVersion
 
 
 @dataclass

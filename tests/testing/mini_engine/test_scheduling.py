@@ -8,7 +8,7 @@ import pytest
 
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
 from wtransfer.testing.mini_engine.serialize import deserialize
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 BLOCK_SIZE = 16
 

@@ -20,7 +20,7 @@ from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata
 from wtransfer.specs.interface import GPULoadStoreSpec
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weights import WeightVersion
+from wtransfer.weight_version import WeightVersion
 
 
 def over_the_wire(value):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from wtransfer.blocks import hash_blocks
+from wtransfer.kv.keys import hash_blocks
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 
 

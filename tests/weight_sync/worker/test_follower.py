@@ -29,7 +29,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
 from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
-from wtransfer.weights import ProcessWeights
+from wtransfer.weight_version import ProcessWeights
 
 PATIENCE_S = 5.0
 

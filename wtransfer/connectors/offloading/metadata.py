@@ -11,7 +11,7 @@ from wtransfer.connectors.interface import KVConnectorMetadata
 if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorWorkerMetadata
     from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec
-    from wtransfer.weights import WeightVersions
+    from wtransfer.weight_version import WeightVersions
 
 
 @dataclass

@@ -35,12 +35,12 @@ from wtransfer.specs.seed_adapter import adapt_spec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from wtransfer.blocks import OffloadKey
     from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.offloading.metadata import Outcome
     from wtransfer.connectors.progress import Tracked
-    from wtransfer.weights import WeightVersions
+    from wtransfer.kv.keys import OffloadKey
+    from wtransfer.weight_version import WeightVersions
 
 logger = logging.getLogger(__name__)
 

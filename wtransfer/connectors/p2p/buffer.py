@@ -8,7 +8,7 @@ A slot is one range of bytes, so that it can be sent as it is::
 
     | block header | slot version | padding to a cache line | pages, one for each layer |
 
-The header (`wtransfer.blocks.BlockHeader`) is written last and cleared first: a slot without a
+The header (`wtransfer.kv.header.BlockHeader`) is written last and cleared first: a slot without a
 header is empty. The version differs whenever a slot is filled or cleared, so a reader that finds
 header and version unchanged after its copy knows that the pages did not change in between.
 """
@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wtransfer.blocks import HEADER_NBYTES
 from wtransfer.connectors.p2p.protocol import MISSING
 from wtransfer.errors import ConnectorOptionError
+from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.kv.slots import Look
 from wtransfer.transport.memory import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
-    from wtransfer.blocks import BlockGeometry
+    from wtransfer.kv.header import BlockGeometry
     from wtransfer.kv.slots import Headers, Numbers
     from wtransfer.transport.tensors import ByteArray
 

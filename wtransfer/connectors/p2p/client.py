@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     import msgspec
 
-    from wtransfer.blocks import BlockGeometry
     from wtransfer.connectors.p2p.protocol import Load, P2POptions, RemoteRequest
     from wtransfer.kv.cache_view import GroupPages
+    from wtransfer.kv.header import BlockGeometry
     from wtransfer.kv.slots import Slots
     from wtransfer.transport.channel import Connection
 

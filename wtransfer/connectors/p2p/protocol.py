@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from wtransfer.blocks import BlockGeometry
 from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata, KVConnectorWorkerMetadata
+from wtransfer.kv.header import BlockGeometry
 from wtransfer.transport.framing import Codec, MessageType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from wtransfer.weights import WeightVersions
+    from wtransfer.weight_version import WeightVersions
 
 _DAY_S = 86_400
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_DAY_S)]

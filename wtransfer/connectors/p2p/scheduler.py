@@ -24,7 +24,7 @@ from wtransfer.connectors.p2p.protocol import (
 from wtransfer.connectors.progress import Progress, Tracked, only_group
 from wtransfer.connectors.settings import Instance, read_options
 from wtransfer.kv.fence import SchedulerFence
-from wtransfer.weights import instance_fingerprint
+from wtransfer.weight_version import instance_fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

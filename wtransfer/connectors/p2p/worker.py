@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from wtransfer.blocks import BlockGeometry
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.p2p.buffer import StagingBuffer
 from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads
@@ -23,6 +22,7 @@ from wtransfer.connectors.settings import Instance, read_options
 from wtransfer.kv.cache_view import CacheView
 from wtransfer.kv.copier import Chunks, Copier
 from wtransfer.kv.fence import WorkerFence
+from wtransfer.kv.header import BlockGeometry
 from wtransfer.kv.slots import HeaderForm
 from wtransfer.transport.channel import resolve_token
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from wtransfer.blocks import OffloadKey
+    from wtransfer.kv.keys import OffloadKey
     from wtransfer.testing.mini_engine.config import CacheShape, ModelShape
 
 

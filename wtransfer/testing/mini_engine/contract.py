@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from wtransfer.weights import WeightVersion  # noqa: TC001  (msgspec reads it)
+from wtransfer.weight_version import WeightVersion  # noqa: TC001  (msgspec reads it)
 
 if TYPE_CHECKING:
     import torch
 
     from wtransfer.connectors.naming import RequestNames
-    from wtransfer.weights import WeightVersions
+    from wtransfer.weight_version import WeightVersions
 
 State = Literal["waiting", "loading", "loaded", "running", "finished", "failed", "aborted"]
 OVER = ("finished", "failed", "aborted")

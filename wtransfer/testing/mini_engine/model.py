@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import nn
 
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

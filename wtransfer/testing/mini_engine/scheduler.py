@@ -18,16 +18,16 @@ from wtransfer.testing.mini_engine.contract import (
     StepPlan,
 )
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weights import instance_fingerprint, known_versions
+from wtransfer.weight_version import instance_fingerprint, known_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from wtransfer.blocks import OffloadKey
     from wtransfer.connectors.interface import KVConnectorBase_V1
+    from wtransfer.kv.keys import OffloadKey
     from wtransfer.testing.mini_engine.config import EngineConfig
     from wtransfer.testing.mini_engine.contract import ConnectorOutput, Request, State, StepResult
-    from wtransfer.weights import WeightVersion, WeightVersions
+    from wtransfer.weight_version import WeightVersion, WeightVersions
 
 
 _Notices = defaultdict[str, set[int]]  # ranks by request

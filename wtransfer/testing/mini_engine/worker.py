@@ -18,7 +18,7 @@ from wtransfer.testing.mini_engine.contract import (
 from wtransfer.testing.mini_engine.model import PagedTransformer, TensorParallelRank
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.weight_sync.worker.session import WorkerSession
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from wtransfer.testing.mini_engine.config import EngineConfig
     from wtransfer.testing.mini_engine.contract import StepPlan
     from wtransfer.transport.communicator import Communicator
-    from wtransfer.weights import WeightVersion
+    from wtransfer.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
 

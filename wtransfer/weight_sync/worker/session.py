@@ -55,7 +55,7 @@ from wtransfer.weight_sync.worker.target import (
     as_target,
 )
 from wtransfer.weight_sync.worker.weight_state import WeightState
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -27,7 +27,7 @@ from wtransfer.checkpoint.source import MANIFEST_NAME, CheckpointSource, Digest,
 from wtransfer.errors import SourceError, StorageError, WTransferError
 from wtransfer.manifest import local_fingerprint
 from wtransfer.transport.files import Folder, FolderLock, storage_errors, temporary_of
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 from wtransfer_vllm.checkpoint import FileState, checkpoint_folder, file_states
 from wtransfer_vllm.engine_core import member_of
@@ -35,7 +35,7 @@ from wtransfer_vllm.engine_core import member_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from wtransfer.weights import Vouch
+    from wtransfer.weight_version import Vouch
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 

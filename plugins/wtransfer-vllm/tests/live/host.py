@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from wtransfer.weights import process_weights
+from wtransfer.weight_version import process_weights
 
 from wtransfer_vllm.clients import LLMClient
 from wtransfer_vllm.engine import SeedEngine

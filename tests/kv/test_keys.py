@@ -8,14 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.blocks import (
+from wtransfer.kv.header import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
+from wtransfer.kv.keys import (
     FENCE_NBYTES,
-    HEADER_NBYTES,
     MAX_KEY_NBYTES,
-    BlockGeometry,
     BlockHashes,
-    BlockHeader,
-    checksum,
     fence_key,
     hash_blocks,
     make_offload_key,

@@ -12,7 +12,7 @@ from torch import nn
 
 from wtransfer.errors import WTransferError
 from wtransfer.weight_sync.identity import module_fingerprint
-from wtransfer.weights import ProcessWeights, WeightVersion, process_weights
+from wtransfer.weight_version import ProcessWeights, WeightVersion, process_weights
 
 F0, F1, F2 = ("0" * 32, "1" * 32, "2" * 32)
 LOCAL, OTHER_LOCAL = ("local:" + digit * 32 for digit in "ab")
