@@ -287,8 +287,8 @@ class TierManager(OffloadingManager):
         """Take all blocks but those that are being stored, or that this request has found."""
         answers = _answers(req_context)
         found = {key for key in keys if key in answers and answers[key].hit}
-        found -= self._failed.keys()
-        new = [key for key in dict.fromkeys(keys) if key not in found | self._storing]
+        taken = (found - self._failed.keys()) | self._storing
+        new = [key for key in dict.fromkeys(keys) if key not in taken]
         self._storing.update(new)
         return PrepareStoreOutput(new, TierLoadStoreSpec(new), [])
 

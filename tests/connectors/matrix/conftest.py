@@ -73,7 +73,9 @@ def service(host, tmp_path):
             # What one host keeps is none of another's: only P2P connectors lead to another.
             folder = tmp_path / str(next(numbers))
             connectors = STACKS.described(stack, folder, tier, sender)
-            return host(connectors, block_size, num_blocks, **limits)
+            engine = host(connectors, block_size, num_blocks, **limits)
+            engine.folder = folder
+            return engine
 
         return SERVICE.Service(KIT, stack, make)
 

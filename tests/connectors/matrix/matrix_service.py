@@ -81,8 +81,13 @@ class Service:
             return self.hand_over(number, texts, new_tokens)
         found = self.ask(texts, new_tokens)
         for other in self.stack.tiers:
-            if other != number:
+            if other == number:
+                continue
+            if self.stack.kinds[other] == "tier":
                 assert self.child(other).reset_cache() is True
+            # A tier that instances share is not reset by one of them.
+            for block in self.host.folder.glob(f"{other}/*/blocks/*"):
+                block.unlink()
         self.host.scheduler.pool.reset()
         return found
 
