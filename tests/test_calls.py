@@ -13,6 +13,7 @@ import torch
 
 from wtransfer.calls import Announcer, SerialThread, forget_frames, on_callers_stream, start_call
 from wtransfer.errors import ClosedError, StallError
+from wtransfer.weight_sync.trainer.engine_runner import EngineCall
 
 PATIENCE_S = 5.0
 
@@ -231,3 +232,23 @@ def test_an_announcement_after_one_that_failed_is_not_made():
     with pytest.raises(OSError, match="nobody there"):
         announcer.announce({})
     announcer.__exit__(OSError, OSError("nobody there"), None)
+
+
+def test_error_whose_text_raises_ends_its_call_and_not_the_thread():
+    class NoTextError(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def fail():
+        raise NoTextError
+
+    notified = threading.Event()
+    thread = SerialThread("tests-serial")
+    failed = EngineCall("send_weights", fail, "engines:a", notified.set)
+    thread.resubmit(failed)
+    after = thread.submit(thread.runs_here)
+    thread.stop()
+    assert after.done.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    assert isinstance(failed.error, NoTextError)
+    assert notified.is_set()

@@ -53,7 +53,10 @@ class Call:
         try:
             self.result = function() if function is not None else None
         except BaseException as error:
-            self.error = self.translate(error)
+            self.error = error
+            # Translating formats the error, whose own code may raise.
+            with contextlib.suppress(Exception):
+                self.error = self.translate(error)
         finally:
             # It may hold tensors, and the call may be kept for its outcome.
             del function

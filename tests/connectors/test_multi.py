@@ -554,6 +554,9 @@ LOADS_IN_STEP = {"get_num_new_matched_tokens": (8, False)}
 REPORTS = {"": (None, None), "s": ({"r"}, None), "r": (None, {"r"}), "sr": ({"r"}, {"r"})}
 
 
+UPDATE = "update_connector_output"
+
+
 class Pair:
     """Both sides over sub-connectors of the given behaviours; every step has one request, ``r``."""
 
@@ -585,6 +588,12 @@ class Pair:
             each.answers["get_finished"] = REPORTS.get(report, report)
         found = self.worker.get_finished(set())
         self.worker.clear_connector_metadata()
+        # Of a load that ends before its request, `received` tells: other ranks may be late.
+        sent, got = found
+        ended = got if "r" in self.scheduler.side._finished_loading else None
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(finished_sending=sent, finished_recving=ended)
+        )
         return next(name for name, each in REPORTS.items() if each == found)
 
     def leftovers(self):
@@ -609,11 +618,43 @@ def test_request_is_sent_when_the_last_holder_has_reported_it(holders):
     assert pair.leftovers() == {}
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_request_finished_before_the_report_of_its_load_waits_for_the_other_holder(holds):
+    """A host may end a request between a step and the output of that step."""
+    pair = Pair(HOLDS if holds else {}, {**LOADS, **HOLDS})
+    assert pair.step("new load", "", "r") == "r"
+    pair.finish()
+    output = KVConnectorOutput(finished_recving={"r"})
+    pair.scheduler.update_connector_output(output)
+    # The host frees the blocks of what it sees as received: not those that another one holds.
+    assert output.finished_recving == (set() if holds else {"r"})
+    assert pair.step("", "", "") == ""
+    assert pair.step("", "s" if holds else "", "") == ("s" if holds else "")
+    assert pair.leftovers() == {}
+
+
+def test_loader_learns_of_an_end_that_is_reported_as_sent():
+    pair = Pair(HOLDS, LOADS)
+    steps = ("new load", "", ""), ("finish", "", "r"), ("", "s", "")
+    assert [pair.step(*step) for step in steps] == ["", "", "s"]
+    heard = [
+        [(each.finished_sending, each.finished_recving) for (each,) in sub.heard(UPDATE)][-1]
+        for sub in pair.scheduler.side.sub_connectors
+    ]
+    assert heard == [({"r"}, None), ({"r"}, {"r"})]
+    assert pair.leftovers() == {}
+
+
 # Behaviours of two sub-connectors; then steps: events, a report of each, the report that is due.
 STORIES = {
     "load is received when its loader reports it": (
         [{}, LOADS],
-        [("new load", "r", "", ""), ("", "", "r", "r"), ("", "", "r", ""), ("finish", "", "", "")],
+        [
+            ("new load", "r", "", ""),
+            ("", "", "r", "r"),
+            ("", "", "r", ""),
+            ("received finish", "", "", ""),
+        ],
     ),
     "report before the end is known counts": (
         [HOLDS, HOLDS],
@@ -654,7 +695,11 @@ STORIES = {
     ),
     "load that this rank has reported is not reported again": (
         [{}, {**LOADS, **HOLDS}],
-        [("new load", "", "r", "r"), ("finish", "", "", ""), ("", "", "s", "")],
+        [
+            ("new load", "", "r", "r"),
+            ("finish", "", "", ""),
+            ("received", "", "s", ""),
+        ],
     ),
     "request that ends after its load is sent": (
         [HOLDS, LOADS],

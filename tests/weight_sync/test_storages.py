@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -42,6 +43,19 @@ def test_tied_names_are_one_entry():
     assert list(found.tensors) == ["scale", "embed.weight"]
     assert list(found.ties) == ["embed.weight"]
     assert found.ties["embed.weight"]["head.weight"] is module.embed.weight
+    assert not found.overlapping
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(0), torch.eye(3).to_sparse()], ids=["empty", "sparse"]
+)
+def test_tensor_without_memory_in_one_piece_is_tied_by_identity(tensor):
+    other = tensor.clone()
+    found = group_storages({"a": tensor, "b": other, "c": tensor})
+    assert (list(found.tensors), {a: list(b) for a, b in found.ties.items()}) == (
+        ["a", "b"],
+        {"a": ["c"]},
+    )
     assert not found.overlapping
 
 

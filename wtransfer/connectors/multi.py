@@ -270,6 +270,8 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         self._hits: dict[str, tuple[int, bool]] = {}
         # Requests with a load in flight on any rank, with the sub-connector that loads.
         self._loading: dict[str, int] = {}
+        # Of finished requests: loads whose end no rank has reported to the host.
+        self._finished_loading: dict[str, int] = {}
         self._next = MultiMetadata()
         self._warned: set[int] = set()
 
@@ -319,9 +321,24 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Give each sub-connector its own workers' metadata, and a copy of all else."""
-        for request_id in connector_output.finished_recving or ():
+        """Give each sub-connector its own workers' metadata, and a copy of all else.
+
+        A request that was received before its end, and is held by another sub-connector, is taken
+        out of the host's ``finished_recving``: it is reported as sent once the holders are done.
+        """
+        received = connector_output.finished_recving or set()
+        ended, held = {}, set()
+        for request_id in {*received, *(connector_output.finished_sending or ())}:
             self._loading.pop(request_id, None)
+            if request_id in self._finished_loading:
+                ended[request_id] = self._finished_loading.pop(request_id)
+            loader = self._next.finished_loading.pop(request_id, None)
+            if loader is not None:
+                # Its end was not reported to the workers yet.
+                holders = self._next.finished[request_id]
+                self._next.finished[request_id] = [each for each in holders if each != loader]
+                if self._next.finished[request_id]:
+                    held.add(request_id)
         worker_meta = connector_output.kv_connector_worker_meta
 
         def update(number: int, connector: KVConnectorBase_V1) -> None:
@@ -329,6 +346,10 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
             for name, value in vars(output).items():
                 if isinstance(value, set):
                     setattr(output, name, set(value))
+            # Also a load whose end the workers report as sent, for the other holders.
+            own = {request_id for request_id, loader in ended.items() if loader == number}
+            if own:
+                output.finished_recving = {*(output.finished_recving or ()), *own}
             output.kv_connector_worker_meta = (
                 worker_meta.metadata[number]
                 if isinstance(worker_meta, MultiWorkerMetadata)
@@ -337,6 +358,8 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
             connector.update_connector_output(output)
 
         self.call_all(update)
+        if held:
+            received -= held
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -351,7 +374,8 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
         self._next.new.discard(request_id)
         holders = self._next.finished[request_id] = []
         if request_id in self._loading:
-            self._next.finished_loading[request_id] = self._loading.pop(request_id)
+            loader = self._loading.pop(request_id)
+            self._next.finished_loading[request_id] = self._finished_loading[request_id] = loader
         params: dict[str, Any] = {}
 
         def finish(number: int, connector: KVConnectorBase_V1) -> None:

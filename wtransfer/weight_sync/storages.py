@@ -94,10 +94,12 @@ def group_storages(
     users.update({_memory(tensor) for tensor in beside})
     found = Storages(dict(tensors), {}, set())
     first_names: dict[object, str] = {}
-    for name in [name for name, place in memory.items() if place and users[place] > 1]:
+    for name in [name for name, place in memory.items() if users[place] > 1]:
         tensor, place = tensors[name], memory[name]
-        seen_as = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        elements = (place, tensor.storage_offset(), tensor.shape, tensor.stride(), seen_as)
+        elements: object = place
+        if not isinstance(place, _Alone):
+            seen_as = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+            elements = (place, tensor.storage_offset(), tensor.shape, tensor.stride(), seen_as)
         first_name = first_names.setdefault(elements, name)
         if first_name != name:
             found.ties.setdefault(first_name, {})[name] = found.tensors.pop(name)
@@ -106,17 +108,22 @@ def group_storages(
     return found
 
 
-def _memory(tensor: torch.Tensor) -> object:
-    """Return where a tensor's storage begins.
+class _Alone(NamedTuple):
+    """A tensor that shows no element, or has no memory in one piece."""
 
-    None if it shows no element, or has no memory in one piece (lazy, sparse, wrapper).
-    """
+    identity: int
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Return where a tensor's storage begins, or the tensor's identity (lazy, sparse, wrapper)."""
     if type(tensor) not in PLAIN_TYPES and (is_lazy(tensor) or hasattr(tensor, "full_tensor")):
-        return None
+        return _Alone(id(tensor))
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
-        return None
+        return _Alone(id(tensor))
     begin = memory_address(tensor)
-    return begin if tensor.is_cpu or not begin else (tensor.device, begin)
+    if not begin:
+        return _Alone(id(tensor))
+    return begin if tensor.is_cpu else (tensor.device, begin)
 
 
 def memory_address(tensor: torch.Tensor) -> int | None:
