@@ -127,6 +127,16 @@ def test_folder_removed_by_hand_is_made_again(tier, tmp_path):
     assert get(tier) == DATA
 
 
+def test_reader_finds_what_is_put_after_the_folder_was_removed_by_hand(open_tier, tmp_path):
+    """The scheduler's side never puts."""
+    writer, reader = open_tier(), open_tier()
+    put(writer)
+    assert reader.contains([KEY]) == [True]
+    shutil.rmtree(tmp_path / "shared")
+    put(writer)
+    assert (reader.contains([KEY]), get(reader)) == ([True], DATA)
+
+
 # -- what others plant
 
 
@@ -254,6 +264,24 @@ def test_leftovers_of_a_dead_writer_are_swept_and_a_living_ones_are_not(tier, op
         open_tier()
         assert temporaries(incoming) == [name]
         assert len(list(incoming.iterdir())) == 2
+
+
+def test_sweep_goes_on_where_a_file_system_locks_only_what_may_be_written(
+    open_tier, incoming, monkeypatch
+):
+    open_tier().close()
+    flock = fcntl.flock
+
+    def as_on_nfs(fd, how):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        return flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    for each in ("0123.lock", "0123.0", "4567.lock", "4567.0"):
+        (incoming / each).write_bytes(b"half a bl")
+    open_tier()
+    assert list(incoming.iterdir()) == []
 
 
 def test_writer_whose_lock_file_was_swept_takes_another(tier, open_tier, incoming, monkeypatch):

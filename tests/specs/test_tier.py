@@ -23,7 +23,15 @@ from wtransfer.specs.interface import (
     LookupResult,
     ReqContext,
 )
-from wtransfer.specs.tier import FAILED_S, LOOKUP_S, TierLoadStoreSpec, rank_key, tier_spec
+from wtransfer.specs.tier import (
+    FAILED_S,
+    LOOKUP_S,
+    STALL_S,
+    TierLoadStoreSpec,
+    _Lookups,
+    rank_key,
+    tier_spec,
+)
 from wtransfer.testing.fakes import MemoryTier
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -370,6 +378,31 @@ def test_lookup_in_a_tier_that_hangs_is_a_miss_soon(rig):
         time.sleep(0.01)
 
 
+def test_answer_is_used_once_however_long_the_steps_are(rig, monkeypatch):
+    rig.store([1])
+    context, clock = rig.request(), time.monotonic
+    assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
+    while context.get_state(_Lookups).answers[key(1)].hit is None:
+        time.sleep(0.001)
+    for later_s in (0.9, 1.8):
+        monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: clock() + later_s)
+        assert rig.manager.lookup(key(1), context) is LookupResult.HIT
+        assert rig.manager.lookup(key(1), context) is LookupResult.HIT
+        monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: clock() + later_s + 0.6)
+        assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
+        while context.get_state(_Lookups).answers[key(1)].hit is None:
+            time.sleep(0.001)
+
+
+def test_lookup_that_no_thread_answers_is_a_miss(rig, monkeypatch):
+    """As in a forked child."""
+    monkeypatch.setattr(rig.manager._thread, "submit", lambda call: None)
+    context, clock = rig.request(), time.monotonic
+    assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + LOOKUP_S + 0.1)
+    assert rig.manager.lookup(key(1), context) is LookupResult.MISS
+
+
 def test_late_load_fails_and_writes_nothing():
     with Rig(deadline_s=0.3) as rig:
         rig.store([1])
@@ -416,6 +449,61 @@ def test_stores_fail_at_once_while_all_buffers_are_held():
         rig.tier_cls.gate.set()
         assert [rig.success(job) for job in held] == [[True], [True]]
         assert rig.success(rig.submit_store([key(2)], [2])) == [True]
+
+
+def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner():
+    """A step may begin just before its job is given up; the host then reuses the block."""
+    with Rig(deadline_s=0.2) as rig:
+        worker, begun, go_on = rig.workers[0], threading.Event(), threading.Event()
+        take_buffer = worker._take_buffer
+
+        def wait_and_take(job_id):
+            begun.set()
+            go_on.wait(PATIENCE_S)
+            return take_buffer(job_id)
+
+        worker._take_buffer = wait_and_take
+        rig.fill(0, 1)
+        job = rig.submit_store([key(1)], [0])
+        assert begun.wait(PATIENCE_S)
+        assert rig.success(job) == [False]
+        rig.fill(0, 99)
+        go_on.set()
+        worker._take_buffer = take_buffer
+        assert rig.success(rig.submit_store([key(2)], [2])) == [True]
+        assert rig.lookup([key(1), key(2)]) == [LookupResult.MISS, LookupResult.HIT]
+
+
+def test_wait_gives_up_stores_that_find_no_buffer_soon():
+    """The model waits meanwhile: its blocks are about to be overwritten."""
+    block = HEADER_NBYTES + NUM_LAYERS * PAGE
+    with Rig(buffer_bytes=block, deadline_s=60.0) as rig:
+        rig.held.add("put")
+        first = rig.submit_store([key(0)], [0])
+        rig.workers[0].wait({first})
+        behind = [rig.submit_store([key(n)], [n]) for n in range(1, 4)]
+        begun = time.monotonic()
+        rig.workers[0].wait(set(behind))
+        assert time.monotonic() - begun < STALL_S + 2
+        assert [rig.success(job) for job in behind] == [[False]] * 3
+        rig.tier_cls.gate.set()
+        assert rig.success(first) == [True]
+
+
+def test_loads_fail_at_once_while_every_thread_hangs_in_the_tier():
+    with Rig(deadline_s=0.3, num_io_threads=1) as rig:
+        rig.store([1])
+        rig.held.add("get")
+        assert rig.success(rig.submit_load([key(1)], [5])) == [False]
+        time.sleep(0.2)
+        begun = time.monotonic()
+        assert rig.success(rig.submit_load([key(1)], [5])) == [False]
+        assert time.monotonic() - begun < 0.25
+        rig.held.clear()
+        rig.tier_cls.gate.set()
+        end = time.monotonic() + PATIENCE_S
+        while rig.success(rig.submit_load([key(1)], [5])) != [True]:
+            assert time.monotonic() < end
 
 
 def test_more_blocks_than_buffers_are_stored():

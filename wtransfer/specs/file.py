@@ -47,9 +47,10 @@ _ABANDONED_S = 3600.0
 _PRIVATE = 0o077
 _MAX_TRIES = 16
 _LOCK = ".lock"
+_WRITE = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 _PLANTED = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -91,7 +92,7 @@ class FileTier(Tier):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is a plain file for each key; nothing is opened."""
-        blocks = self._folders.blocks
+        blocks = self._current().blocks
 
         def is_there(key: bytes) -> bool:
             try:
@@ -104,7 +105,7 @@ class FileTier(Tier):
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Read a file of exactly this length; its time of use is now."""
-        blocks = self._folders.blocks
+        blocks = self._current().blocks
         with storage_errors(f"reading '{blocks.path}/{key.hex()}'"):
             try:
                 fd = os.open(key.hex(), _READ, dir_fd=blocks.fd)
@@ -131,38 +132,44 @@ class FileTier(Tier):
         Raises:
             StorageError: The disk fails or is full, or ``max_bytes`` is too small for the block.
         """
-        folders = self._folders
         try:
-            self._write(folders, key.hex(), data)
+            self._write(self._current(), key.hex(), data)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            # The folder was removed by hand: one more try in a new one. The old one stays open as
-            # long as other threads may use it.
-            with self._open_lock:
-                if self._folders is folders:
-                    self._replaced.append(folders)
-                    self._folders = _Folders(self._options.shared_storage_path)
-            self._write(self._folders, key.hex(), data)
+            # A sweep of another host took it for a leftover, or the folder was just removed.
+            self._write(self._current(), key.hex(), data)
+
+    def _current(self) -> _Folders:
+        """Return the folders; make new ones if they were removed by hand."""
+        folders = self._folders
+        if not folders.are_removed():
+            return folders
+        with self._open_lock:
+            if self._folders is folders:
+                # Open as long as other threads may use them.
+                self._replaced.append(folders)
+                self._folders = _Folders(self._options.shared_storage_path)
+            return self._folders
 
     def _write(self, folders: _Folders, name: str, data: memoryview) -> None:
         blocks, incoming = folders.blocks, folders.incoming
         self._room.make(blocks, data.nbytes)
-        with folders.temporary() as (temporary, fd), storage_errors(f"writing {name!r}"):
-            try:
+        try:
+            with folders.temporary() as (temporary, fd), storage_errors(f"writing {name!r}"):
                 write_at(fd, [data], 0)
                 _note_use(fd)
-            except OSError as error:
-                if error.errno in _FULL:
-                    self._room.fill_up(blocks)
-                raise
-            try:
-                os.replace(temporary, name, src_dir_fd=incoming.fd, dst_dir_fd=blocks.fd)
-            except IsADirectoryError:
-                # Planted: everything else would have been replaced.
-                aside = f"{secrets.token_hex(8)}.planted"
-                os.rename(name, aside, src_dir_fd=blocks.fd, dst_dir_fd=incoming.fd)
-                os.replace(temporary, name, src_dir_fd=incoming.fd, dst_dir_fd=blocks.fd)
+                try:
+                    os.replace(temporary, name, src_dir_fd=incoming.fd, dst_dir_fd=blocks.fd)
+                except IsADirectoryError:
+                    # Planted: everything else would have been replaced.
+                    aside = f"{secrets.token_hex(8)}.planted"
+                    os.rename(name, aside, src_dir_fd=blocks.fd, dst_dir_fd=incoming.fd)
+                    os.replace(temporary, name, src_dir_fd=incoming.fd, dst_dir_fd=blocks.fd)
+        except StorageError as error:
+            if getattr(error.__cause__, "errno", None) in _FULL:
+                self._room.fill_up(blocks)
+            raise
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove files."""
@@ -201,9 +208,13 @@ class _Folders:
                 self.incoming = on_error.enter_context(_private(base, "incoming"))
                 """Files that are being written."""
             self._token = ""
-            with contextlib.suppress(WTransferError, OSError):
-                self._sweep()
+            self._sweep()
             on_error.pop_all()
+
+    def are_removed(self) -> bool:
+        """Whether they have no name any more; not known of remote file systems."""
+        with storage_errors(f"looking at {self.blocks.path!r}"):
+            return not all(os.fstat(each.fd).st_nlink for each in (self.blocks, self.incoming))
 
     def close(self) -> None:
         for folder in (self.blocks, self.incoming):
@@ -255,21 +266,23 @@ class _Folders:
         )
 
     def _sweep(self) -> None:
-        names = self.incoming.names()
+        """Remove leftovers; what cannot be removed, or is being removed by another sweep, stays."""
+        names: list[str] = []
+        with contextlib.suppress(WTransferError):
+            names = self.incoming.names()
         for token in {name.partition(".")[0] for name in names}:
             own = [name for name in names if name.partition(".")[0] == token]
-            try:
-                fd = self.incoming.open_file(token + _LOCK)
-            except StorageError:
-                fd = -1
-            try:
-                is_dead = _locks(fd) if fd >= 0 else None
+            with contextlib.ExitStack() as closing:
+                is_dead = None
+                # Some file systems lock only what may be written to.
+                with contextlib.suppress(OSError):
+                    fd = os.open(token + _LOCK, _WRITE, dir_fd=self.incoming.fd)
+                    closing.callback(os.close, fd)
+                    is_dead = _locks(fd)
                 for name in sorted(own, key=lambda name: name.endswith(_LOCK)):
-                    if is_dead or (is_dead is None and self._is_old(name)):
-                        self.incoming.remove(name)
-            finally:
-                if fd >= 0:
-                    os.close(fd)
+                    with contextlib.suppress(WTransferError, OSError):
+                        if is_dead or (is_dead is None and self._is_old(name)):
+                            self.incoming.remove(name)
 
     def _is_old(self, name: str) -> bool:
         found = os.stat(name, dir_fd=self.incoming.fd, follow_symlinks=False)

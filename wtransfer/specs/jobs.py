@@ -31,7 +31,7 @@ from wtransfer.specs.interface import TransferResult
 from wtransfer.transport.niceness import NICENESS, step_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from wtransfer.kv.copier import Reason
     from wtransfer.kv.slots import Numbers
@@ -202,9 +202,9 @@ class Job:
         self.began: float | None = None
         """When its first step began."""
         self.deadline: Deadline | None = None
-        """When it is given up, unless a step is writing to the cache."""
+        """When it is given up, unless a step is using the cache."""
         self.num_committing = 0
-        """Steps that are writing to the cache."""
+        """Steps that are using the cache."""
 
     def result(self) -> TransferResult:
         """Return how it ended."""
@@ -220,8 +220,8 @@ class Jobs:
         num_slots: Slots of the arena.
         num_threads: Threads for each direction.
         deadline_s: Longest time without progress while somebody waits, in seconds.
-        give_up_s: Time after which a job fails, in seconds, whatever its steps still do: they write
-            to the cache within `committing` only. None: a job takes as long as it takes.
+        give_up_s: Time after which a job fails, in seconds, whatever its steps still do: they use
+            the cache within `committing` only. None: a job takes as long as it takes.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Jobs:
 
     @contextlib.contextmanager
     def committing(self, job_id: int) -> Iterator[None]:
-        """Let a step write to the cache: its job is not given up meanwhile.
+        """Let a step use the cache: its job is not given up meanwhile.
 
         Raises:
             RefusedError: The job was given up before.
@@ -301,11 +301,16 @@ class Jobs:
                 job.num_committing -= 1
 
     def add_part(self, job_id: int) -> None:
-        """Add a part that outlasts the step that calls this, until `end_part`."""
+        """Add a part that outlasts the step that calls this, until `end_part`.
+
+        Raises:
+            RefusedError: The job has ended.
+        """
         with self._moved:
             job = self._open.get(job_id)
-            if job is not None:
-                job.num_left += 1
+            if job is None:
+                raise RefusedError("shutdown")
+            job.num_left += 1
 
     def end_part(self, job_id: int, reason: Reason | None) -> None:
         """End a part that `add_part` has added; a reason fails the job."""
@@ -333,30 +338,40 @@ class Jobs:
             finished, self._finished = self._finished, []
             return finished
 
-    def _give_up(self) -> None:
+    def _give_up(self, job_ids: Collection[int] = ()) -> None:
+        """Fail jobs whose time is over, and these, unless they are using the cache."""
         for job in list(self._open.values()):
-            if job.deadline is not None and job.deadline.expired and not job.num_committing:
+            is_over = job.deadline is not None and job.deadline.expired
+            if (is_over or job.job_id in job_ids) and not job.num_committing:
                 job.reason = job.reason or "slow"
-                self._end(job)
+                for each in self._end(job):
+                    self._begin(each)
                 self._moved.notify_all()
 
-    def wait(self, job_ids: Iterable[int], *, released: bool = False) -> None:
-        """Wait until jobs have ended; or, if `released`, no longer use the cache.
+    def wait(self, job_ids: Iterable[int], release_s: float | None = None) -> None:
+        """Wait until jobs have ended.
+
+        Args:
+            job_ids: The jobs; unknown ones have ended.
+            release_s: Wait until they no longer use the cache; those that have not begun to after
+                this time, in seconds, fail.
 
         Raises:
             StallError: Nothing moved for the time allowed.
         """
         wanted = set(job_ids)
         deadline = Deadline(self._deadline_s)
+        release = Deadline(math.inf if release_s is None else release_s)
         with self._moved:
             while left := {
                 each
                 for each in wanted & self._open.keys()
-                if not released or self._open[each].num_steps_left
+                if release_s is None or self._open[each].num_steps_left
             }:
                 seen = self._progress(left)
-                self._moved.wait(min(deadline.remaining(), self._next_s(left)))
-                self._give_up()
+                next_s = min(self._next_s(left), max(_COMMIT_S, release.remaining()))
+                self._moved.wait(min(deadline.remaining(), next_s))
+                self._give_up(left if release.expired else ())
                 if self._progress(left) != seen:
                     deadline.restart()
                 elif deadline.expired:

@@ -5,7 +5,7 @@
     every rank.
 2.  W stores: a block is copied to a buffer, which releases it, and put from there. A tier that
     hangs holds buffers, and blocks of the cache for `STALL_S`: then stores fail until a buffer
-    comes free again.
+    comes free again. The copy is made only while the job has not ended, as the write of a load.
 3.  W loads: a thread gets a block into memory of its own, compares header and checksum, and writes
     it to the cache only while its job has not ended. A job that takes longer than ``deadline_s``
     fails; bytes that arrive later are dropped.
@@ -35,6 +35,7 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
 from wtransfer.kv.cache_view import geometries_of, pages_of
 from wtransfer.kv.copier import RefusedError
+from wtransfer.kv.fence import InvalidatedKeys
 from wtransfer.kv.header import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.specs.interface import (
     LoadStoreSpec,
@@ -82,7 +83,7 @@ logger = logging.getLogger(__name__)
 LOOKUP_S = 1.0
 """Longest that a request waits for an answer of the tier, in seconds."""
 FRESH_S = 0.5
-"""Time after which a request asks the tier again, in seconds."""
+"""Time after which a request that has used an answer asks the tier again, in seconds."""
 FAILED_S = 30.0
 """How long a key whose load has failed is a miss, unless it is stored anew, in seconds."""
 STALL_S = 1.0
@@ -214,10 +215,12 @@ class _Failures:
 class _Answer:
     """What the tier has said of one key."""
 
-    at: float
-    """When it was asked, then when it answered."""
+    asked: float
+    """When the tier was asked."""
     hit: bool | None = None
     """None: nothing yet."""
+    read: float | None = None
+    """When the answer was first used: it ages from then on, as steps may be long."""
 
 
 @dataclass
@@ -255,16 +258,20 @@ class TierManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the tier has answered, *RETRY* until then; a late answer is a miss."""
         answers, now = _answers(req_context), time.monotonic()
-        known = answers.get(key)
-        if self._busy_since is not None and now - self._busy_since > LOOKUP_S:
-            # The tier hangs: nothing is asked that would wait behind.
+        known, busy_since = answers.get(key), self._busy_since
+        # A tier that hangs is not asked: the answer would wait behind.
+        is_late = busy_since is not None and now - busy_since > LOOKUP_S
+        if known is not None and known.hit is None:
+            is_late = is_late or now - known.asked > LOOKUP_S
+        if is_late:
             self._counts.add("lookups_late")
             return LookupResult.MISS
-        if known is None or (known.hit is not None and now - known.at > FRESH_S):
+        if known is None or (known.read is not None and now - known.read > FRESH_S):
             answers[key] = self._ask(key, now)
             return LookupResult.RETRY
         if known.hit is None:
             return LookupResult.RETRY
+        known.read = known.read or now
         return LookupResult.HIT if known.hit and not self._has_failed(key) else LookupResult.MISS
 
     def prepare_load(
@@ -353,9 +360,8 @@ class TierManager(OffloadingManager):
         except Exception as error:
             self._counts.fail("lookup_failures", type(error).__name__, error)
             found = [False] * len(keys)
-        step, now = len(self._ranks), time.monotonic()
+        step = len(self._ranks)
         for number, (_, answer) in enumerate(asked):
-            answer.at = now
             answer.hit = all(found[number * step : (number + 1) * step])
         self._busy_since = None
         self._counts.add("lookups", len(asked))
@@ -405,7 +411,10 @@ class TierWorker(OffloadingWorker):
         # Buffers that have not been made yet.
         self._spare = itertools.repeat(nbytes, max(1, options.buffer_bytes // nbytes))
         # Keys that are there and of no use: they are put again all the same.
-        self._unreadable: set[bytes] = set()
+        self._unreadable: dict[bytes, None] = {}
+        # By thread, when the call began that runs.
+        self._gets: dict[int, float] = {}
+        self._num_threads, self._deadline_s = num_threads, deadline_s
         self._of_thread = threading.local()
         self._buffer_nbytes = nbytes
         self._is_stalled = False
@@ -441,8 +450,8 @@ class TierWorker(OffloadingWorker):
         return self._jobs.released()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended or are released, at most until their deadlines."""
-        self._jobs.wait(job_ids, released=True)
+        """Wait until these jobs have ended or are released; after `STALL_S` the others fail."""
+        self._jobs.wait(job_ids, release_s=STALL_S)
 
     def get_stats(self) -> Mapping[str, float]:
         """Return how many jobs, bytes and failures there were, the latter also by reason."""
@@ -468,6 +477,8 @@ class TierWorker(OffloadingWorker):
         keys: list[OffloadKey] = getattr(tier, "keys", [])
         if self._closed:
             return False
+        if kind == "load" and self._hangs():
+            return self._jobs.fail(job_id, kind, "slow")
         bounds = Bounds(
             len(keys), tuple(pages.num_blocks for pages, _ in self._groups), self._blocks_per_chunk
         )
@@ -491,11 +502,12 @@ class TierWorker(OffloadingWorker):
             raise RefusedError("malformed")
         buffer = self._take_buffer(job_id)
         try:
-            self._copy(pages.gather, pages, chunk, buffer, mark)
+            with self._jobs.committing(job_id):
+                self._copy(pages.gather, pages, chunk, buffer, mark)
+                self._jobs.add_part(job_id)
         except BaseException:
             self._buffers.put(buffer)
             raise
-        self._jobs.add_part(job_id)
         self._puts.submit(functools.partial(self._put, job_id, chunk.keys[0], geometry, buffer))
         return geometry.nbytes
 
@@ -524,7 +536,7 @@ class TierWorker(OffloadingWorker):
                 parts = (key, geometry.digest, geometry.nbytes, checksum(payload), self._rank)
                 data[:HEADER_NBYTES] = np.frombuffer(BlockHeader(*parts).pack(), np.uint8)
                 self._tier.put(own, data.data)
-                self._unreadable.discard(own)
+                self._unreadable.pop(own, None)
                 self._counts.add("puts")
         except Exception as error:
             self._counts.fail("put_failures", type(error).__name__, error)
@@ -542,12 +554,15 @@ class TierWorker(OffloadingWorker):
             buffer = self._of_thread.buffer = np.empty(self._buffer_nbytes, np.uint8)
         data = buffer[: HEADER_NBYTES + geometry.nbytes]
         own = rank_key(key, self._rank)
+        self._gets[thread := threading.get_ident()] = time.monotonic()
         try:
             found = self._tier.get(own, data.data)
         except Exception as error:
             self._counts.fail("get_failures", type(error).__name__, error)
-            self._unreadable.add(own)
+            self._is_unreadable(own)
             raise RefusedError("error") from error
+        finally:
+            del self._gets[thread]
         header = BlockHeader.unpack(data[:HEADER_NBYTES].tobytes()) if found else "absent"
         if isinstance(header, BlockHeader):
             reason = header.mismatch(key, geometry.digest, geometry.nbytes, self._rank)
@@ -567,8 +582,19 @@ class TierWorker(OffloadingWorker):
             self._tier.remove([own])
         except Exception as error:
             self._counts.fail("remove_failures", type(error).__name__, error)
-            self._unreadable.add(own)
+            self._is_unreadable(own)
         raise RefusedError(reason)
+
+    def _is_unreadable(self, own: bytes) -> None:
+        self._unreadable[own] = None
+        if len(self._unreadable) > InvalidatedKeys.MAX_KEYS:
+            del self._unreadable[next(iter(self._unreadable))]
+
+    def _hangs(self) -> bool:
+        """Return whether every thread that loads has been in one call for too long."""
+        since = time.monotonic() - self._deadline_s
+        calls = list(self._gets.values())
+        return len(calls) == self._num_threads and max(calls) < since
 
     def _copy(
         self, copy: Any, pages: GroupPages, chunk: Chunks, buffer: Buffer, mark: object
