@@ -112,7 +112,7 @@ def test_full_buffer_evicts_blocks_without_a_lease(make, until):
 def test_leased_blocks_are_not_evicted(make):
     one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
     old, new = one.prefill("r", PROMPT), one.prefill("s", PROMPT[::-1])
-    assert count(one, "saves_without_room_total") == 8
+    assert one.scheduler.get_stats()["blocks_to_save_total"] == 12
     assert other.decode("r2", PROMPT, old)["loaded"] == BLOCKS
     # What found no room is not advertised: D computes it, and has no failed load.
     outcome = other.decode("s2", PROMPT[::-1], new)
@@ -120,9 +120,59 @@ def test_leased_blocks_are_not_evicted(make):
     assert count(other, "blocks_missed_total") == 0
 
 
-def test_staged_blocks_of_a_prompt_are_not_evicted_for_its_rest(make):
+@pytest.mark.parametrize("together", [True, False])
+def test_request_that_ends_in_its_first_step_advertises_no_block_without_room(
+    make, instance, monkeypatch, together
+):
+    """Hosts end a request before they hand on what the workers report of the step."""
+    one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
+    scheduler, prompts, params = one.scheduler, {"r": PROMPT, "s": PROMPT[::-1]}, {}
+    real = scheduler.update_connector_output
+    if not together:
+        params["r"] = one.prefill("r", prompts.pop("r"))
+        prompts["t"] = PROMPT[1:] + PROMPT[:1]
+    rows = []
+    for name, prompt in prompts.items():
+        request = instance.Request(name, prompt, 1, {"do_remote_decode": True})
+        scheduler.on_new_request(request)
+        while scheduler.get_num_new_matched_tokens(request, 0)[0] is None:
+            one.step()
+        blocks = one.requests[name] = one.take(BLOCKS + 1)
+        scheduler.update_state_after_alloc(request, instance.Blocks(blocks), 0)
+        rows.append((request, blocks, 0, len(prompt)))
+
+    def end_first(output):
+        for request, blocks, *_ in rows:
+            params[request.request_id] = scheduler.request_finished(request, blocks)[1]
+        real(output)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "update_connector_output", end_first)
+        one.step(new=rows)
+    outcomes = [
+        other.decode(f"d{name}", {"r": PROMPT, **prompts}[name], given)
+        for name, given in params.items()
+    ]
+    assert [each["matched"] for each in outcomes] == [10, 2, 0][: len(outcomes)]
+    assert [each["loaded"] for each in outcomes] == [10, 2, 0][: len(outcomes)]
+
+
+def test_room_that_was_released_since_the_last_step_is_found(make, until):
+    """An idle host makes no steps, so a request that finds no room waits for one report."""
+    one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
+    assert other.decode("r2", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
+    until(lambda: leases(one) == [0])
+    assert other.decode("s2", PROMPT[::-1], one.prefill("s", PROMPT[::-1]))["loaded"] == BLOCKS
+    until(lambda: leases(one) == [0])
+    one.prefill("kept", PROMPT)
+    # One report only: a buffer that stays full holds up no request.
+    assert one.prefill("t", PROMPT[1:])["remote_num_tokens"] == 2 * 4
+
+
+def test_staged_blocks_of_a_prompt_are_not_evicted_for_its_rest(make, until):
     one, other = make("p", options={"shelf_bytes": 12 * 4096, "lease_s": 0.001}), make("d")
     one.prefill("r", PROMPT)
+    until(lambda: leases(one) == [0])
     longer = [*PROMPT[:40], *range(20)]
     params = one.prefill("s", longer)
     # Nor is planned to be staged what can find no room.

@@ -230,6 +230,15 @@ class StagingBuffer:
                     self._free.append(slot)
         return True
 
+    def num_unleased(self) -> int:
+        """Return how many slots can be filled: those that no lease holds, and that are not filling.
+
+        Leases made by lookups meanwhile may take some of them.
+        """
+        with self._lock:
+            self._expire()
+            return len(self._free) + len(self._evictable)
+
     def _expire(self) -> None:
         now = self._clock()
         for holder, lease in list(self._leases.items()):

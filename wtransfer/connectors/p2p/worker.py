@@ -164,11 +164,12 @@ class P2PWorker(ConnectorWorker):
         return self._loads.take_failed_blocks() if self._loads is not None else set()
 
     def build_connector_worker_meta(self) -> P2PWorkerMetadata:
-        """Return this worker's weights, and what of this step it has not staged."""
+        """Return this worker's weights and room, and what of this step it has not staged."""
         missing = self._not_saved
         if missing is None:
             missing = {key for save in self.metadata.saves for key in save.keys}
-        return P2PWorkerMetadata(self.fence.report(), missing)
+        num_unleased = self._buffer.num_unleased() if self._buffer is not None else 0
+        return P2PWorkerMetadata(self.fence.report(), missing, self.metadata.step, num_unleased)
 
     def clear_connector_metadata(self) -> None:
         """End the step."""
