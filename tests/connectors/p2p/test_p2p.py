@@ -577,6 +577,63 @@ def test_aborted_request_keeps_its_blocks_until_nothing_is_written(make, monkeyp
     assert all(other.wrong(PROMPT, blocks, n + 1) for n in range(6, BLOCKS))
 
 
+@pytest.fixture
+def no_more_threads(monkeypatch):
+    """Let no thread start whose name ends in a way."""
+    real = threading.Thread.start
+
+    def begin(*ends):
+        def start(self):
+            if self.name.startswith("wtransfer-") and self.name.endswith(ends):
+                raise RuntimeError("can't start new thread")
+            real(self)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+
+    return begin
+
+
+def test_threads_that_copy_run_before_the_first_request(make, monkeypatch, no_more_threads):
+    """Else a copy that is queued for a thread that cannot start is made after its load's end."""
+    monkeypatch.setattr(client_module, "SHARE_NBYTES", 1)
+    one, other = make("p"), make("d")
+    no_more_threads("_0", "_1")
+    outcome = other.decode("r2", PROMPT, one.prefill("r", PROMPT))
+    assert (outcome["loaded"], outcome["wrong"]) == (BLOCKS, 0)
+
+
+@pytest.mark.parametrize("ends", ["save_0", "save_1", "copy_1"])
+def test_caches_are_refused_where_a_thread_that_copies_cannot_start(make, no_more_threads, ends):
+    no_more_threads(ends)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        make("p")
+
+
+@pytest.mark.parametrize("kind", [SHM])
+def test_load_ends_after_its_copies_where_a_later_one_cannot_begin(make, monkeypatch):
+    one, other = make("p"), make("d", options={"num_threads": 1})
+    monkeypatch.setattr(client_module, "SHARE_NBYTES", 1)
+    threads = other.workers[0]._loads.threads
+    refused, go_on, real, copies = threading.Event(), threading.Event(), threads.submit, []
+
+    def submit(*task):
+        if len(copies) == 1:
+            refused.set()
+            raise RuntimeError("no more")
+        copies.append(real(lambda: go_on.wait(10) and task[0](*task[1:])))
+        return copies[0]
+
+    monkeypatch.setattr(threads, "submit", submit)
+    request, _ = other.begin("r2", PROMPT, one.prefill("r", PROMPT))
+    assert refused.wait(10)
+    assert not go_on.wait(0.05)  # long enough for a load that does not wait
+    other.step()
+    assert not other.received
+    go_on.set()
+    other.until_received("r2")
+    other.finish(request)
+
+
 def test_shutdown_while_loading_is_a_miss(make, monkeypatch):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.p2p.buffer import StagingBuffer
-from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads
+from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads, start_threads
 from wtransfer.connectors.p2p.protocol import (
     MISSING,
     P2PHandshake,
@@ -28,6 +28,7 @@ from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     import torch
 
@@ -76,6 +77,7 @@ class P2PWorker(ConnectorWorker):
                 staging buffer.
             StagingMemoryError: There is not enough memory for it.
             AddressError: The address to listen at is not valid.
+            RuntimeError: A thread cannot be started.
         """
         instance, options = self.instance, self.options
         view = CacheView(kv_caches)
@@ -87,7 +89,7 @@ class P2PWorker(ConnectorWorker):
         )
         try:
             if instance.sends:
-                self._threads = ThreadPoolExecutor(options.num_threads, "wtransfer-save")
+                self._threads = start_threads(options.num_threads, "wtransfer-save")
                 self._buffer = StagingBuffer(geometry, options.shelf_bytes)
                 form = HeaderForm(geometry.digest, instance.rank)
                 self._saver = Copier(self._buffer.memory, view.blocks, form)
