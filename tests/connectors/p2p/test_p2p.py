@@ -11,7 +11,8 @@ import torch
 from wtransfer.connectors import process_group
 from wtransfer.connectors.p2p import client as client_module
 from wtransfer.connectors.p2p.client import P2PClient
-from wtransfer.connectors.p2p.protocol import Lookup, ReleaseRequest, TransferDone
+from wtransfer.connectors.p2p.protocol import MAX_TEXT, Lookup, ReleaseRequest, TransferDone
+from wtransfer.connectors.p2p.server import MAX_LOOKUPS, MAX_REQUESTS
 from wtransfer.errors import ClosedError, ConnectorOptionError
 from wtransfer.kv import cache_view, copier
 from wtransfer.kv.copier import Copier
@@ -542,6 +543,39 @@ def test_late_repeated_or_unknown_messages_change_nothing(make, instance, until)
     assert other.scheduler.get_stats()["received_unknown_total"] == 2
     params = one.prefill("s", PROMPT[::-1])
     assert other.decode("s2", PROMPT[::-1], params)["loaded"] == BLOCKS
+
+
+@pytest.mark.parametrize("what", ["lookups", "requests"])
+def test_client_that_only_looks_up_is_closed_and_leaves_nothing(make, until, what):
+    """It has proven that it knows the token, and may be out of order all the same."""
+    one, other = make("p"), make("d")
+    params = one.prefill("r", PROMPT)
+    assert other.decode("r2", PROMPT, params)["loaded"] == BLOCKS
+    client, most = client_of(other), {"lookups": MAX_LOOKUPS, "requests": MAX_REQUESTS}[what]
+    until(lambda: leases(one) == [0])
+    for number in range(1, most + 1):
+        client._dialer.send(Lookup(number, f"r{number * (what == 'requests')}", [b"x"]))
+        if what == "requests":
+            client._dialer.send(TransferDone(number))
+            if not number % 512:
+                until(lambda number=number: count(one, "lookups_total") == number + 1)
+    until(lambda: count(one, "lookups_total") == most + 1)
+    assert (leases(one), count(one, "clients")) == ([0], 1)
+    client._dialer.send(Lookup(most + 1, "one more", [b"x"]))
+    until(lambda: not client.is_alive)
+    until(lambda: count(one, "clients") == 0)
+    assert count(one, "clients_refused_total") == 1
+    again = one.prefill("s", PROMPT)
+    assert other.decode("s2", PROMPT, again)["loaded"] == BLOCKS
+
+
+def test_client_with_an_endless_request_id_is_closed(make, until):
+    one, other = make("p"), make("d")
+    assert other.decode("r2", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
+    client = client_of(other)
+    client._dialer.send(Lookup(1, "x" * (MAX_TEXT + 1), [b"x"]))
+    until(lambda: not client.is_alive)
+    assert count(one, "lookups_total") == 1
 
 
 # -- endings

@@ -133,7 +133,7 @@ class Lookup(msgspec.Struct, frozen=True):
 
     number: int
     """Rises with each lookup of a connection."""
-    request_id: str
+    request_id: Text
     """Request on P that the blocks belong to."""
     keys: list[bytes]
 
@@ -163,7 +163,7 @@ class TransferDone(msgspec.Struct, frozen=True):
 class ReleaseRequest(msgspec.Struct, frozen=True):
     """End the lease of a request: D needs nothing more of it."""
 
-    request_id: str
+    request_id: Text
 
 
 CODEC = Codec(
