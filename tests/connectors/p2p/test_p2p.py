@@ -110,9 +110,11 @@ def test_full_buffer_evicts_blocks_without_a_lease(make, until):
     assert count(other, "blocks_missed_absent_total") == BLOCKS
 
 
-def test_leased_blocks_are_not_evicted(make):
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_leased_blocks_are_not_evicted(make, chunk):
     one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
-    old, new = one.prefill("r", PROMPT), one.prefill("s", PROMPT[::-1])
+    old, new = one.prefill("r", PROMPT), one.prefill("s", PROMPT[::-1], chunk=chunk)
+    # A step plans nothing again that found no room.
     assert one.scheduler.get_stats()["blocks_to_save_total"] == 12
     assert other.decode("r2", PROMPT, old)["loaded"] == BLOCKS
     # What found no room is not advertised: D computes it, and has no failed load.
@@ -181,6 +183,23 @@ def test_staged_blocks_of_a_prompt_are_not_evicted_for_its_rest(make, until):
     assert one.scheduler.get_stats()["blocks_to_save_total"] == BLOCKS + 12
     outcome = other.decode("s2", longer, params)
     assert (outcome["matched"], outcome["loaded"]) == (12, 12)
+
+
+def test_blocks_that_cannot_be_staged_are_logged_once_and_counted(make, monkeypatch, caplog):
+    one, other = make("p"), make("d")
+
+    def gather(*_):
+        raise OSError("no copy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Copier, "gather", gather)
+        for number in range(3):
+            assert one.prefill(f"r{number}", PROMPT) is None
+    assert count(one, "staging_errors_total") == 3
+    assert count(one, "slots_leased") == count(one, "slots_filling") == 0
+    assert caplog.text.count("KV blocks could not be staged") == 1
+    assert caplog.text.count("OSError: no copy") == 1
+    assert other.decode("s2", PROMPT, one.prefill("s", PROMPT))["loaded"] == BLOCKS
 
 
 @pytest.mark.parametrize("kind", [SHM])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import traceback
+from collections import Counter
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,6 +65,7 @@ class P2PWorker(ConnectorWorker):
         self.fence = WorkerFence(self.instance.rank)
         # Keys of the present step that are not staged; None: the step does not count.
         self._not_saved: set[bytes] | None = None
+        self._staging_errors: Counter[type[Exception]] = Counter()
         self._threads: ThreadPoolExecutor | None = None
         self._buffer: StagingBuffer | None = None
         self._saver: Copier | None = None
@@ -181,6 +184,8 @@ class P2PWorker(ConnectorWorker):
     def get_stats(self) -> dict[str, int]:
         """Return counters (``_total``) and what there is now."""
         stats: dict[str, int] = {}
+        if self.instance.sends:
+            stats["staging_errors_total"] = self._staging_errors.total()
         for part in (self._loads, self._buffer, self._server):
             stats |= part.get_stats() if part is not None else {}
         return stats
@@ -220,10 +225,18 @@ class P2PWorker(ConnectorWorker):
                     for task in saver.tasks(chunks, self.options.num_threads)
                 )
                 headers = np.concatenate([copy.result() for copy in copies])
-            except Exception:
+            except Exception as error:
                 # A slot may be filled again only when nothing is copied to it any more.
                 wait(copies)
-                logger.exception("blocks could not be staged")
+                kind = type(error)
+                if kind not in self._staging_errors:
+                    # As text: a log record of the error would keep its frames, and the memory.
+                    logger.warning(
+                        "KV blocks could not be staged (later errors of this kind are only "
+                        "counted): %s",
+                        traceback.format_exc(),
+                    )
+                self._staging_errors[kind] += 1
                 for key in keys:
                     buffer.abort(key)
             else:
