@@ -13,7 +13,7 @@ from wtransfer.connectors.p2p import client as client_module
 from wtransfer.connectors.p2p.client import P2PClient
 from wtransfer.connectors.p2p.protocol import MAX_TEXT, Lookup, ReleaseRequest, TransferDone
 from wtransfer.connectors.p2p.server import MAX_LOOKUPS, MAX_REQUESTS
-from wtransfer.errors import ClosedError, ConnectorOptionError
+from wtransfer.errors import ClosedError, ConnectorOptionError, GroupError
 from wtransfer.kv import cache_view, copier
 from wtransfer.kv.copier import Copier
 
@@ -719,6 +719,32 @@ def test_shutdown_ends_a_wait_for_bytes(make, monkeypatch, until):
     assert other.workers[0].get_finished(set()) == (None, {"r2"})
     assert other.workers[0].get_block_ids_with_load_errors() == set(other.requests["r2"][:BLOCKS])
     go_on.set()
+
+
+@pytest.mark.parametrize("kind", [GROUP])
+@pytest.mark.parametrize("where", ["meet", "send", "later send"])
+def test_load_fails_at_once_where_the_other_side_cannot_send(make, monkeypatch, until, where):
+    one, other = make("p"), make("d")
+    if where == "later send":
+        assert other.decode("r0", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
+    params = one.prefill("s", PROMPT[::-1])
+    real = process_group._Pair.meet
+
+    def fail(*_):
+        raise GroupError("no socket")
+
+    def meet(pair):
+        return fail() if pair._rank == process_group._SENDER else real(pair)
+
+    if where == "meet":
+        monkeypatch.setattr(process_group._Pair, "meet", meet)
+    else:
+        monkeypatch.setattr(process_group._Sender, "_send", fail)
+    # The deadline is later.
+    outcome = other.decode("s2", PROMPT[::-1], params, patience_s=10.0)
+    assert (outcome["matched"], outcome["loaded"]) == (BLOCKS, 0)
+    assert count(other, "blocks_missed_lost_total") == BLOCKS
+    until(lambda: count(one, "clients") == 0)
 
 
 @pytest.mark.parametrize("kind", [GROUP])
