@@ -86,6 +86,7 @@ class P2PScheduler(ConnectorScheduler):
         self._counts: Counter[str] = Counter()
         # Slots without a lease that workers reported last; None: they have not reported yet.
         self._num_unleased: int | None = None
+        self._reported_step = 0
         # Keys planned since that report, with the last step that planned each.
         self._unreported: dict[bytes, int] = {}
         self._postponed: set[str] = set()
@@ -182,10 +183,11 @@ class P2PScheduler(ConnectorScheduler):
             self._counts["received_total" if is_known else "received_unknown_total"] += 1
             self._loading.discard(request_id)
         if isinstance(told, P2PWorkerMetadata):
-            self._num_unleased = told.num_unleased
-            self._unreported = {
-                key: step for key, step in self._unreported.items() if step > told.step
-            }
+            if told.step >= self._reported_step:
+                self._reported_step, self._num_unleased = told.step, told.num_unleased
+                self._unreported = {
+                    key: step for key, step in self._unreported.items() if step > told.step
+                }
             if told.not_saved:
                 self._take_back(lambda _, key: key in told.not_saved)
         invalid = connector_output.invalid_block_ids
