@@ -21,6 +21,7 @@ copies. The side that loses the channel aborts the group, so that no wait in it 
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, cast
 
@@ -42,14 +43,17 @@ from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from wtransfer.calls import Call
     from wtransfer.connectors.p2p.buffer import StagingBuffer
     from wtransfer.connectors.p2p.client import PendingLoad
     from wtransfer.connectors.p2p.protocol import Hello
     from wtransfer.connectors.settings import Instance
     from wtransfer.transport.channel import Connection
     from wtransfer.transport.communicator import Pending
+
+logger = logging.getLogger(__name__)
 
 DEPTH = 4
 """Slots under way at a time."""
@@ -210,17 +214,18 @@ class _Pair:
 
 
 class _Sender:
-    """Sends slots to one client, on a thread of its own."""
+    """Sends slots to one client, on a thread of its own; the first error closes its connection."""
 
-    def __init__(self, buffer: StagingBuffer, pair: _Pair) -> None:
+    def __init__(self, buffer: StagingBuffer, pair: _Pair, connection: Connection) -> None:
         self._buffer = buffer
         self._pair = pair
+        self._connection = connection
         self._thread = SerialThread("wtransfer-send")
-        self._meeting = self._thread.submit(pair.meet)
+        self._meeting = self._submit(pair.meet)
 
     def send(self, slots: list[int]) -> None:
         """Send slots, after those of earlier calls."""
-        self._thread.submit(lambda: self._send(slots))
+        self._submit(lambda: self._send(slots))
 
     def abort(self) -> None:
         """End soon; does not wait."""
@@ -232,10 +237,23 @@ class _Sender:
         """Wait for the end."""
         self._thread.join(_END_S)
 
+    def _submit(self, function: Callable[[], Any]) -> Call:
+        def call() -> Any:
+            try:
+                return function()
+            except Exception as error:
+                # Else the client waits for bytes until its deadline.
+                if not self._connection.closed:
+                    logger.info("no more blocks to %s: %s", self._connection.peer, error)
+                self._connection.close()
+                raise
+
+        return self._thread.submit(call)
+
     def _send(self, slots: list[int]) -> None:
         group = self._meeting.result
         if group is None:
-            return  # the client has failed to meet as well, and closes the connection
+            return  # this side has closed the connection
         under_way: deque[Pending] = deque()
         for slot in slots:
             if len(under_way) == DEPTH:
@@ -267,7 +285,7 @@ class ProcessGroupServer(P2PServer):
             "name": rendezvous.name,
         }
         pair = _Pair(rendezvous, _SENDER, self._options)
-        self._senders[connection] = _Sender(self.buffer, pair)
+        self._senders[connection] = _Sender(self.buffer, pair, connection)
         return where
 
     def send_slots(self, connection: Connection, slots: list[int]) -> None:

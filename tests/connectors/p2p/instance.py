@@ -212,7 +212,8 @@ class Instance:
         params = {"do_remote_decode": True} if decode else None
         request = Request(request_id, tokens, 1, params)
         self.scheduler.on_new_request(request)
-        self.scheduler.get_num_new_matched_tokens(request, 0)
+        while self.scheduler.get_num_new_matched_tokens(request, 0)[0] is None:
+            self.step()
         blocks = self.take(-(-len(tokens) // self.block_size))
         self.requests[request_id] = blocks
         self.scheduler.update_state_after_alloc(request, Blocks(blocks), 0)

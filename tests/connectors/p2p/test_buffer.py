@@ -81,6 +81,7 @@ def test_slot_refilled_with_the_same_block_has_another_version(buffer):
 def test_block_that_is_not_committed_is_missing(buffer):
     slot = buffer.reserve(b"a")
     assert buffer.lease("x", [b"a"]) == [MISSING]
+    assert not buffer.release("x")
     assert buffer.reserve(b"a") is None
     buffer.abort(b"a")
     assert buffer.reserve(b"a") == slot
@@ -167,7 +168,8 @@ class BufferMachine(RuleBasedStateMachine):
         slots, _ = self.leased.get(holder, ({}, None))
         ends = None if lasts is None else self.clock.now + lasts
         committed = {key: slot for key, slot in found.items() if slot != MISSING}
-        self.leased[holder] = ({**slots, **committed}, ends)
+        if committed or holder in self.leased:
+            self.leased[holder] = ({**slots, **committed}, ends)
 
     @rule(holder=HOLDERS)
     def release(self, holder):

@@ -11,8 +11,9 @@ import torch
 from wtransfer.connectors import process_group
 from wtransfer.connectors.p2p import client as client_module
 from wtransfer.connectors.p2p.client import P2PClient
-from wtransfer.connectors.p2p.protocol import Lookup, ReleaseRequest, TransferDone
-from wtransfer.errors import ClosedError, ConnectorOptionError
+from wtransfer.connectors.p2p.protocol import MAX_TEXT, Lookup, ReleaseRequest, TransferDone
+from wtransfer.connectors.p2p.server import MAX_LOOKUPS, MAX_REQUESTS
+from wtransfer.errors import ClosedError, ConnectorOptionError, GroupError
 from wtransfer.kv import cache_view, copier
 from wtransfer.kv.copier import Copier
 
@@ -109,10 +110,12 @@ def test_full_buffer_evicts_blocks_without_a_lease(make, until):
     assert count(other, "blocks_missed_absent_total") == BLOCKS
 
 
-def test_leased_blocks_are_not_evicted(make):
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_leased_blocks_are_not_evicted(make, chunk):
     one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
-    old, new = one.prefill("r", PROMPT), one.prefill("s", PROMPT[::-1])
-    assert count(one, "saves_without_room_total") == 8
+    old, new = one.prefill("r", PROMPT), one.prefill("s", PROMPT[::-1], chunk=chunk)
+    # A step plans nothing again that found no room.
+    assert one.scheduler.get_stats()["blocks_to_save_total"] == 12
     assert other.decode("r2", PROMPT, old)["loaded"] == BLOCKS
     # What found no room is not advertised: D computes it, and has no failed load.
     outcome = other.decode("s2", PROMPT[::-1], new)
@@ -120,9 +123,59 @@ def test_leased_blocks_are_not_evicted(make):
     assert count(other, "blocks_missed_total") == 0
 
 
-def test_staged_blocks_of_a_prompt_are_not_evicted_for_its_rest(make):
+@pytest.mark.parametrize("together", [True, False])
+def test_request_that_ends_in_its_first_step_advertises_no_block_without_room(
+    make, instance, monkeypatch, together
+):
+    """Hosts end a request before they hand on what the workers report of the step."""
+    one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
+    scheduler, prompts, params = one.scheduler, {"r": PROMPT, "s": PROMPT[::-1]}, {}
+    real = scheduler.update_connector_output
+    if not together:
+        params["r"] = one.prefill("r", prompts.pop("r"))
+        prompts["t"] = PROMPT[1:] + PROMPT[:1]
+    rows = []
+    for name, prompt in prompts.items():
+        request = instance.Request(name, prompt, 1, {"do_remote_decode": True})
+        scheduler.on_new_request(request)
+        while scheduler.get_num_new_matched_tokens(request, 0)[0] is None:
+            one.step()
+        blocks = one.requests[name] = one.take(BLOCKS + 1)
+        scheduler.update_state_after_alloc(request, instance.Blocks(blocks), 0)
+        rows.append((request, blocks, 0, len(prompt)))
+
+    def end_first(output):
+        for request, blocks, *_ in rows:
+            params[request.request_id] = scheduler.request_finished(request, blocks)[1]
+        real(output)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "update_connector_output", end_first)
+        one.step(new=rows)
+    outcomes = [
+        other.decode(f"d{name}", {"r": PROMPT, **prompts}[name], given)
+        for name, given in params.items()
+    ]
+    assert [each["matched"] for each in outcomes] == [10, 2, 0][: len(outcomes)]
+    assert [each["loaded"] for each in outcomes] == [10, 2, 0][: len(outcomes)]
+
+
+def test_room_that_was_released_since_the_last_step_is_found(make, until):
+    """An idle host makes no steps, so a request that finds no room waits for one report."""
+    one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
+    assert other.decode("r2", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
+    until(lambda: leases(one) == [0])
+    assert other.decode("s2", PROMPT[::-1], one.prefill("s", PROMPT[::-1]))["loaded"] == BLOCKS
+    until(lambda: leases(one) == [0])
+    one.prefill("kept", PROMPT)
+    # One report only: a buffer that stays full holds up no request.
+    assert one.prefill("t", PROMPT[1:])["remote_num_tokens"] == 2 * 4
+
+
+def test_staged_blocks_of_a_prompt_are_not_evicted_for_its_rest(make, until):
     one, other = make("p", options={"shelf_bytes": 12 * 4096, "lease_s": 0.001}), make("d")
     one.prefill("r", PROMPT)
+    until(lambda: leases(one) == [0])
     longer = [*PROMPT[:40], *range(20)]
     params = one.prefill("s", longer)
     # Nor is planned to be staged what can find no room.
@@ -130,6 +183,23 @@ def test_staged_blocks_of_a_prompt_are_not_evicted_for_its_rest(make):
     assert one.scheduler.get_stats()["blocks_to_save_total"] == BLOCKS + 12
     outcome = other.decode("s2", longer, params)
     assert (outcome["matched"], outcome["loaded"]) == (12, 12)
+
+
+def test_blocks_that_cannot_be_staged_are_logged_once_and_counted(make, monkeypatch, caplog):
+    one, other = make("p"), make("d")
+
+    def gather(*_):
+        raise OSError("no copy")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Copier, "gather", gather)
+        for number in range(3):
+            assert one.prefill(f"r{number}", PROMPT) is None
+    assert count(one, "staging_errors_total") == 3
+    assert count(one, "slots_leased") == count(one, "slots_filling") == 0
+    assert caplog.text.count("KV blocks could not be staged") == 1
+    assert caplog.text.count("OSError: no copy") == 1
+    assert other.decode("s2", PROMPT, one.prefill("s", PROMPT))["loaded"] == BLOCKS
 
 
 @pytest.mark.parametrize("kind", [SHM])
@@ -494,6 +564,39 @@ def test_late_repeated_or_unknown_messages_change_nothing(make, instance, until)
     assert other.decode("s2", PROMPT[::-1], params)["loaded"] == BLOCKS
 
 
+@pytest.mark.parametrize("what", ["lookups", "requests"])
+def test_client_that_only_looks_up_is_closed_and_leaves_nothing(make, until, what):
+    """It has proven that it knows the token, and may be out of order all the same."""
+    one, other = make("p"), make("d")
+    params = one.prefill("r", PROMPT)
+    assert other.decode("r2", PROMPT, params)["loaded"] == BLOCKS
+    client, most = client_of(other), {"lookups": MAX_LOOKUPS, "requests": MAX_REQUESTS}[what]
+    until(lambda: leases(one) == [0])
+    for number in range(1, most + 1):
+        client._dialer.send(Lookup(number, f"r{number * (what == 'requests')}", [b"x"]))
+        if what == "requests":
+            client._dialer.send(TransferDone(number))
+            if not number % 512:
+                until(lambda number=number: count(one, "lookups_total") == number + 1)
+    until(lambda: count(one, "lookups_total") == most + 1)
+    assert (leases(one), count(one, "clients")) == ([0], 1)
+    client._dialer.send(Lookup(most + 1, "one more", [b"x"]))
+    until(lambda: not client.is_alive)
+    until(lambda: count(one, "clients") == 0)
+    assert count(one, "clients_refused_total") == 1
+    again = one.prefill("s", PROMPT)
+    assert other.decode("s2", PROMPT, again)["loaded"] == BLOCKS
+
+
+def test_client_with_an_endless_request_id_is_closed(make, until):
+    one, other = make("p"), make("d")
+    assert other.decode("r2", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
+    client = client_of(other)
+    client._dialer.send(Lookup(1, "x" * (MAX_TEXT + 1), [b"x"]))
+    until(lambda: not client.is_alive)
+    assert count(one, "lookups_total") == 1
+
+
 # -- endings
 
 
@@ -525,6 +628,63 @@ def test_aborted_request_keeps_its_blocks_until_nothing_is_written(make, monkeyp
     until(lambda: leases(one) == [0])
     # The sixth was under way; nothing came after it.
     assert all(other.wrong(PROMPT, blocks, n + 1) for n in range(6, BLOCKS))
+
+
+@pytest.fixture
+def no_more_threads(monkeypatch):
+    """Let no thread start whose name ends in a way."""
+    real = threading.Thread.start
+
+    def begin(*ends):
+        def start(self):
+            if self.name.startswith("wtransfer-") and self.name.endswith(ends):
+                raise RuntimeError("can't start new thread")
+            real(self)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+
+    return begin
+
+
+def test_threads_that_copy_run_before_the_first_request(make, monkeypatch, no_more_threads):
+    """Else a copy that is queued for a thread that cannot start is made after its load's end."""
+    monkeypatch.setattr(client_module, "SHARE_NBYTES", 1)
+    one, other = make("p"), make("d")
+    no_more_threads("_0", "_1")
+    outcome = other.decode("r2", PROMPT, one.prefill("r", PROMPT))
+    assert (outcome["loaded"], outcome["wrong"]) == (BLOCKS, 0)
+
+
+@pytest.mark.parametrize("ends", ["save_0", "save_1", "copy_1"])
+def test_caches_are_refused_where_a_thread_that_copies_cannot_start(make, no_more_threads, ends):
+    no_more_threads(ends)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        make("p")
+
+
+@pytest.mark.parametrize("kind", [SHM])
+def test_load_ends_after_its_copies_where_a_later_one_cannot_begin(make, monkeypatch):
+    one, other = make("p"), make("d", options={"num_threads": 1})
+    monkeypatch.setattr(client_module, "SHARE_NBYTES", 1)
+    threads = other.workers[0]._loads.threads
+    refused, go_on, real, copies = threading.Event(), threading.Event(), threads.submit, []
+
+    def submit(*task):
+        if len(copies) == 1:
+            refused.set()
+            raise RuntimeError("no more")
+        copies.append(real(lambda: go_on.wait(10) and task[0](*task[1:])))
+        return copies[0]
+
+    monkeypatch.setattr(threads, "submit", submit)
+    request, _ = other.begin("r2", PROMPT, one.prefill("r", PROMPT))
+    assert refused.wait(10)
+    assert not go_on.wait(0.05)  # long enough for a load that does not wait
+    other.step()
+    assert not other.received
+    go_on.set()
+    other.until_received("r2")
+    other.finish(request)
 
 
 def test_shutdown_while_loading_is_a_miss(make, monkeypatch):
@@ -559,6 +719,32 @@ def test_shutdown_ends_a_wait_for_bytes(make, monkeypatch, until):
     assert other.workers[0].get_finished(set()) == (None, {"r2"})
     assert other.workers[0].get_block_ids_with_load_errors() == set(other.requests["r2"][:BLOCKS])
     go_on.set()
+
+
+@pytest.mark.parametrize("kind", [GROUP])
+@pytest.mark.parametrize("where", ["meet", "send", "later send"])
+def test_load_fails_at_once_where_the_other_side_cannot_send(make, monkeypatch, until, where):
+    one, other = make("p"), make("d")
+    if where == "later send":
+        assert other.decode("r0", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
+    params = one.prefill("s", PROMPT[::-1])
+    real = process_group._Pair.meet
+
+    def fail(*_):
+        raise GroupError("no socket")
+
+    def meet(pair):
+        return fail() if pair._rank == process_group._SENDER else real(pair)
+
+    if where == "meet":
+        monkeypatch.setattr(process_group._Pair, "meet", meet)
+    else:
+        monkeypatch.setattr(process_group._Sender, "_send", fail)
+    # The deadline is later.
+    outcome = other.decode("s2", PROMPT[::-1], params, patience_s=10.0)
+    assert (outcome["matched"], outcome["loaded"]) == (BLOCKS, 0)
+    assert count(other, "blocks_missed_lost_total") == BLOCKS
+    until(lambda: count(one, "clients") == 0)
 
 
 @pytest.mark.parametrize("kind", [GROUP])

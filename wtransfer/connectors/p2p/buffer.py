@@ -191,13 +191,16 @@ class StagingBuffer:
             lasting_s: Seconds until the whole lease expires; None: it does not expire.
 
         Returns:
-            Their slots; `MISSING` for a block that is not committed.
+            Their slots; `MISSING` for a block that is not committed. A new lease needs one that is.
         """
         with self._lock:
             slots = [self._committed.get(key, MISSING) for key in keys]
+            found = set(slots) - {MISSING}
+            if not found and holder not in self._leases:
+                return slots
             lease = self._leases.setdefault(holder, _Lease())
             lease.expires_at = None if lasting_s is None else self._clock() + lasting_s
-            for slot in set(slots) - lease.slots - {MISSING}:
+            for slot in found - lease.slots:
                 lease.slots.add(slot)
                 self._num_leases[slot] += 1
                 self._evictable.pop(slot, None)
@@ -229,6 +232,15 @@ class StagingBuffer:
                 else:
                     self._free.append(slot)
         return True
+
+    def num_unleased(self) -> int:
+        """Return how many slots can be filled: those that no lease holds, and that are not filling.
+
+        Leases made by lookups meanwhile may take some of them.
+        """
+        with self._lock:
+            self._expire()
+            return len(self._free) + len(self._evictable)
 
     def _expire(self) -> None:
         now = self._clock()

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -75,6 +75,32 @@ def _reason(error: BaseException) -> str:
     return next((reason for cls, reason in _REASONS if isinstance(error, cls)), "error")
 
 
+def start_threads(number: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads have all been started.
+
+    A pool that starts a thread in `submit` has queued the call before: if the start fails, the call
+    has no future to wait for, and is made later.
+
+    Args:
+        number: How many threads.
+        name: What their names begin with.
+
+    Raises:
+        RuntimeError: A thread cannot be started.
+    """
+    pool = ThreadPoolExecutor(number, name)
+    # No thread is idle before all of them run, so each `submit` starts one.
+    all_run = threading.Barrier(number)
+    try:
+        for _ in range(number):
+            pool.submit(all_run.wait)
+    except BaseException:
+        all_run.abort()
+        pool.shutdown()
+        raise
+    return pool
+
+
 class PendingLoad:
     """One load under way.
 
@@ -119,7 +145,7 @@ class RemoteLoads:
         admits: Callable[[Load], bool],
     ) -> None:
         self.geometry, self.rank, self.pages, self.options = geometry, rank, pages, options
-        self.threads = ThreadPoolExecutor(options.num_threads, "wtransfer-load-copy")
+        self.threads = start_threads(options.num_threads, "wtransfer-load-copy")
         """Threads that copy."""
         self._form = HeaderForm(geometry.digest, rank)
         self._token = token
@@ -394,9 +420,12 @@ class P2PClient:
             return len(task), None
 
         if len(tasks) > 1:
-            copies = [self.loads.threads.submit(copy, task) for task in tasks]
-            # All of them, also if one raises: nothing may write to the cache after this returns.
-            wait(copies)
+            copies: list[Future[tuple[int, str | None]]] = []
+            try:
+                copies.extend(self.loads.threads.submit(copy, task) for task in tasks)
+            finally:
+                # Also if one raises or cannot begin: nothing may write to the cache after this.
+                wait(copies)
             found = [each.result() for each in copies]
         else:
             found = [copy(task) for task in tasks]

@@ -133,7 +133,7 @@ class Lookup(msgspec.Struct, frozen=True):
 
     number: int
     """Rises with each lookup of a connection."""
-    request_id: str
+    request_id: Text
     """Request on P that the blocks belong to."""
     keys: list[bytes]
 
@@ -163,7 +163,7 @@ class TransferDone(msgspec.Struct, frozen=True):
 class ReleaseRequest(msgspec.Struct, frozen=True):
     """End the lease of a request: D needs nothing more of it."""
 
-    request_id: str
+    request_id: Text
 
 
 CODEC = Codec(
@@ -224,6 +224,8 @@ class Save:
 class P2PMetadata(KVConnectorMetadata):
     """Work of the workers in one step."""
 
+    step: int = 0
+    """Number of the step."""
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     aborted_loads: list[str] = field(default_factory=list)
@@ -256,10 +258,16 @@ class P2PWorkerMetadata(WeightReport):
 
     not_saved: set[bytes] = field(default_factory=set)
     """Keys that any worker has not staged: its step did not count, or there was no room."""
+    step: int = 0
+    """Number of the step."""
+    num_unleased: int = 0
+    """Slots that no lease held at the end of the step, of the worker that has the fewest."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> P2PWorkerMetadata:
         """Add another worker's report; return this object."""
         super().aggregate(other)
         assert isinstance(other, P2PWorkerMetadata)
         self.not_saved |= other.not_saved
+        self.step = min(self.step, other.step)
+        self.num_unleased = min(self.num_unleased, other.num_unleased)
         return self

@@ -84,6 +84,12 @@ class P2PScheduler(ConnectorScheduler):
         self._loading: set[str] = set()
         self._next = P2PMetadata()
         self._counts: Counter[str] = Counter()
+        # Slots without a lease that workers reported last; None: they have not reported yet.
+        self._num_unleased: int | None = None
+        self._reported_step = 0
+        # Keys planned since that report, with the last step that planned each.
+        self._unreported: dict[bytes, int] = {}
+        self._postponed: set[str] = set()
 
     @abstractmethod
     def is_address(self, address: str) -> bool:
@@ -104,9 +110,19 @@ class P2PScheduler(ConnectorScheduler):
     ) -> tuple[int | None, bool]:
         """Return how many tokens the other instance has staged whole blocks of.
 
-        A host loads all of them or none: `update_state_after_alloc` counts from their end.
+        A host loads all of them or none: `update_state_after_alloc` counts from their end. None,
+        at most once for each request: its blocks have no room in the staging buffers so far as
+        the last report says, and the next one may tell of more.
         """
-        known = self._requests.get(request.request_id) or self._read(request)
+        request_id = request.request_id
+        known = self._requests.get(request_id) or self._read(request)
+        if (
+            self._sends(known)
+            and request_id not in self._postponed
+            and self._room < self._num_fitting(known.num_prompt_tokens)
+        ):
+            self._postponed.add(request_id)
+            return None, False
         if known.is_settled or self._fence.current is None:
             return 0, False
         fingerprint = instance_fingerprint(self._fence.current)
@@ -148,11 +164,11 @@ class P2PScheduler(ConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> P2PMetadata:
         """Return the work of this step."""
-        metadata, self._next = self._next, P2PMetadata()
+        metadata, self._next = self._next, P2PMetadata(step=self._next.step + 1)
         for load in metadata.loads:
             load.versions = self._fence.versions(load.request_id) or ()
         for tracked in self._progress.step(scheduler_output):
-            save = self._save(tracked)
+            save = self._save(tracked, metadata.step)
             if save is not None:
                 metadata.saves.append(save)
         return metadata
@@ -166,8 +182,14 @@ class P2PScheduler(ConnectorScheduler):
             is_known = request_id in self._loading
             self._counts["received_total" if is_known else "received_unknown_total"] += 1
             self._loading.discard(request_id)
-        if isinstance(told, P2PWorkerMetadata) and told.not_saved:
-            self._take_back(lambda _, key: key in told.not_saved)
+        if isinstance(told, P2PWorkerMetadata):
+            if told.step >= self._reported_step:
+                self._reported_step, self._num_unleased = told.step, told.num_unleased
+                self._unreported = {
+                    key: step for key, step in self._unreported.items() if step > told.step
+                }
+            if told.not_saved:
+                self._take_back(lambda _, key: key in told.not_saved)
         invalid = connector_output.invalid_block_ids
         if invalid:
             self._next.invalidated += self._take_back(lambda block, _: block in invalid)
@@ -198,6 +220,7 @@ class P2PScheduler(ConnectorScheduler):
             self._next.aborted_loads.append(request_id)
         self._fence.forget(request_id)
         self._progress.forget(request_id)
+        self._postponed.discard(request_id)
         return request_id in self._loading, params
 
     def get_stats(self) -> dict[str, int]:
@@ -209,6 +232,7 @@ class P2PScheduler(ConnectorScheduler):
         """Forget everything."""
         self._requests.clear()
         self._loading.clear()
+        self._postponed.clear()
 
     # -- parameters
 
@@ -249,7 +273,31 @@ class P2PScheduler(ConnectorScheduler):
         known.has_valid_params, known.refused_peers = valid_params is not None, refused
         return known
 
+    # -- the staging buffers
+
+    @property
+    def _num_slots(self) -> int:
+        return min((each.num_slots for each in self._workers.values()), default=0)
+
+    @property
+    def _room(self) -> int:
+        """How many blocks are sure to find room in every worker's staging buffer.
+
+        A host may end a request before it hands on the report of its last step, so a block that
+        finds no room would be advertised. Too low a count only costs hits: another instance may
+        have released slots since the report, and a block may be staged already.
+        """
+        reported = self._num_slots if self._num_unleased is None else self._num_unleased
+        return reported - len(self._unreported)
+
+    def _num_fitting(self, num_tokens: int) -> int:
+        """Return how many blocks of a prompt fit into empty staging buffers."""
+        return min(self._num_slots, num_tokens // self.instance.block_size)
+
     # -- one request
+
+    def _sends(self, known: _Request) -> bool:
+        return self.instance.sends and known.params.do_remote_decode
 
     def _num_staged_tokens(self, request: Any, known: _Request, fingerprint: str) -> int:
         """Return how many tokens can be fetched, from the first on, whatever the weights.
@@ -260,24 +308,28 @@ class P2PScheduler(ConnectorScheduler):
         block_size = self.instance.block_size
         return len(known.keys.under(fingerprint, most // block_size)) * block_size
 
-    def _save(self, tracked: Tracked) -> Save | None:
+    def _save(self, tracked: Tracked, step: int) -> Save | None:
         request_id = tracked.request.request_id
         known, fingerprint = self._requests.get(request_id), self._fence.fingerprint(request_id)
         if known is None:
             return None
         known.has_run = True
-        if fingerprint is None or not self.instance.sends or not known.params.do_remote_decode:
+        if fingerprint is None or not self._sends(known):
             return None
         # Generated tokens are computed by the other instance.
         num_tokens = min(tracked.num_computed, known.num_prompt_tokens)
         # What does not fit beside the prompt's own beginning would not be staged.
-        most = min((each.num_slots for each in self._workers.values()), default=0)
-        most = min(most, num_tokens // self.instance.block_size)
-        keys = known.keys.under(fingerprint, most)
-        part = slice(len(known.saved), len(keys))
-        if part.start >= part.stop:
+        keys = known.keys.under(fingerprint, self._num_fitting(num_tokens))
+        start = len(known.saved)
+        new_keys: list[bytes] = []
+        for key in map(bytes, keys[start:]):
+            if key not in self._unreported and self._room <= 0:
+                break
+            self._unreported[key] = step
+            new_keys.append(key)
+        if not new_keys:
             return None
-        new_keys, block_ids = [bytes(key) for key in keys[part]], tracked.block_ids[part]
+        block_ids = tracked.block_ids[start : start + len(new_keys)]
         known.saved += zip(block_ids, new_keys, strict=True)
         known.has_saves = True
         self._counts["blocks_to_save_total"] += len(new_keys)

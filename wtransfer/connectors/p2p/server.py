@@ -13,6 +13,7 @@ from wtransfer.connectors.p2p.protocol import (
     ReleaseRequest,
     TransferDone,
 )
+from wtransfer.errors import LimitError
 from wtransfer.transport.channel import Listener
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from wtransfer.connectors.settings import Instance
     from wtransfer.errors import WTransferError
     from wtransfer.transport.channel import Connection
+
+
+MAX_LOOKUPS = 64
+"""Lookups of one connection that may be open; a client makes one at a time."""
+MAX_REQUESTS = 4096
+"""Requests that one connection may have looked up and not released."""
 
 
 class _Client:
@@ -38,7 +45,8 @@ class P2PServer:
     """Answers the clients of one staging buffer, on the channel's thread. A base.
 
     A lease ends when the client says so, when its connection is lost, or when it expires. Messages
-    that are repeated, late or out of turn are counted and change nothing.
+    that are repeated, late or out of turn are counted and change nothing. A connection with too
+    many open lookups or requests is closed.
 
     Args:
         buffer: The staging buffer.
@@ -124,6 +132,16 @@ class P2PServer:
             client.last_lookup = message.number
             client.lookups.add(message.number)
             client.request_ids.add(message.request_id)
+            if len(client.lookups) > MAX_LOOKUPS or len(client.request_ids) > MAX_REQUESTS:
+                self._counts["clients_refused_total"] += 1
+                connection.drop(
+                    LimitError(
+                        f"{connection.peer} has {len(client.lookups)} open lookups and "
+                        f"{len(client.request_ids)} requests; at most {MAX_LOOKUPS} and "
+                        f"{MAX_REQUESTS} are allowed"
+                    )
+                )
+                return
             holder = (connection, message.number)
             slots = self.buffer.lease(holder, message.keys, self._lease_s)
             self._counts["lookups_total"] += 1

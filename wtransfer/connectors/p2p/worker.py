@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import traceback
+from collections import Counter
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.p2p.buffer import StagingBuffer
-from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads
+from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads, start_threads
 from wtransfer.connectors.p2p.protocol import (
     MISSING,
     P2PHandshake,
@@ -28,6 +30,7 @@ from wtransfer.transport.channel import resolve_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from concurrent.futures import Future, ThreadPoolExecutor
 
     import torch
 
@@ -62,6 +65,7 @@ class P2PWorker(ConnectorWorker):
         self.fence = WorkerFence(self.instance.rank)
         # Keys of the present step that are not staged; None: the step does not count.
         self._not_saved: set[bytes] | None = None
+        self._staging_errors: Counter[type[Exception]] = Counter()
         self._threads: ThreadPoolExecutor | None = None
         self._buffer: StagingBuffer | None = None
         self._saver: Copier | None = None
@@ -76,6 +80,7 @@ class P2PWorker(ConnectorWorker):
                 staging buffer.
             StagingMemoryError: There is not enough memory for it.
             AddressError: The address to listen at is not valid.
+            RuntimeError: A thread cannot be started.
         """
         instance, options = self.instance, self.options
         view = CacheView(kv_caches)
@@ -87,7 +92,7 @@ class P2PWorker(ConnectorWorker):
         )
         try:
             if instance.sends:
-                self._threads = ThreadPoolExecutor(options.num_threads, "wtransfer-save")
+                self._threads = start_threads(options.num_threads, "wtransfer-save")
                 self._buffer = StagingBuffer(geometry, options.shelf_bytes)
                 form = HeaderForm(geometry.digest, instance.rank)
                 self._saver = Copier(self._buffer.memory, view.blocks, form)
@@ -164,11 +169,12 @@ class P2PWorker(ConnectorWorker):
         return self._loads.take_failed_blocks() if self._loads is not None else set()
 
     def build_connector_worker_meta(self) -> P2PWorkerMetadata:
-        """Return this worker's weights, and what of this step it has not staged."""
+        """Return this worker's weights and room, and what of this step it has not staged."""
         missing = self._not_saved
         if missing is None:
             missing = {key for save in self.metadata.saves for key in save.keys}
-        return P2PWorkerMetadata(self.fence.report(), missing)
+        num_unleased = self._buffer.num_unleased() if self._buffer is not None else 0
+        return P2PWorkerMetadata(self.fence.report(), missing, self.metadata.step, num_unleased)
 
     def clear_connector_metadata(self) -> None:
         """End the step."""
@@ -178,6 +184,8 @@ class P2PWorker(ConnectorWorker):
     def get_stats(self) -> dict[str, int]:
         """Return counters (``_total``) and what there is now."""
         stats: dict[str, int] = {}
+        if self.instance.sends:
+            stats["staging_errors_total"] = self._staging_errors.total()
         for part in (self._loads, self._buffer, self._server):
             stats |= part.get_stats() if part is not None else {}
         return stats
@@ -217,10 +225,18 @@ class P2PWorker(ConnectorWorker):
                     for task in saver.tasks(chunks, self.options.num_threads)
                 )
                 headers = np.concatenate([copy.result() for copy in copies])
-            except Exception:
+            except Exception as error:
                 # A slot may be filled again only when nothing is copied to it any more.
                 wait(copies)
-                logger.exception("blocks could not be staged")
+                kind = type(error)
+                if kind not in self._staging_errors:
+                    # As text: a log record of the error would keep its frames, and the memory.
+                    logger.warning(
+                        "KV blocks could not be staged (later errors of this kind are only "
+                        "counted): %s",
+                        traceback.format_exc(),
+                    )
+                self._staging_errors[kind] += 1
                 for key in keys:
                     buffer.abort(key)
             else:
