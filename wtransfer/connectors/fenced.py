@@ -7,7 +7,7 @@ requests. Where the store outlives the process or is shared, KV of other weights
 **Keys.** The scheduler's side gets a view of each request. In the view, token *i* is the token id
 XOR word *i* of a key stream, and each block hash is hashed once more with the key. The key is a
 digest of the weights' fingerprint, of the model's name, dtype and number of ranks, and of all else
-that the request's KV depends on (`wtransfer.connectors.naming.particulars`: salt, multimodal
+that the request's KV depends on (`wtransfer.connectors.naming.request_root`: salt, multimodal
 features). Other weights or another salt are therefore a miss, in any process; equal ones are a hit,
 also after a restart. Encoded ids have 31 bits; lengths and counts are those of the request. Events
 that the connector builds from them carry encoded ids as well.

@@ -168,7 +168,7 @@ class FileTier(Tier):
                     os.replace(temporary, name, src_dir_fd=incoming.fd, dst_dir_fd=blocks.fd)
         except StorageError as error:
             if getattr(error.__cause__, "errno", None) in _FULL:
-                self._room.fill_up(blocks)
+                self._room.evict_for_full_disk(blocks)
             raise
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -346,7 +346,7 @@ class _Room:
                 written = nbytes
             self._written = written
 
-    def fill_up(self, blocks: Folder) -> None:
+    def evict_for_full_disk(self, blocks: Folder) -> None:
         """Evict an eighth: the disk is full."""
         with self._lock, contextlib.suppress(WTransferError):
             total = sum(each.nbytes for each in _kept(blocks))

@@ -183,7 +183,7 @@ def rank_key(key: bytes, rank: int) -> bytes:
     return key + rank.to_bytes(2, "big")
 
 
-class _Failures:
+class _Counts:
     """Counts failures by reason, and logs the first of each reason. Thread-safe."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class TierManager(OffloadingManager):
         self._busy_since: float | None = None
         self._storing: set[OffloadKey] = set()
         self._failed: dict[OffloadKey, float] = {}
-        self._counts = _Failures()
+        self._counts = _Counts()
         self._closed = False
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -418,7 +418,7 @@ class TierWorker(OffloadingWorker):
         self._of_thread = threading.local()
         self._buffer_nbytes = nbytes
         self._is_stalled = False
-        self._counts = _Failures()
+        self._counts = _Counts()
         self._closed = False
 
     def submit_store(
@@ -559,7 +559,7 @@ class TierWorker(OffloadingWorker):
             found = self._tier.get(own, data.data)
         except Exception as error:
             self._counts.fail("get_failures", type(error).__name__, error)
-            self._is_unreadable(own)
+            self._mark_unreadable(own)
             raise RefusedError("error") from error
         finally:
             del self._gets[thread]
@@ -582,10 +582,10 @@ class TierWorker(OffloadingWorker):
             self._tier.remove([own])
         except Exception as error:
             self._counts.fail("remove_failures", type(error).__name__, error)
-            self._is_unreadable(own)
+            self._mark_unreadable(own)
         raise RefusedError(reason)
 
-    def _is_unreadable(self, own: bytes) -> None:
+    def _mark_unreadable(self, own: bytes) -> None:
         self._unreadable[own] = None
         if len(self._unreadable) > InvalidatedKeys.MAX_KEYS:
             del self._unreadable[next(iter(self._unreadable))]
