@@ -8,6 +8,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -84,6 +85,26 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def mount_tmpfs(tmp_path):
+    """Mount file systems in memory, of sizes as ``mount`` takes them; skip where it may not."""
+    places = []
+
+    def mount(size):
+        place = tmp_path / f"tmpfs-{size}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture

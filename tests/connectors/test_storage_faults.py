@@ -123,16 +123,9 @@ def test_serving_goes_on_whichever_call_fails(tmp_path, failing, number, for_eve
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(mount_tmpfs):
     """A file system of 256 kilobytes."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    return mount_tmpfs("256k")
 
 
 def test_a_full_disk_keeps_what_was_used_last(small_disk):

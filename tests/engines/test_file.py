@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -280,16 +279,9 @@ def test_any_call_to_the_disk_may_fail(publishing, store, monkeypatch, number, c
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def small_disk(mount_tmpfs):
     """A file system of four megabytes."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    return mount_tmpfs("4m")
 
 
 def test_a_full_disk_ends_the_round_and_the_next_that_fits_works(fleet, small_disk):

@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -358,13 +357,8 @@ def test_failed_get_is_an_error_and_the_block_stays(tier, monkeypatch, call):
     assert get(tier) == DATA
 
 
-def test_full_disk_evicts_the_oldest(tmp_path):
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+def test_full_disk_evicts_the_oldest(mount_tmpfs):
+    place = mount_tmpfs("256k")
     tier, data = FileTier({"shared_storage_path": str(place)}), bytes(20_000)
 
     def succeeds(n):
@@ -381,7 +375,6 @@ def test_full_disk_evicts_the_oldest(tmp_path):
         assert temporaries(place / FORMAT / "incoming") == []
     finally:
         tier.close()
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 # -- options

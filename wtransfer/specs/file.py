@@ -217,14 +217,13 @@ class _Folders:
             return not all(os.fstat(each.fd).st_nlink for each in (self.blocks, self.incoming))
 
     def close(self) -> None:
-        for folder in (self.blocks, self.incoming):
-            if self._lock >= 0 and folder is self.incoming:
-                with contextlib.suppress(WTransferError):
-                    folder.remove(self._token + _LOCK)
-            folder.close()
         fd, self._lock = self._lock, -1
         if fd >= 0:
+            with contextlib.suppress(WTransferError):
+                self.incoming.remove(self._token + _LOCK)
             os.close(fd)
+        self.blocks.close()
+        self.incoming.close()
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[tuple[str, int]]:
