@@ -23,11 +23,14 @@ def tier(request, kit, tmp_path):
 
 
 class Service:
-    """A host that a trainer updates, while it is never without a running request."""
+    """A host that a trainer updates, while it is never without a running request.
+
+    ``prompts`` are asked at any time; ``quiet`` is one that is for the test.
+    """
 
     def __init__(self, kit, serve, trainer, tier, num_ranks):
         self.kit, self.trainer = kit, trainer
-        self.prompts = kit.prompts(BLOCK_SIZE, 2)
+        *self.prompts, self.quiet = kit.prompts(BLOCK_SIZE, 3)
         settings = EngineConfig(
             # Hardly more than what runs at once.
             cache=CacheShape(BLOCK_SIZE, 24),
@@ -110,6 +113,9 @@ def test_requests_after_a_commit_match_the_reference_of_the_new_weights(kit, ser
         for tokens in service.mixed:
             wanted = kit.reference(tokens, seed)
             assert [wanted] == service.host.generate([tokens], kit.NEW_TOKENS)
+        # Asked only when no commit is near, so it is stored under each weights.
+        wanted = kit.reference(service.quiet, seed)
+        assert [wanted] == service.host.generate([service.quiet], kit.NEW_TOKENS)
     counts = service.counts
     assert counts["weight_changes"] >= 3
     stats = kit.tier_stats(service.host)
@@ -118,7 +124,8 @@ def test_requests_after_a_commit_match_the_reference_of_the_new_weights(kit, ser
     # The way back leads to the old blocks; the cache has none, as it was emptied.
     loaded = counts["tokens_loaded"]
     service.go_back("v0 again", 1)
-    assert [kit.reference(prompts[0], 1)] == service.host.generate(prompts[:1], kit.NEW_TOKENS)
+    wanted = kit.reference(service.quiet, 1)
+    assert [wanted] == service.host.generate([service.quiet], kit.NEW_TOKENS)
     assert counts["tokens_loaded"] > loaded
 
 
