@@ -88,11 +88,6 @@ def prefill_and_die(setup, seen=None, **keywords):
     connectors.prefill(setup, **keywords)
 
 
-def decode_and_die(setup, **keywords):
-    connectors.Instance.load = lambda *_: kill_self(setup)
-    return connectors.decode(setup, **keywords)
-
-
 def prefill_another_page(setup, **keywords):
     """Save a page that is not what it should be: the connector cannot know."""
     pages_of = connectors.StampModel._pages
