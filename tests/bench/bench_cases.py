@@ -9,6 +9,14 @@ import numpy as np
 from torch import distributed as dist
 
 from wtransfer.bench import connectors, weights
+from wtransfer.bench.harness import Outcome
+
+
+class Prepared:
+    """A runner whose cases have been run."""
+
+    def __init__(self, trainer, *workers):
+        self.run = lambda *_, **__: Outcome(trainer, list(workers))
 
 
 def echo(setup, **keywords):

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import bench_cases
 import pytest
+from bench_cases import Prepared
 
 from wtransfer.bench import connectors
 from wtransfer.bench.connectors import KINDS, Settings, StampModel
@@ -34,13 +35,9 @@ def test_scheduler_side_is_asked_again_and_again(runner):
 def test_only_loads_through_shared_memory_have_a_goal():
     seconds = {key: [1.0] for key in ("load", "load_memcpy", "save", "save_memcpy")}
 
-    class Prepared:
-        def run(self, *_, **__):
-            return type("Outcome", (), {"trainer": seconds})
-
     def goals(settings):
         return {
-            row.name: row.measure(Prepared()).goal
+            row.name: row.measure(Prepared(seconds)).goal
             for row in connectors.rows(settings)
             if not row.name.startswith("plan")
         }

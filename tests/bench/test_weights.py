@@ -1,8 +1,9 @@
 import bench_cases
 import pytest
+from bench_cases import Prepared
 
 from wtransfer.bench import weights
-from wtransfer.bench.harness import MIB, Outcome, Spread
+from wtransfer.bench.harness import MIB, Spread
 from wtransfer.bench.weights import Gaps, Rounds, Settings, TensorSet
 from wtransfer.errors import PeerLostError
 
@@ -63,25 +64,18 @@ def outcome_of(*seconds):
     ]
     # Two rounds before did not count; a worker's clock began long before them.
     clocks = [[0.0, *(10.0 + 2 * at * at for at in range(len(rounds) + 2))] for _ in range(2)]
-    return Outcome({"rounds": rounds, "copy_s": 0.1}, clocks)
+    return {"rounds": rounds, "copy_s": 0.1}, *clocks
 
 
 def test_cpu_seconds_are_those_of_the_rounds_that_count():
-    rounds = Rounds(outcome_of(0.4, 0.8))
+    rounds = Rounds(Prepared(*outcome_of(0.4, 0.8)).run())
     assert rounds.workers_cpu_s == [2 * 6.0, 2 * 10.0]
     assert rounds.packed_s == [0.2, 0.4]
     assert rounds.stages() == {"total_s": pytest.approx(0.6), "worker_commit_s": 0.1}
 
 
-class Prepared:
-    """A runner whose cases have been run."""
-
-    def __init__(self, outcome):
-        self.run = lambda *_, **__: outcome
-
-
 def test_share_is_the_time_of_two_copies_by_that_of_a_round():
-    prepared = Prepared(outcome_of(0.4, 0.8, 0.2))
+    prepared = Prepared(*outcome_of(0.4, 0.8, 0.2))
     result = weights.measure_adopt_and_copy(Settings(), "adopt", prepared)
     assert result.spread == Spread(0.5, 0.25, 1.0)
     assert result.goal == (">=", 0.9)
@@ -92,7 +86,7 @@ def test_gaps_are_those_of_the_quiet_time_the_transfer_and_the_commit():
     tokens = [0, 1, 3, 10, 14, 15, 22, 23]
     round_ = {"version": "v", "quiet_from": 0.5, "began": 10.5}
     served = {"tokens": tokens, "commits": {"v": [16.0, 21.0]}}
-    (gaps,), usual_s = weights.run_serving(Prepared(Outcome([round_], [served])), Settings())
+    (gaps,), usual_s = weights.run_serving(Prepared([round_], served), Settings())
     assert gaps == Gaps(quiet_s=7, transfer_s=4, around_commit_s=7, commit_s=5.0)
     assert usual_s == 2
 

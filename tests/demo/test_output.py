@@ -10,7 +10,7 @@ from wtransfer.demo.output import Check, Progress, Result
 def play(legend):
     with Progress("round   loss", legend, quiet=False) as progress:
         progress.status("training")
-        progress.row(("1", "5.50"), is_usual=True)
+        progress.row(("1", "5.50"))
         progress.event("worker-1 is back [sic]")
 
 

@@ -102,9 +102,6 @@ class Row:
 class Main(contextlib.ExitStack):
     """Starts the instances and asks the prompts. Use as a context manager: it ends every process.
 
-    Every method raises a `WTransferError` where an instance cannot be made, or where one is lost
-    that should not be.
-
     Args:
         connector: Name of the connector.
         options: Its options.
@@ -196,7 +193,7 @@ class Main(contextlib.ExitStack):
             num_expected_computed=_num_prompt_computed(expected),
         )
         self._rows.append(row)
-        self._progress.row(row.cells(), is_usual=prefill == "alive")
+        self._progress.row(row.cells())
 
     def _start(self, name: str) -> Instance:
         self._progress.status(f"starting {name}")

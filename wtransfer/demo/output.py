@@ -77,11 +77,11 @@ class Progress:
         if kind is None:
             self._print(self._legend)
 
-    def row(self, cells: Sequence[str], *, is_usual: bool) -> None:
+    def row(self, cells: Sequence[str]) -> None:
         """Print a row of the table."""
         columns = re.findall(r" *\S+", self._header)
         texts = [text.rjust(len(name)) for text, name in zip(cells, columns, strict=True)]
-        self._print("".join(texts), "none" if is_usual else "yellow")
+        self._print("".join(texts))
 
     def event(self, text: str) -> None:
         """Print a line."""

@@ -337,11 +337,7 @@ class HoldableSource(ModuleSource):
 
 
 class Main(contextlib.ExitStack):
-    """Trains, starts the workers, and plays the rounds. Use as a context manager.
-
-    Every method raises a `WTransferError` where a process ended that should not have, or did not do
-    its part in time.
-    """
+    """Trains, starts the workers, and plays the rounds. Use as a context manager."""
 
     def __init__(self, millions: float, num_rounds: int, progress: Progress) -> None:
         super().__init__()
@@ -379,7 +375,7 @@ class Main(contextlib.ExitStack):
             over = self._train_and_publish(number, kills=number == number_of_kill)
             # All that belongs to the round was reported.
             rows.append(row_of(self._log, over))
-            progress.row(cells(rows[-1]), is_usual=over.report is not None)
+            progress.row(cells(rows[-1]))
             if number == number_of_kill + 1:
                 self._rejoin()
         self._show_text(f"serving {over.version}")
