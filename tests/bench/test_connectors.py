@@ -2,6 +2,7 @@ from pathlib import Path
 
 import bench_cases
 import pytest
+from bench_cases import Prepared
 
 from wtransfer.bench import connectors
 from wtransfer.bench.connectors import KINDS, Settings, StampModel
@@ -10,7 +11,7 @@ from wtransfer.errors import DigestMismatchError, PeerLostError
 from wtransfer.testing.mini_engine.cache import PagedCache
 from wtransfer.testing.mini_engine.config import CacheShape, ModelShape
 
-SHM, PROCESS_GROUP, STORAGE = (kind.connector for kind in KINDS[:3])
+SHM, _, STORAGE = (kind.connector for kind in KINDS[:3])
 
 
 def run(runner, connector, decode=connectors.decode, prefill=connectors.prefill, **of_prefill):
@@ -18,19 +19,14 @@ def run(runner, connector, decode=connectors.decode, prefill=connectors.prefill,
     return runner.run("a test", decode, prefill, 1, **keywords, **of_prefill)
 
 
-@pytest.mark.parametrize(
-    "connector",
-    [SHM, *(pytest.param(each, marks=pytest.mark.slow) for each in (PROCESS_GROUP, STORAGE))],
-)
-def test_rounds_of_a_connector_are_timed_beside_plain_copies(runner, connector):
-    found = run(runner, connector).trainer
+def test_rounds_of_a_connector_are_timed_beside_plain_copies(runner):
+    found = run(runner, SHM).trainer
     assert found.keys() == {"load", "load_memcpy", "save", "save_memcpy"}
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
 
 
-@pytest.mark.parametrize("connector", ["OffloadingConnector", "MultiConnector"])
-def test_scheduler_side_is_asked_again_and_again(runner, connector):
-    keywords = {"connector": connector, "num_blocks": 5, "num_rounds": 2, "pause_s": 0.0}
+def test_scheduler_side_is_asked_again_and_again(runner):
+    keywords = {"connector": SHM, "num_blocks": 5, "num_rounds": 2, "pause_s": 0.0}
     found = runner.run("a test", connectors.plan, **keywords).trainer
     assert len(found) == 2
     assert min(found) > 0
@@ -39,13 +35,9 @@ def test_scheduler_side_is_asked_again_and_again(runner, connector):
 def test_only_loads_through_shared_memory_have_a_goal():
     seconds = {key: [1.0] for key in ("load", "load_memcpy", "save", "save_memcpy")}
 
-    class Prepared:
-        def run(self, *_, **__):
-            return type("Outcome", (), {"trainer": seconds})
-
     def goals(settings):
         return {
-            row.name: row.measure(Prepared()).goal
+            row.name: row.measure(Prepared(seconds)).goal
             for row in connectors.rows(settings)
             if not row.name.startswith("plan")
         }
@@ -69,16 +61,9 @@ def test_files_of_a_killed_process_are_in_the_runs_folder_and_go_with_it(tmp_pat
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("decode", "prefill"),
-    [
-        (connectors.decode, bench_cases.prefill_and_die),
-        (bench_cases.decode_and_die, connectors.prefill),
-    ],
-)
-def test_side_that_dies_ends_the_case_and_no_process_is_left(runner, children, decode, prefill):
+def test_side_that_dies_ends_the_case_and_no_process_is_left(runner, children):
     with pytest.raises(PeerLostError, match=r"_and_die\) ended with -9"):
-        run(runner, SHM, decode, prefill)
+        run(runner, SHM, prefill=bench_cases.prefill_and_die)
     assert children() == []
 
 

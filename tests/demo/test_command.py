@@ -52,21 +52,13 @@ def test_the_weights_demo_keeps_its_promises(run):
         *("committed", "committed"),
     ]
     assert [each["num_equal"] for each in rounds] == [2, 0, 1, 2]
-    assert (rounds[1]["blamed"], rounds[1]["failed_in"]) == ("worker-1", "transfer")
-    assert document["last_loss"] < document["first_loss"]
-    assert document["usual_gap_s"] > 0
-    assert len({each["text"] for each in document["samples"]}) >= 2
-
-
-@pytest.mark.nightly  # `.ci/run` has no terminal and runs it, too
-def test_the_weights_demo_prints_a_line_per_round_and_event(run):
-    result = run()
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    assert sum(line.strip().startswith(("1 ", "2 ", "3 ", "4 ")) for line in lines) == 4
-    assert any("worker-1 killed (SIGKILL)" in line for line in lines)
-    assert any("worker-1 caught up: has step-" in line for line in lines)
-    assert "8 of 8 promises kept" in lines[-1]
+    assert rounds[-1]["loss"] < rounds[0]["loss"]
+    untrained, killed, back, caught_up, trained = document["events"]
+    assert "worker-0, untrained: " in untrained
+    assert "worker-1 killed (SIGKILL)" in killed
+    assert "worker-1 is back" in back
+    assert "worker-1 caught up: has step-" in caught_up
+    assert f"worker-0, serving {rounds[-1]['version']}: " in trained
 
 
 @pytest.mark.slow
@@ -104,32 +96,6 @@ def test_a_worker_that_fails_is_named_with_its_own_words(run, sabotage):
     assert "RuntimeError: out of ink" in document["error"]
 
 
-@pytest.mark.slow
-def test_a_worker_that_does_not_end_when_asked_is_killed_and_fails_the_demo(
-    run, sabotage, monkeypatch
-):
-    monkeypatch.setattr(weights, "_END_S", 2.0)
-    sabotage(
-        "import time\n"
-        "from wtransfer.demo import worker\n"
-        "honest = worker.run_worker\n"
-        "def run_worker(*args):\n"
-        "    honest(*args)\n"
-        "    time.sleep(600)\n"
-        "worker.run_worker = run_worker\n"
-    )
-    result = run("--json")
-    assert result.exit_code == 1
-    assert kept(result) == [*[True] * 7, False]
-
-
-def test_a_sabotage_that_cannot_be_done_fails_the_demo(run, sabotage):
-    sabotage("import wtransfer.no_such_module")
-    result = run("--json")
-    assert result.exit_code == 1
-    assert json.loads(result.output)["ok"] is False
-
-
 def test_the_kv_demo_keeps_its_promises_and_leaves_nothing(run_kv):
     leftovers = Leftovers()
     result = run_kv("--json")
@@ -149,7 +115,6 @@ def test_the_kv_demo_keeps_its_promises_and_leaves_nothing(run_kv):
     assert [each["num_loaded"] for each in rows] == expected
     assert all(each["same"] and each["tokens"] == each["expected"] for each in rows)
     assert len({tuple(each["tokens"]) for each in rows}) > 1
-    assert all((each["memcpy_share"] is not None) == (each["nbytes"] > 0) for each in rows)
     assert leftovers.found() == []
 
 
@@ -164,62 +129,34 @@ def test_the_kv_demo_runs_with_another_connector_and_prints_a_line_per_prompt(ru
     assert "5 of 5 promises kept" in lines[-1]
 
 
-LYING = """
-from importlib.metadata import entry_points
-
-(honest,) = (
-    each
-    for each in entry_points(group="wtransfer.connectors")
-    if each.name == "SharedMemoryConnector"
-)
-
-
-class LyingWorker(honest.load().worker_cls):
-    def register_kv_caches(self, kv_caches):
-        self.caches = kv_caches
-        super().register_kv_caches(kv_caches)
-
-    def get_finished(self, finished_req_ids):
-        sent, received = super().get_finished(finished_req_ids)
-        if received:
-            for layer in self.caches.values():
-                layer.neg_()
-        return sent, received
-
-
-class LyingConnector(honest.load()):
-    worker_cls = LyingWorker
-"""
-
-
 @pytest.mark.slow
-def test_keys_and_values_that_differ_from_those_computed_fail_the_kv_demo(
-    run_kv, monkeypatch, tmp_path
-):
-    (tmp_path / "lying.py").write_text(LYING)
-    info = tmp_path / "lying-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lying\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[wtransfer.connectors]\nLying = lying:LyingConnector\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    result = run_kv("--json", "--connector", "Lying")
+def test_keys_and_values_that_differ_from_those_computed_fail_the_kv_demo(run_kv, sabotage):
+    sabotage(
+        "from wtransfer.connectors.shm import SharedMemoryConnector\n"
+        "worker = SharedMemoryConnector.worker_cls\n"
+        "register, get = worker.register_kv_caches, worker.get_finished\n"
+        "def register_kv_caches(self, caches):\n"
+        "    self.caches = caches\n"
+        "    register(self, caches)\n"
+        "def get_finished(self, finished_req_ids):\n"
+        "    sent, received = get(self, finished_req_ids)\n"
+        "    if received:\n"
+        "        for layer in self.caches.values():\n"
+        "            layer.neg_()\n"
+        "    return sent, received\n"
+        "worker.register_kv_caches, worker.get_finished = register_kv_caches, get_finished\n"
+    )
+    result = run_kv("--json")
     assert result.exit_code == 1, result.output
     assert kept(result) == [False, True, True, True, True]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [(["--connector", "Unknown"], "Unknown"), (["-o", "shelf_bytes=big"], "shelf_bytes")],
-)
-def test_a_connector_that_cannot_be_made_ends_the_kv_demo_with_its_own_words(
-    run_kv, arguments, error
-):
-    result = run_kv("--json", *arguments)
+def test_a_connector_that_cannot_be_made_ends_the_kv_demo_with_its_own_words(run_kv):
+    result = run_kv("-o", "shelf_bytes=big")
     assert result.exit_code == 1
-    document = json.loads(result.output)
-    assert document["ok"] is False
-    assert error in document["error"]
+    assert "the demo failed: " in result.output
+    assert "shelf_bytes" in result.output
 
 
 @pytest.mark.parametrize(
@@ -254,7 +191,7 @@ def test_sizes_and_options_reach_the_run_and_a_broken_promise_the_exit_status(
 
     def record(*arguments, quiet):
         calls.append((*arguments, quiet))
-        return Result([Check("a promise", quiet, "seen")], 1.0, {})
+        return Result([Check("a promise", quiet, "seen")], {})
 
     monkeypatch.setattr(weights, "run_weights", record)
     monkeypatch.setattr(kv, "run_kv", record)
@@ -284,12 +221,7 @@ def descendants_of(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "sent"),
-    [
-        pytest.param("--model-size=tiny", signal.SIGINT, marks=pytest.mark.nightly),
-        ("--model-size=tiny", signal.SIGKILL),
-        ("--kv", signal.SIGINT),
-        pytest.param("--kv", signal.SIGKILL, marks=pytest.mark.nightly),
-    ],
+    [("--model-size=tiny", signal.SIGKILL), ("--kv", signal.SIGINT)],
 )
 def test_no_process_is_left_when_the_demo_is_ended(argument, sent):
     code = f"from wtransfer.demo.command import demo; demo([{argument!r}])"

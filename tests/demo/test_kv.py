@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from wtransfer.demo.kv import HEADER, Row, judge
+from wtransfer.demo.kv import Row, judge
 
 NUM_SHARED = 96
 SAME, LOADS, SURVIVES, RETURNS, EXITS = range(5)
@@ -18,11 +18,9 @@ def row(number, prefill="alive", num_loaded=NUM_SHARED):
         num_prompt=130,
         num_loaded=num_loaded,
         num_computed=130 - num_loaded,
-        nbytes=1000 * num_loaded,
         prefill_s=None if prefill == "gone" else 0.2,
         first_token_s=0.01,
         load_s=0.004 if num_loaded else None,
-        memcpy_s=0.001 if num_loaded else None,
         fresh_s=0.3,
         tokens=[1, 2, number],
         expected=[1, 2, number],
@@ -56,41 +54,28 @@ def test_an_empty_run_keeps_no_promise():
         (1, {"tokens": [], "expected": []}, [SAME]),
         (1, {"num_expected_computed": 129}, [SAME]),
         (0, {"num_loaded": 95}, [LOADS]),
-        (0, {"num_loaded": 0, "num_computed": 130}, [LOADS]),
+        (0, None, [LOADS]),
         (2, {"tokens": [0]}, [SAME, SURVIVES]),
-        (3, {"tokens": [1]}, [SAME, SURVIVES]),
+        (2, None, [SURVIVES]),
+        (3, None, [SURVIVES]),
         (5, {"num_loaded": 0}, [RETURNS]),
+        (5, None, [RETURNS]),
     ],
 )
-def test_a_tampered_prompt_fails_its_check_and_no_other(rows, index, changes, expected):
-    rows[index] = replace(rows[index], **changes)
+def test_a_tampered_or_missing_prompt_fails_its_check(rows, index, changes, expected):
+    rows[index : index + 1] = [replace(rows[index], **changes)] if changes else []
     assert failed(rows) == expected
 
 
-@pytest.mark.parametrize(
-    ("index", "expected"), [(0, [LOADS]), (2, [SURVIVES]), (3, [SURVIVES]), (5, [RETURNS])]
-)
-def test_a_missing_prompt_fails_its_check_and_no_other(rows, index, expected):
-    del rows[index]
-    assert failed(rows) == expected
-
-
-@pytest.mark.parametrize("exits", [{}, {"decode": [0, 1]}, {"prefill": [-9]}])
+@pytest.mark.parametrize("exits", [{}, {"decode": [0, 1]}])
 def test_a_process_that_does_not_end_well_fails_the_run(rows, exits):
     assert failed(rows, exits) == [EXITS]
 
 
 def test_a_row_shows_what_was_loaded_and_what_that_saved(rows):
     assert rows[0].cells() == (
-        *("1", "alive", "130", "96", "34", "0.1"),
-        *("200", "10", "300", "4", "0.250", "yes"),
+        *("1", "alive", "130", "96", "34"),
+        *("200", "10", "300", "4", "yes"),
     )
-    assert rows[2].cells() == (
-        *("3", "killed", "130", "0", "130", "-"),
-        *("200", "10", "300", "-", "-", "yes"),
-    )
+    assert rows[2].cells()[-2:] == ("-", "yes")
     assert replace(rows[0], tokens=[7]).cells()[-1] == "NO"
-
-
-def test_the_table_fits_a_terminal():
-    assert len(HEADER) <= 80

@@ -269,20 +269,8 @@ def _details(result: Result) -> Iterator[str]:
         yield result.note
     for title, numbers in (("beside", result.beside), ("stages", result.stages)):
         if numbers:
-            yield f"{title}: " + ", ".join(format_named(*each) for each in numbers.items())
-
-
-def format_named(name: str, value: float) -> str:
-    """Return a number with its name, which ends in its unit."""
-    from wtransfer.bench.harness import format_nbytes
-
-    if name.endswith("_nbytes"):
-        return f"{name.removesuffix('_nbytes')} {format_nbytes(int(value))}"
-    for suffix, factor, unit in (("_gb_per_s", 1, "GB/s"), ("_us", 1, "us"), ("_s", 1e3, "ms")):
-        if name.endswith(suffix):
-            words = name.removesuffix(suffix).replace("_", " ")
-            return f"{words} {format_number(value * factor)} {unit}"
-    return f"{name.replace('_', ' ')} {format_number(value)}"
+            named = (f"{name} {format_number(value)}" for name, value in numbers.items())
+            yield f"{title}: {', '.join(named)}"
 
 
 def format_number(value: float) -> str:

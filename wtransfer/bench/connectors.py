@@ -90,7 +90,6 @@ KINDS = (
     ),
     Kind("storage", "SharedStorageConnector", "files", is_files=True),
     Kind("offloading", "OffloadingConnector", "an arena of the instance's own"),
-    Kind("multi", "MultiConnector", "shm, then storage", is_files=True),
 )
 """The built-in connectors; the first three bring blocks from one process to another."""
 
@@ -374,14 +373,6 @@ class StampModel:
 def options_of(setup: Setup, connector: str, num_blocks: int, block_nbytes: int) -> dict[str, Any]:
     """Return a connector's options, with room for the blocks of a round."""
     nbytes = slots_nbytes(num_blocks, block_nbytes)
-    if connector == "MultiConnector":
-        names = ("SharedMemoryConnector", "SharedStorageConnector")
-        options = {name: options_of(setup, name, num_blocks, block_nbytes) for name in names}
-        return {
-            "connectors": [
-                {"kv_connector": name, "kv_connector_extra_config": options[name]} for name in names
-            ]
-        }
     known: dict[str, dict[str, Any]] = {
         "SharedMemoryConnector": {"shelf_bytes": nbytes},
         "ProcessGroupConnector": {"shelf_bytes": nbytes, "token": setup.token},

@@ -36,6 +36,8 @@ MIB = 1 << 20
 """Bytes."""
 BESIDE_NBYTES = 1 << 30
 """Memory of processes, messages and file cache beside the data that is measured."""
+CASE_S = 600.0
+"""Longest time that a case may take, in seconds."""
 LEAVE_S = 10.0
 """How long workers may take to end after their trainer, in seconds."""
 MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - mkdtemp makes a name there that cannot be guessed
@@ -215,7 +217,6 @@ class Runner:
         num_workers: int = 0,
         *,
         replace_killed: bool = False,
-        timeout_s: float = 600.0,
         **keywords: Any,
     ) -> Outcome:
         """Run a case until its trainer returns; once, however many rows need it.
@@ -227,7 +228,6 @@ class Runner:
             worker: The same, for each worker.
             num_workers: How many workers there are.
             replace_killed: Start a new worker in place of one that was killed.
-            timeout_s: Longest time that it may take, in seconds.
             **keywords: Plain data, for trainer and workers.
 
         Raises:
@@ -238,9 +238,8 @@ class Runner:
         if key not in self._known:
             self._report(name)
             functions = [trainer, *[worker] * num_workers]
-            deadline = Deadline(timeout_s)
             try:
-                self._known[key] = self._run(name, functions, keywords, replace_killed, deadline)
+                self._known[key] = self._run(name, functions, keywords, replace_killed)
             except WTransferError as error:
                 self._known[key] = error
         found = self._known[key]
@@ -254,8 +253,8 @@ class Runner:
         functions: list[Any],
         keywords: dict[str, Any],
         replace_killed: bool,
-        deadline: Deadline,
     ) -> Outcome:
+        deadline = Deadline(CASE_S)
         folder = tempfile.mkdtemp(dir=self.folder)
         address = f"unix:@wtransfer-bench-{secrets.token_hex(8)}"
         shared = (address, secrets.token_hex(16), folder)

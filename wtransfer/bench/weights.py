@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import time
-from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -21,10 +20,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
 
 from wtransfer import Publisher, WorkerSession
 from wtransfer.bench.harness import (
@@ -38,7 +37,6 @@ from wtransfer.bench.harness import (
     format_nbytes,
 )
 from wtransfer.deadline import Deadline
-from wtransfer.demo.model import memcpy_seconds
 from wtransfer.errors import (
     ChecksumError,
     IncompleteUpdateError,
@@ -49,7 +47,7 @@ from wtransfer.errors import (
 from wtransfer.weight_sync.trainer.source import StateDictSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     from wtransfer.bench.harness import Runner, Setup
     from wtransfer.weight_sync.report import Report
@@ -60,6 +58,8 @@ Tensors = dict[str, torch.Tensor]
 _WARM_UP_ROUNDS = 2
 _JOIN_S = 60.0
 _SMALL_NBYTES = 4096
+# Larger buckets are fresh memory each time, and take twice as long.
+_BUCKET_NBYTES = 16 * MIB
 # Larger updates take as many copies, and the kernel long to count them.
 MAX_WATCHED_NBYTES = 256 * MIB
 # Long enough to be hit in its middle, short enough to be over soon, whatever was asked for.
@@ -70,35 +70,29 @@ class TensorSet(NamedTuple):
     """A set of bfloat16 tensors; equal sets have equal shapes in every process."""
 
     kind: str
-    """``llama``: shapes of a Llama, as many layers as it takes. ``many``: small ones. ``one``:
-    a single one with as many bytes."""
+    """``llama``: shapes of a Llama, as many layers as it takes. ``equal``: of one size."""
     nbytes: int
-    """Bytes asked for; of each tensor where there are many."""
+    """Bytes asked for; of each tensor where they are equal."""
     number: int = 1
-    """How many, where there are many."""
+    """How many, where they are equal."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape."""
-        if self.kind == "many":
+        if self.kind == "equal":
             return {f"tensor.{at}": (self.nbytes // 2,) for at in range(self.number)}
-        if self.kind == "one":
-            return {"tensor": (self.number * self.nbytes // 2,)}
         # Below a GiB a smaller model, or two layers would fill it.
         width, inner = (4096, 14_336) if self.nbytes >= 1 << 30 else (1024, 3584)
         shapes: dict[str, tuple[int, ...]] = {"embed": (16_032, width)}
-        layer = {
-            "q": (width, width),
-            "k": (width // 4, width),
-            "v": (width // 4, width),
-            "o": (width, width),
-            "gate": (inner, width),
-            "up": (inner, width),
+        layer: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys("qo", (width, width)),
+            **dict.fromkeys("kv", (width // 4, width)),
+            **dict.fromkeys(("gate", "up"), (inner, width)),
             "down": (width, inner),
             "norm": (width,),
         }
-        for number in itertools.count():
-            if _nbytes_of(shapes) >= self.nbytes:
-                break
+        numbers = itertools.count()
+        while _nbytes_of(shapes) < self.nbytes:
+            number = next(numbers)
             shapes |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
         return shapes
 
@@ -256,9 +250,10 @@ def measure_gloo_and_checkpoint(settings: Settings, way: OtherWay, runner: Runne
 
 def measure_small(settings: Settings, runner: Runner) -> Result:
     number = settings.num_small
-    tensors = TensorSet("many", _SMALL_NBYTES, number)
+    tensors = TensorSet("equal", _SMALL_NBYTES, number)
     many = run_rounds(runner, settings, tensors)
-    one_s = median(run_rounds(runner, settings, tensors._replace(kind="one")).seconds)
+    one = TensorSet("equal", number * _SMALL_NBYTES)
+    one_s = median(run_rounds(runner, settings, one).seconds)
     beside = {"number": float(number), "one_s": one_s, "many_s": median(many.seconds)}
     for name in ("gloo", "gloo-buckets"):
         # One by one they take seconds, and hardly vary: two rounds will do.
@@ -289,31 +284,26 @@ def measure_memory(settings: Settings, runner: Runner) -> Result:
     It is a difference between two sizes of update: processes have memory beside the weights, and
     how much of that the kernel shares among them changes all the time.
     """
+    num_workers = max(settings.workers)
     most = max(2, min(settings.nbytes, MAX_WATCHED_NBYTES) // MIB)
     nbytes = (most - most // 2) * MIB
-
-    def staging(num_workers: int) -> Spread:
-        small, large = (
-            runner.run(
-                f"memory of {format_nbytes(number * MIB)}, {_workers(num_workers)}",
-                *(publish_watched, join, num_workers),
-                tensors=TensorSet("many", MIB, number),
-                num_rounds=settings.num_rounds,
-            ).trainer
-            for number in (most // 2, most)
-        )
-        return Spread.of((each - median(small)) / nbytes - 2 for each in large)
-
-    few, many = settings.workers[0], max(settings.workers)
-    found, beside = staging(many), {"workers": float(many)}
-    if few != many:
-        beside[f"staging_with_{few}"] = staging(few).median
+    small, large = (
+        runner.run(
+            f"memory of {format_nbytes(number * MIB)}, workers: {num_workers}",
+            *(publish_watched, join, num_workers),
+            tensors=TensorSet("equal", MIB, number),
+            num_rounds=settings.num_rounds,
+        ).trainer
+        for number in (most // 2, most)
+    )
     note = (
         "two segments are shared: one holds the last update, which all workers that adopt have in "
         "use together, the other stages the next"
     )
     # Messages and page tables grow with the weights, too: by less than a twentieth.
-    return Result(found, "copies", Goal("<=", 1.05), beside, note=note)
+    staging = Spread.of((each - median(small)) / nbytes - 2 for each in large)
+    beside = {"workers": float(num_workers)}
+    return Result(staging, "copies", Goal("<=", 1.05), beside, note=note)
 
 
 def measure_gap(settings: Settings, runner: Runner) -> Result:
@@ -364,10 +354,6 @@ def measure_death(settings: Settings, runner: Runner) -> Result:
 # -- cases of several rows -------------------------------------------------------------------------
 
 
-def _workers(number: int) -> str:
-    return f"{number} worker{'' if number == 1 else 's'}"
-
-
 class Rounds:
     """Rounds that count, and a plain copy of as many bytes.
 
@@ -406,7 +392,7 @@ def run_rounds(
     tensors, number = tensors or settings.llama, num_workers or settings.workers[0]
     return Rounds(
         runner.run(
-            f"{settings.engine}, {tensors.kind}, {commit}, {_workers(number)}",
+            f"{settings.engine}, {tensors.kind}, {commit}, workers: {number}",
             *(publish, join, number),
             tensors=tensors,
             engine=settings.engine,
@@ -421,7 +407,7 @@ def run_other_way(
 ) -> list[float]:
     """Return the seconds of each round of another way to send."""
     number = settings.workers[0]
-    name = f"{way.what}, {tensors.kind}, {_workers(number)}"
+    name = f"{way.what}, {tensors.kind}, workers: {number}"
     case = (way.function, way.function, number)
     found: list[float] = runner.run(name, *case, tensors=tensors, num_rounds=num_rounds).trainer
     return found
@@ -443,7 +429,7 @@ class Gaps(NamedTuple):
 def run_serving(runner: Runner, settings: Settings) -> tuple[list[Gaps], float]:
     """Return the gaps around each round, and the usual one."""
     outcome = runner.run(
-        "serving, adopt, 1 worker",
+        "serving, adopt, workers: 1",
         *(publish_between_pauses, serve, 1),
         tensors=settings.llama,
         num_rounds=settings.num_rounds,
@@ -503,6 +489,20 @@ def are_of(weights: Mapping[str, torch.Tensor], number: int) -> bool:
     value = _value(number)
     flat = [tensor.view(-1) for tensor in weights.values()]
     return all(float(each[0]) == value == float(each[-1]) for each in flat)
+
+
+def memcpy_seconds(nbytes: int) -> float:
+    """Return the seconds of the fastest of three plain copies, on one thread of torch."""
+    # Both are written to here, so that no page is touched for the first time while it is measured.
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros(nbytes, dtype=torch.uint8).fill_(2)
+
+    def copy() -> float:
+        began = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - began
+
+    return min(copy() for _ in range(3))
 
 
 def publish(
@@ -631,13 +631,6 @@ class ServedModel(nn.Module):
         self.requires_grad_(requires_grad=False)
         self.eval()
 
-    def renew(self, number: int) -> None:
-        """Give everything other values than in the round before."""
-        random = torch.Generator().manual_seed(number)
-        for parameter in self.transformer.parameters():
-            nn.init.normal_(parameter, std=0.02, generator=random)
-        renew(dict(self.moved), number)
-
     @torch.inference_mode()
     def compute_token(self, window: torch.Tensor) -> torch.Tensor:
         """Return the window moved on by one token, computed from all of it."""
@@ -672,7 +665,7 @@ def publish_between_pauses(
     with Publisher(model, listen=setup.address, token=setup.token) as publisher:
         publisher.wait_for_workers(setup.num_workers, _JOIN_S)
         for number in range(_WARM_UP_ROUNDS + num_rounds):
-            model.renew(number)
+            renew(dict(model.named_parameters()), number)
             quiet_from = time.monotonic()
             time.sleep(pause_s)
             began = time.monotonic()
@@ -751,48 +744,13 @@ def broadcast_tensors(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> 
 
 
 def broadcast_buckets(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:
-    """Broadcast buckets that were allocated before; one is filled while another travels."""
-    buckets = [torch.zeros(64 * MIB, dtype=torch.uint8) for _ in range(2)]
+    """Broadcast buckets as `DistributedDataParallel` does: one is filled while another travels."""
 
     def send(weights: Tensors) -> None:
-        under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
-
-        def finish_first() -> None:
-            work, memory, pieces = under_way.popleft()
-            work.wait()
-            if setup.rank:
-                start = 0
-                for piece in pieces:
-                    piece.copy_(memory[start : start + len(piece)])
-                    start += len(piece)
-
-        for number, pieces in enumerate(cut(weights.values(), 64 * MIB)):
-            if len(under_way) == len(buckets):
-                finish_first()
-            memory = buckets[number % 2][: sum(map(len, pieces))]
-            if not setup.rank:
-                torch.cat(pieces, out=memory)
-            under_way.append((dist.broadcast(memory, 0, async_op=True), memory, pieces))
-        while under_way:
-            finish_first()
+        assert dist.group.WORLD is not None
+        _broadcast_coalesced(dist.group.WORLD, list(weights.values()), _BUCKET_NBYTES, 0)
 
     return time_rounds(send, setup, tensors, num_rounds)
-
-
-def cut(tensors: Iterable[torch.Tensor], nbytes: int) -> Iterator[list[torch.Tensor]]:
-    """Yield for each bucket the pieces of memory that it holds, in order."""
-    bucket: list[torch.Tensor] = []
-    free = nbytes
-    for tensor in tensors:
-        rest = tensor.view(-1).view(torch.uint8)
-        while rest.numel():
-            bucket.append(rest[:free])
-            rest, free = rest[free:], free - bucket[-1].numel()
-            if free == 0:
-                yield bucket
-                bucket, free = [], nbytes
-    if bucket:
-        yield bucket
 
 
 def save_and_load(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list[float]:
@@ -804,9 +762,8 @@ def save_and_load(setup: Setup, tensors: Sequence[Any], num_rounds: int) -> list
             save_file(weights, path)
         dist.barrier()
         if setup.rank:
-            with safe_open(path, framework="pt") as file:
-                for name, tensor in weights.items():
-                    tensor.copy_(file.get_tensor(name))
+            for name, tensor in load_file(path).items():
+                weights[name].copy_(tensor)
 
     return time_rounds(send, setup, tensors, num_rounds)
 
@@ -859,7 +816,7 @@ OTHER_WAYS = {
     ),
     "gloo-buckets": OtherWay(
         broadcast_buckets,
-        "gloo broadcast, 64 MiB buckets allocated before",
+        "gloo broadcast, 16 MiB buckets",
         {"gloo": Goal(">=", 0.9)},
     ),
     "checkpoint": OtherWay(

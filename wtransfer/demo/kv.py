@@ -10,9 +10,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from wtransfer.demo.model import memcpy_seconds
 from wtransfer.demo.output import Check, Progress, Result, cell
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
 from wtransfer.testing.mini_engine.instance import MODULES, Instance
@@ -43,13 +40,13 @@ _QUESTIONS = (
     "What does __slots__ save?",
 )
 
-HEADER = "no. prefill tokens loaded computed   MB  fill  ttft alone  load memcpy same"
+HEADER = "no. prefill tokens loaded computed  fill  ttft alone  load same"
 LEGEND = (
     "tokens: of the prompt. loaded: those whose keys and values came from prefill. computed: those "
     "that decode has computed itself. fill: ms of prefill, with what it has of earlier prompts. "
     "ttft: ms of decode from then on to its first token. alone: the same of an instance that loads "
-    "nothing. load: ms of ttft spent on the load. memcpy: a plain copy of as many bytes, as a "
-    "share of the load. same: the answer equals that of the instance that loads nothing."
+    "nothing. load: ms of ttft spent on the load. same: the answer equals that of the instance "
+    "that loads nothing."
 )
 
 
@@ -68,16 +65,12 @@ class Row:
     """Those whose keys and values came through the connector."""
     num_computed: int
     """Those that the decode instance has computed."""
-    nbytes: int
-    """Bytes loaded."""
     prefill_s: float | None
     """Seconds until the prefill instance had computed the prompt."""
     first_token_s: float | None
     """Seconds from there to the first token of the decode instance."""
     load_s: float | None
     """Seconds of that spent waiting for keys and values."""
-    memcpy_s: float | None
-    """Seconds of a plain copy of as many bytes, measured beside it."""
     fresh_s: float | None
     """Seconds to the first token where everything is computed."""
     tokens: list[int]
@@ -92,15 +85,6 @@ class Row:
         """Whether the answer is right."""
         return bool(self.tokens) and self.tokens == self.expected
 
-    @property
-    def memcpy_share(self) -> float | None:
-        """Speed of the load as a share of a plain copy's."""
-        return self.memcpy_s / self.load_s if self.memcpy_s and self.load_s else None
-
-    def facts(self) -> dict[str, Any]:
-        """Return the row as plain data."""
-        return asdict(self) | {"memcpy_share": self.memcpy_share, "same": self.same}
-
     def cells(self) -> tuple[str, ...]:
         """Return the row as text, one cell per column."""
         seconds = (self.prefill_s, self.first_token_s, self.fresh_s, self.load_s)
@@ -110,18 +94,13 @@ class Row:
             str(self.num_prompt),
             str(self.num_loaded),
             str(self.num_computed),
-            f"{self.nbytes / 1e6:.1f}" if self.nbytes else "-",
             *(cell(each, 0, 1e3) for each in seconds),
-            cell(self.memcpy_share, 3),
             "yes" if self.same else "NO",
         )
 
 
 class Main(contextlib.ExitStack):
     """Starts the instances and asks the prompts. Use as a context manager: it ends every process.
-
-    Every method raises a `WTransferError` where an instance cannot be made, or where one is lost
-    that should not be.
 
     Args:
         connector: Name of the connector.
@@ -131,9 +110,7 @@ class Main(contextlib.ExitStack):
 
     def __init__(self, connector: str, options: dict[str, Any], progress: Progress) -> None:
         super().__init__()
-        self.rows: list[Row] = []
-        self.exits: dict[str, list[int]] = {}
-        """Instance -> exit status of each of its processes; without the killed ones."""
+        self._rows: list[Row] = []
         self._progress = progress
         folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
         self._folder = Path(self.enter_context(folder))
@@ -146,15 +123,13 @@ class Main(contextlib.ExitStack):
         }
         self._options = {**needed.get(connector, {}), **options}
 
-    def start(self) -> None:
-        """Start every process; most of its time is the import of torch, once for all."""
+    def run(self) -> Result:
+        """Start the instances, ask all prompts, and end every process."""
+        # Most of the time of a start is the import of torch: once for all.
         self._zygote = self.enter_context(Zygote(["torch", *MODULES]))
         for name in (PREFILL, DECODE, FRESH):
             self._start(name)
         self._router = Router(self._instances[PREFILL], self._instances[DECODE])
-
-    def run(self) -> None:
-        """Ask all prompts, after `start`, and end every process."""
         for prefill in (*["alive"] * NUM_BEFORE, "killed", "gone"):
             self._ask(prefill)
         self._instances.pop(PREFILL).close()
@@ -163,7 +138,14 @@ class Main(contextlib.ExitStack):
         self._progress.event(f"{PREFILL} is back as process {pid}, and knows nothing")
         for _ in range(NUM_AFTER):
             self._ask("alive")
-        self.exits = {name: instance.close() for name, instance in self._instances.items()}
+        exits = {name: instance.close() for name, instance in self._instances.items()}
+        num_shared = _NUM_DOCUMENT_TOKENS // _BLOCK_SIZE * _BLOCK_SIZE
+        facts = {
+            "connector": self._connector,
+            "prompts": [asdict(row) | {"same": row.same} for row in self._rows],
+            "events": self._progress.events,
+        }
+        return Result(judge(self._rows, exits, num_shared), facts)
 
     def _ask(self, prefill: str) -> None:
         """Have a prompt answered by prefill and decode, and by the fresh instance.
@@ -171,7 +153,7 @@ class Main(contextlib.ExitStack):
         Args:
             prefill: State of the prefill instance, as in `Row`.
         """
-        number = len(self.rows) + 1
+        number = len(self._rows) + 1
         self._progress.status(f"prompt {number}")
         document = topics["specialnames"].encode()[:_NUM_DOCUMENT_TOKENS]
         question = _QUESTIONS[number % len(_QUESTIONS)]
@@ -196,26 +178,22 @@ class Main(contextlib.ExitStack):
         # One after the other: they would take the processor from each other.
         expected = fresh.ask(prompt, _NUM_NEW_TOKENS)
         num_loaded = answer.counts.get("tokens_loaded", 0)
-        cache = decode.config.kv_cache_config
-        nbytes = num_loaded // cache.block_size * cache.bytes_per_block
         row = Row(
             number=number,
             prefill=prefill,
             num_prompt=len(prompt),
             num_loaded=num_loaded,
             num_computed=_num_prompt_computed(answer),
-            nbytes=nbytes,
             prefill_s=handed.answer.total_s if handed.answer else None,
             first_token_s=answer.first_token_s,
             load_s=answer.load_s if num_loaded else None,
-            memcpy_s=memcpy_seconds(nbytes) if nbytes else None,
             fresh_s=expected.first_token_s,
             tokens=answer.tokens,
             expected=expected.tokens,
             num_expected_computed=_num_prompt_computed(expected),
         )
-        self.rows.append(row)
-        self._progress.row(row.cells(), is_usual=prefill == "alive")
+        self._rows.append(row)
+        self._progress.row(row.cells())
 
     def _start(self, name: str) -> Instance:
         self._progress.status(f"starting {name}")
@@ -248,7 +226,7 @@ def judge(rows: list[Row], exits: dict[str, list[int]], num_shared: int) -> list
 
     Args:
         rows: All prompts.
-        exits: Instance -> exit statuses.
+        exits: Instance -> exit status of each of its processes; without the killed ones.
         num_shared: Tokens that all prompts have in common, in whole blocks.
     """
     wrong = [row.number for row in rows if not row.same]
@@ -316,19 +294,8 @@ def run_kv(connector: str, options: dict[str, Any], *, quiet: bool) -> Result:
     Raises:
         WTransferError: An instance could not be made, or is lost that should not be.
     """
-    torch.set_num_threads(1)  # a plain copy is measured here, on one thread as instances copy
     with (
         Progress(HEADER, LEGEND, quiet=quiet) as progress,
         Main(connector, options, progress) as main,
     ):
-        main.start()
-        began = time.monotonic()
-        main.run()
-        seconds = time.monotonic() - began
-    facts = {
-        "connector": connector,
-        "prompts": [row.facts() for row in main.rows],
-        "events": progress.events,
-    }
-    num_shared = _NUM_DOCUMENT_TOKENS // _BLOCK_SIZE * _BLOCK_SIZE
-    return Result(judge(main.rows, main.exits, num_shared), seconds, facts)
+        return main.run()

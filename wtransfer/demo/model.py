@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ CONTEXT = 64
 _NUM_BYTES = 256
 _HEAD_WIDTH = 64
 _BATCH_SIZE = 4
-_WARM_UP_STEPS = 10
 _TEMPERATURE = 0.7
 _NUM_DIGEST_PARTS = 64
 
@@ -98,7 +96,7 @@ def _num_layers(width: int) -> int:
 
 
 class Learner:
-    """Trains a model on the help topics of Python: random windows, cross entropy, Adam."""
+    """Trains a model on the help topics of Python: random windows, cross entropy, SGD."""
 
     def __init__(self, model: ByteTransformer) -> None:
         self._model = model
@@ -107,15 +105,10 @@ class Learner:
             0, CONTEXT + 1, 1
         )
         self._random = torch.Generator().manual_seed(20)
-        table = model.pairs.weight
-        self._dense = [parameter for parameter in model.parameters() if parameter is not table]
         # Wide models want smaller steps; 128 is the width that the rate was chosen for.
-        self._rate = 2e-3 * min(1.0, 128 / model.embedding.embedding_dim)
-        self._optimizers: tuple[torch.optim.Optimizer, ...] = (
-            torch.optim.AdamW(self._dense, betas=(0.9, 0.95)),
-            # Only the rows of the batch: the rest of the table costs nothing.
-            torch.optim.SparseAdam([table]),
-        )
+        rate = 0.1 * min(1.0, 128 / model.embedding.embedding_dim)
+        # Without momentum: only the rows of the batch cost something, not the whole table of pairs.
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=rate)
 
     def step(self) -> float:
         """Take one optimizer step; return the cross entropy of its batch, in nats per byte."""
@@ -123,14 +116,10 @@ class Learner:
         windows = self._windows[rows].long()
         logits = self._model(windows[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        self._model.zero_grad()
+        self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        nn.utils.clip_grad_norm_(self._dense, 1.0)
+        self._optimizer.step()
         self._model.trained_steps += 1
-        rate = self._rate * min(1.0, int(self._model.trained_steps) / _WARM_UP_STEPS)
-        for optimizer in self._optimizers:
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
         return loss.item()
 
 
@@ -188,17 +177,3 @@ def digest_in_parts(model: nn.Module) -> Iterator[str]:
 def live_digest(model: nn.Module) -> str:
     """Return the digest of a live model, taken at once."""
     return "".join(digest_in_parts(model))
-
-
-def memcpy_seconds(nbytes: int) -> float:
-    """Return the seconds of the fastest of three plain copies, on one thread of torch."""
-    # Both are written to here, so that no page is touched for the first time while it is measured.
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    target = torch.zeros(nbytes, dtype=torch.uint8).fill_(2)
-
-    def copy() -> float:
-        began = time.perf_counter()
-        target.copy_(source)
-        return time.perf_counter() - began
-
-    return min(copy() for _ in range(3))

@@ -27,12 +27,8 @@ class Result(NamedTuple):
     """The outcome of a run."""
 
     checks: list[Check]
-    seconds: float
-    """Duration after imports."""
     facts: dict[str, Any]
     """Everything else in the JSON document."""
-    notes: Sequence[str] = ()
-    """Printed before the checks."""
 
     @property
     def ok(self) -> bool:
@@ -43,18 +39,13 @@ class Result(NamedTuple):
         """Print what the run has not printed yet, or all of it as JSON."""
         if as_json:
             checks = [check._asdict() for check in self.checks]
-            document = {"ok": self.ok, "seconds": self.seconds, **self.facts, "checks": checks}
-            click.echo(json.dumps(document, indent=2))
+            click.echo(json.dumps({"ok": self.ok, **self.facts, "checks": checks}, indent=2))
             return
-        for note in self.notes:
-            click.echo(f"\n{note}")
         click.echo()
         for check in self.checks:
             click.echo(f"[{'ok' if check.kept else 'FAILED'}] {check.promise}\n     {check.seen}")
         num_kept = sum(check.kept for check in self.checks)
-        click.echo(
-            f"\n{num_kept} of {len(self.checks)} promises kept, {self.seconds:.0f} s after imports"
-        )
+        click.echo(f"\n{num_kept} of {len(self.checks)} promises kept")
 
 
 class Progress:
@@ -86,11 +77,11 @@ class Progress:
         if kind is None:
             self._print(self._legend)
 
-    def row(self, cells: Sequence[str], *, is_usual: bool) -> None:
+    def row(self, cells: Sequence[str]) -> None:
         """Print a row of the table."""
         columns = re.findall(r" *\S+", self._header)
         texts = [text.rjust(len(name)) for text, name in zip(cells, columns, strict=True)]
-        self._print("".join(texts), "none" if is_usual else "yellow")
+        self._print("".join(texts))
 
     def event(self, text: str) -> None:
         """Print a line."""

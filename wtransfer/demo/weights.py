@@ -7,18 +7,15 @@ import secrets
 import tempfile
 import threading
 import time
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from wtransfer import Publisher
 from wtransfer.deadline import Deadline
-from wtransfer.demo.model import ByteTransformer, Learner, live_digest, memcpy_seconds
+from wtransfer.demo.model import ByteTransformer, Learner, live_digest
 from wtransfer.demo.output import Check, Progress, Result, cell
 from wtransfer.demo.worker import DEADLINE_S, REPORTS, Applied, Proof, Ready, Tokens
 from wtransfer.errors import PeerLostError, WTransferError
@@ -43,11 +40,10 @@ _HOLD_S = 100.0
 _STEP_S = 180.0
 _END_S = 60.0
 
-HEADER = "round   loss    version   weights       MB    GB/s  memcpy   pause  equal"
+HEADER = "round   loss    version   weights       MB    GB/s   pause  equal"
 LEGEND = (
-    "weights: fingerprint. GB/s: bytes / (publish -> last receipt). memcpy: that, as a share of a "
-    "plain copy measured just before. pause: longest commit, ms. equal: live models with the "
-    "trainer's digest."
+    "weights: fingerprint. GB/s: bytes / (publish -> last receipt). pause: longest commit, ms. "
+    "equal: live models with the trainer's digest."
 )
 
 
@@ -66,9 +62,6 @@ class Round:
     loss: float
     digest: str
     """Digest of the trainer's live model, taken before the round."""
-    memcpy_s: float
-    """Seconds of a plain copy of as many bytes, just before the round."""
-    began_at: float
     ended_at: float = float("inf")
     report: Report | None = None
     """None: the round was aborted."""
@@ -86,6 +79,8 @@ class Hold(NamedTuple):
 
     number: int
     """Round."""
+    version: str | None
+    """What the workers serve meanwhile."""
     began_at: float
     ended_at: float
 
@@ -97,20 +92,17 @@ class Trace:
     ready: Ready
     commits: list[Applied] = field(default_factory=list)
     proofs: list[Proof] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    """When each token was finished."""
-    versions: list[str | None] = field(default_factory=list)
-    """The weights of each token."""
-    texts: dict[str | None, str] = field(default_factory=dict)
-    """Version -> the text generated last with it."""
+    tokens: list[tuple[float, str | None]] = field(default_factory=list)
+    """When each token was finished, and its weights."""
+    text: str = ""
+    """Generated last."""
 
     def add(self, report: worker.Report) -> None:
         """Record a report."""
         match report:
             case Tokens():
-                self.times += report.ended_at
-                self.versions += [report.version] * len(report.ended_at)
-                self.texts[report.version] = report.text
+                self.tokens += [(ended_at, report.version) for ended_at in report.ended_at]
+                self.text = report.text
             case Applied():
                 self.commits.append(report)
             case Proof():
@@ -127,19 +119,13 @@ class Trace:
 
     def versions_between(self, since: float, until: float) -> list[str | None]:
         """Return the version of every token that was finished in an interval."""
-        return self.versions[bisect_right(self.times, since) : bisect_left(self.times, until)]
-
-    def gaps(self, since: float, until: float) -> list[tuple[float, float]]:
-        """Return start and end of every gap between two tokens that overlaps an interval."""
-        first = max(0, bisect_right(self.times, since) - 1)
-        return list(pairwise(self.times[first : bisect_left(self.times, until) + 1]))
+        return [version for ended_at, version in self.tokens if since <= ended_at <= until]
 
 
 @dataclass
 class RunLog:
     """Everything that was seen in one run."""
 
-    losses: list[float] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     hold: Hold | None = None
     traces: dict[str, list[Trace]] = field(default_factory=dict)
@@ -151,10 +137,10 @@ class RunLog:
         """Return the traces of all worker processes."""
         return [trace for traces in self.traces.values() for trace in traces]
 
-    def last_committed(self, before: int | None = None) -> Round | None:
-        """Return the last committed round, among those before a number."""
-        rounds = self.rounds[: before and before - 1]
-        return next((over for over in reversed(rounds) if over.outcome == "committed"), None)
+    @property
+    def last_committed(self) -> Round | None:
+        """The last committed round."""
+        return next((over for over in reversed(self.rounds) if over.outcome == "committed"), None)
 
     def is_proven(self, over: Round) -> bool:
         """Whether every worker that committed a round has digested its live model since."""
@@ -167,8 +153,7 @@ class RunLog:
 
 def row_of(log: RunLog, over: Round) -> dict[str, Any]:
     """Return a round in numbers."""
-    report, error = over.report, over.error
-    total_s = report.seconds["total"] if report and over.outcome == "committed" else None
+    report = over.report
     commits = [c for t in log.all_traces() for c in t.commits if c.version == over.version]
     receipts = report.workers if report else ()
     live_digests = [
@@ -179,19 +164,14 @@ def row_of(log: RunLog, over: Round) -> dict[str, Any]:
         "number": over.number,
         "version": over.version,
         "outcome": over.outcome,
-        "step": over.step,
         "loss": over.loss,
         "fingerprint": report.fingerprint if report else None,
         "nbytes": report.nbytes if report else 0,
-        "seconds": total_s,
-        "gb_per_s": report.nbytes / total_s / 1e9 if report and total_s else None,
-        "memcpy_share": over.memcpy_s / total_s if total_s else None,
+        "gb_per_s": report.nbytes / report.seconds["total"] / 1e9 if report else None,
         "commit_pause_s": max((c.ended_at - c.began_at for c in commits), default=None),
         "num_receipts": len(receipts),
         "num_equal": live_digests.count({over.digest}),
-        "error": str(error) if error else None,
-        "blamed": error.worker if error else None,
-        "failed_in": error.phase if error else None,
+        "error": str(over.error) if over.error else None,
     }
 
 
@@ -204,7 +184,6 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["fingerprint"][:8] if row["fingerprint"] else row["outcome"],
         f"{row['nbytes'] / 1e6:.1f}" if row["nbytes"] else "-",
         cell(row["gb_per_s"], 2),
-        cell(row["memcpy_share"], 2),
         cell(row["commit_pause_s"], 1, 1e3),
         f"{row['num_equal']}/{row['num_receipts']}" if row["num_receipts"] else "-",
     )
@@ -215,9 +194,8 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def judge(log: RunLog) -> list[Check]:
     """Return one check per promise."""
-    hold, last = log.hold, log.last_committed()
-    old = log.last_committed(before=hold.number) if hold else None
-    old_version = old.version if old else None
+    hold, last = log.hold, log.last_committed
+    old_version = hold.version if hold else None
 
     reports = [over.report for over in log.rounds if over.report and over.report.workers]
     receipts = [(receipt, report) for report in reports for receipt in report.workers]
@@ -238,9 +216,10 @@ def judge(log: RunLog) -> list[Check]:
     ]
     unproven = [over.version for over in log.rounds if not log.is_proven(over)]
 
-    # Tokens that were begun and finished while a verified update waited for its commit.
+    # Tokens that were begun and finished while a verified update waited for its commit: the first
+    # token to be finished meanwhile was begun before.
     waits = [
-        sum(since <= a and b <= commit.began_at for a, b in trace.gaps(since, commit.began_at))
+        max(0, len(trace.versions_between(since, commit.began_at)) - 1)
         for receipt, report in receipts
         for trace in log.traces.get(receipt.worker, [])
         for commit in trace.commits
@@ -265,12 +244,7 @@ def judge(log: RunLog) -> list[Check]:
     )
 
     processes = log.traces.get(VICTIM, [])
-    killed, rejoined = processes[:1], processes[1:]
-    came_back = [
-        f"{trace.ready.version or 'no version'} ({trace.ready.fingerprint[:14]}), holds "
-        f"{trace.holds.version} now"
-        for trace in rejoined
-    ]
+    killed, rejoined = processes if len(processes) == 2 else (None, None)  # noqa: PLR2004
 
     last_fingerprint = last.report.fingerprint if last and last.report else ""
     held = {worker: traces[-1].holds.fingerprint for worker, traces in log.traces.items()}
@@ -313,13 +287,16 @@ def judge(log: RunLog) -> list[Check]:
         ),
         Check(
             "the killed worker rejoins, reports what it holds, catches up",
-            len(killed) == 1
-            and len(rejoined) == 1
-            and rejoined[0].ready.version is None
-            and rejoined[0].ready.fingerprint.startswith("local:")
-            and rejoined[0].ready.pid != killed[0].ready.pid
-            and rejoined[0].holds.fingerprint == last_fingerprint,
-            f"rejoined with {', '.join(came_back) or 'nothing'}",
+            killed is not None
+            and rejoined is not None
+            and rejoined.ready.version is None
+            and rejoined.ready.fingerprint.startswith("local:")
+            and rejoined.ready.pid != killed.ready.pid
+            and rejoined.holds.fingerprint == last_fingerprint,
+            f"rejoined with {rejoined.ready.version or 'no version'} "
+            f"({rejoined.ready.fingerprint[:14]}), holds {rejoined.holds.version} now"
+            if rejoined
+            else "did not rejoin",
         ),
         Check(
             "in the end every worker holds the trainer's last version",
@@ -360,74 +337,68 @@ class HoldableSource(ModuleSource):
 
 
 class Main(contextlib.ExitStack):
-    """Trains, starts the workers, and plays the rounds. Use as a context manager.
-
-    Every method raises a `WTransferError` where a process ended that should not have, or did not do
-    its part in time.
-    """
+    """Trains, starts the workers, and plays the rounds. Use as a context manager."""
 
     def __init__(self, millions: float, num_rounds: int, progress: Progress) -> None:
         super().__init__()
-        self.log = RunLog()
-        self.rows: list[dict[str, Any]] = []
-        """The rounds in numbers, each made when all that belongs to it was reported."""
+        self._log = RunLog()
+        self._loss = 0.0
         self._millions = millions
         self._num_rounds = num_rounds
         self._progress = progress
         self._children: dict[str, Child] = {}
         self._channels: dict[str, Channel] = {}
 
-    def start(self) -> None:
-        """Start every process and let the workers join; most of its time is the import of torch."""
+    def run(self) -> Result:
+        """Start every process, play all rounds, and end every process."""
         # As its workers do: more would take the processors from them.
         torch.set_num_threads(1)
         folder = tempfile.TemporaryDirectory(prefix="wtransfer-demo-")
         self._folder = Path(self.enter_context(folder))
         self._zygote = self.enter_context(Zygote(["wtransfer.demo.worker"]))
         self._token = secrets.token_hex(32)
-        self.model = ByteTransformer.of_size(self._millions, _TRAINER_SEED)
-        self._learner = Learner(self.model)
-        self._source = HoldableSource(self.model)
+        self._model = ByteTransformer.of_size(self._millions, _TRAINER_SEED)
+        self._learner = Learner(self._model)
+        self._source = HoldableSource(self._model)
         self._publisher = self.enter_context(
             Publisher(self._source, token=self._token, deadline_s=DEADLINE_S)
         )
         self.callback(self._source.may_go_on.set)
         for worker in WORKERS:
             self._start(worker)
-        traces = self.log.traces
+        traces, progress = self._log.traces, self._progress
         self._wait(lambda: len(traces) == len(WORKERS), "the workers' start")
 
-    def run(self) -> None:
-        """Play all rounds, after `start`, and end every process."""
+        rows = []
         number_of_kill = max(2, self._num_rounds // 2)
         for number in range(1, self._num_rounds + 1):
             over = self._train_and_publish(number, kills=number == number_of_kill)
-            self.rows.append(row_of(self.log, over))
-            self._progress.row(cells(self.rows[-1]), is_usual=over.report is not None)
+            # All that belongs to the round was reported.
+            rows.append(row_of(self._log, over))
+            progress.row(cells(rows[-1]))
             if number == number_of_kill + 1:
                 self._rejoin()
+        self._show_text(f"serving {over.version}")
+
         # All are asked before the first is waited for, so that they end side by side.
         for channel in self._channels.values():
             channel.close()
         deadline = Deadline(_END_S)
         for name in self._channels:
-            self.log.exits[name] = wait_for_end(self._children[name], deadline)
+            self._log.exits[name] = wait_for_end(self._children[name], deadline)
+        num_parameters = sum(each.numel() for each in self._model.parameters())
+        facts = {"parameters": num_parameters, "rounds": rows, "events": progress.events}
+        return Result(judge(self._log), facts)
 
     def _train_and_publish(self, number: int, *, kills: bool) -> Round:
         """Publish to the workers that are there; wait until they have proven what they serve."""
-        log, is_over = self.log, Deadline(_TRAIN_S)
+        log, is_over = self._log, Deadline(_TRAIN_S)
         self._wait(lambda: is_over.expired, "training")
-        steps = int(self.model.trained_steps)
+        if number == 1:
+            self._show_text("untrained")
+        steps = int(self._model.trained_steps)
         self._publisher.wait_for_workers(len(self._channels), timeout_s=DEADLINE_S)
-        over = Round(
-            number,
-            f"step-{steps}",
-            steps,
-            log.losses[-1],
-            digest=live_digest(self.model),
-            memcpy_s=memcpy_seconds(sum(each.nbytes for each in self.model.parameters())),
-            began_at=time.monotonic(),
-        )
+        over = Round(number, f"step-{steps}", steps, self._loss, digest=live_digest(self._model))
         self._source.is_armed = kills
         running = self._publisher.publish(over.version, wait=False)
         if kills:
@@ -436,7 +407,7 @@ class Main(contextlib.ExitStack):
             running.packed()
             # The engine has its own copy now: this step changes the weights while the workers still
             # verify and commit the old ones. If it had none, the digests would differ.
-            log.losses.append(self._learner.step())
+            self._loss = self._learner.step()
         # Reports are taken meanwhile: a worker that cannot send any would not commit.
         self._wait(lambda: running.done, "the end of the round", trains=False)
         try:
@@ -447,12 +418,15 @@ class Main(contextlib.ExitStack):
         log.rounds.append(over)
         if over.report:
             self._wait(lambda: log.is_proven(over), f"the proofs of {over.version}")
-        elif old := log.last_committed():
+        elif old := log.last_committed:
             trace = log.traces[SURVIVOR][0]
             self._wait(
                 lambda: trace.proves(old.version, since=over.ended_at), f"a proof of {SURVIVOR}"
             )
         return over
+
+    def _show_text(self, when: str) -> None:
+        self._progress.event(f"{SURVIVOR}, {when}: {self._log.traces[SURVIVOR][0].text}")
 
     def _kill_victim(self, number: int) -> None:
         """Kill a worker while half of the tensors are under way, and no more than half."""
@@ -468,11 +442,12 @@ class Main(contextlib.ExitStack):
         self._channels.pop(VICTIM).close()
         self._progress.event(f"{VICTIM} killed (SIGKILL) in the middle of round {number}")
         self._wait_for_tokens(SURVIVOR)
-        self.log.hold = Hold(number, began_at, time.monotonic())
+        old = self._log.last_committed
+        self._log.hold = Hold(number, old.version if old else None, began_at, time.monotonic())
         source.may_go_on.set()
 
     def _wait_for_tokens(self, worker: str) -> None:
-        now, trace = time.monotonic(), self.log.traces[worker][-1]
+        now, trace = time.monotonic(), self._log.traces[worker][-1]
         self._wait(
             lambda: len(trace.versions_between(now, float("inf"))) >= WITNESS_TOKENS,
             f"{WITNESS_TOKENS} tokens of {worker}",
@@ -483,7 +458,7 @@ class Main(contextlib.ExitStack):
     def _rejoin(self) -> None:
         """Start the killed worker again: it catches up without a round of its own."""
         self._start(VICTIM)
-        traces, last = self.log.traces[VICTIM], self.log.last_committed()
+        traces, last = self._log.traces[VICTIM], self._log.last_committed
         self._wait(lambda: len(traces) > 1, f"the new {VICTIM}")
         trace, ready = traces[1], traces[1].ready
         self._progress.event(
@@ -510,20 +485,20 @@ class Main(contextlib.ExitStack):
 
     def _wait(self, is_reached: Callable[[], bool], what: str, *, trains: bool = True) -> None:
         """Train, and record what the workers report, until a condition holds."""
+        self._progress.status(what)
         deadline = Deadline(_STEP_S)
         while not is_reached():
             deadline.check(what)
             if trains:
-                self.log.losses.append(self._learner.step())
+                self._loss = self._learner.step()
             for name in self._channels:
                 self._receive(name)
-            self._progress.status(status(self.log))
             if not trains:
                 time.sleep(0.01)
 
     def _receive(self, name: str) -> None:
         """Record the reports that a worker has sent so far."""
-        channel, traces = self._channels[name], self.log.traces
+        channel, traces = self._channels[name], self._log.traces
         try:
             while channel.poll(0.0):
                 report = channel.receive(REPORTS)
@@ -538,15 +513,6 @@ class Main(contextlib.ExitStack):
                 + (f"; its last output:\n{output[-4000:]}" if output else ""),
                 worker=name,
             ) from error
-
-
-def status(log: RunLog) -> str:
-    """Return what is going on."""
-    parts = [f"step {len(log.losses)}, loss {log.losses[-1]:.2f}" if log.losses else "starting"]
-    for worker, traces in log.traces.items():
-        version = traces[-1].holds.version or "untrained"
-        parts.append(f"{worker}: {len(traces[-1].times)} tokens, {version}")
-    return "  |  ".join(parts)
 
 
 def run_weights(millions: float, num_rounds: int, *, quiet: bool) -> Result:
@@ -564,51 +530,4 @@ def run_weights(millions: float, num_rounds: int, *, quiet: bool) -> Result:
         Progress(HEADER, LEGEND, quiet=quiet) as progress,
         Main(millions, num_rounds, progress) as main,
     ):
-        main.start()
-        began = time.monotonic()
-        main.run()
-        facts = {
-            "parameters": sum(each.numel() for each in main.model.parameters()),
-            "rounds": main.rows,
-            "events": progress.events,
-        }
-        return result_of(main.log, time.monotonic() - began, facts)
-
-
-def result_of(log: RunLog, seconds: float, facts: dict[str, Any]) -> Result:
-    """Return the outcome of a run."""
-    traces = [trace for trace in log.all_traces() if len(trace.times) > 1]
-    # Of the slowest process.
-    usual_s = max((median(b - a for a, b in pairwise(t.times)) for t in traces), default=None)
-    longest_s = max(
-        (
-            after - before
-            for over in log.rounds
-            for trace in traces
-            for before, after in trace.gaps(over.began_at, over.ended_at)
-        ),
-        default=None,
-    )
-    # What a worker has said before it got trained weights, and at the end.
-    texts = [pair for trace in log.traces.get(SURVIVOR, []) for pair in trace.texts.items()]
-    samples = [
-        {"worker": SURVIVOR, "version": version, "text": text}
-        for version, text in texts[:1] + texts[-1:]
-    ]
-    notes = [
-        f"{when} ({SURVIVOR}, {each['version'] or 'untrained'}):\n  {each['text']}"
-        for when, each in zip(("before", "after"), samples, strict=False)
-    ]
-    notes.append(
-        f"between two tokens: usually {cell(usual_s, 1, 1e3)} ms, at most "
-        f"{cell(longest_s, 1, 1e3)} ms during a round"
-    )
-    facts |= {
-        "first_loss": log.losses[0] if log.losses else None,
-        "last_loss": log.losses[-1] if log.losses else None,
-        "usual_gap_s": usual_s,
-        "longest_gap_s": longest_s,
-        "killed": {"worker": VICTIM, "number": log.hold.number} if log.hold else None,
-        "samples": samples,
-    }
-    return Result(judge(log), seconds, facts, notes)
+        return main.run()
