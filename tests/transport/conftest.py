@@ -9,8 +9,6 @@ import queue
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,29 +64,6 @@ class Recorder:
 @pytest.fixture
 def recorder():
     return Recorder
-
-
-def _descriptors():
-    """Sockets, event and poll descriptors of this process."""
-    found = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            target = str(fd.readlink())
-            if target.startswith(("socket:", "anon_inode:[event")):
-                found.add(f"{fd.name}={target}")
-    return found
-
-
-@pytest.fixture
-def leaves_nothing():
-    """Fail if a test leaves descriptors or threads behind."""
-    held = _descriptors() | set(threading.enumerate())
-    yield
-    # What earlier tests still held may go meanwhile; nothing may come.
-    end = time.monotonic() + 5
-    while (left := (_descriptors() | set(threading.enumerate())) - held) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert left == set()
 
 
 @pytest.fixture

@@ -49,10 +49,6 @@ def print_at_exit(text):
     atexit.register(print, text)
 
 
-def has_module(name):
-    return int(name in sys.modules)
-
-
 def make_a_zygote_and_sleep():
     """Also fork a child, whose copies of all descriptors hide the end of this process."""
     from wtransfer.transport.zygote import Zygote

@@ -168,17 +168,6 @@ class SegmentExporter:
         with self._changed:
             self._segments.pop(segment_id, None)
 
-    def num_leases(self, segment_id: int) -> int:
-        """Return how many leases on a segment exist now, also after it was revoked.
-
-        Raises:
-            ClosedError: The exporter was closed, so that leases are no longer counted.
-            ForkedError: This is a forked child.
-        """
-        self._check_usable()
-        with self._changed:
-            return list(self._leases.values()).count(segment_id)
-
     def wait_free(self, segment_id: int, timeout_s: float) -> bool:
         """Wait until there is no lease on a segment.
 
