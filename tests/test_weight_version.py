@@ -28,18 +28,6 @@ def test_without_a_model_the_name_is_the_processs_own(weights):
     assert weights.version().fingerprint != ProcessWeights().version().fingerprint
 
 
-def test_one_model_gives_its_name(weights):
-    weights.hold("f0")
-    assert weights.version().fingerprint == "f0"
-
-
-def test_while_a_model_changes_nothing_has_a_name(weights):
-    held = weights.hold("f0")
-    with held.changing(lambda: "f1"):
-        assert weights.version() is None
-    assert weights.version().fingerprint == "f1"
-
-
 def test_a_change_that_fails_is_a_change_all_the_same(weights):
     held = weights.hold("f0")
     before = weights.version()
@@ -88,15 +76,6 @@ def test_a_change_of_any_model_is_a_change_of_all(weights):
     with draft.changing(lambda: "g1"):
         assert weights.version() is None
     assert weights.version().fingerprint != before.fingerprint
-
-
-def test_a_model_that_nobody_watches_over_gets_a_name_that_nobody_knows(weights):
-    held = weights.hold("f0")
-    held.close()
-    after = weights.version()
-    assert after.fingerprint.startswith("local:")
-    held.close()
-    assert weights.version() == after
 
 
 def test_a_model_left_alone_is_not_taken_for_the_one_that_stays(weights):
@@ -212,16 +191,6 @@ def test_vouching_again_is_a_change(weights):
     weights.vouch_by_fingerprint(F0, model)
     assert weights.version().fingerprint == F0
     assert weights.version() != before
-
-
-def test_a_session_keeps_the_name_that_was_vouched_for_until_its_first_commit(weights):
-    model = Model()
-    weights.vouch_by_fingerprint(F0, model)
-    held = weights.hold(LOCAL, model)
-    assert weights.version().fingerprint == F0
-    with held.changing(lambda: F1):
-        assert weights.version() is None
-    assert weights.version().fingerprint == F1
 
 
 def test_a_first_commit_that_is_taken_back_brings_the_vouched_name_back(weights):

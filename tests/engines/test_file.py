@@ -238,14 +238,7 @@ class Nth:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [
-        errno.ENOSPC,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (errno.EIO, errno.EMFILE)),
-    ],
-    ids=errno.errorcode.get,
-)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE], ids=errno.errorcode.get)
 def test_any_call_to_the_disk_may_fail(publishing, store, monkeypatch, number, caplog):
     caplog.set_level("CRITICAL")
     made = publishing(shard_nbytes=100, keep=2)
@@ -276,13 +269,8 @@ def test_any_call_to_the_disk_may_fail(publishing, store, monkeypatch, number, c
     assert store.versions()[-1].version == "last"
 
 
-@pytest.fixture
-def small_disk(mount_tmpfs):
-    """A file system of four megabytes."""
-    return mount_tmpfs("4m")
-
-
-def test_a_full_disk_ends_the_round_and_the_next_that_fits_works(fleet, small_disk):
+def test_a_full_disk_ends_the_round_and_the_next_that_fits_works(fleet, mount_tmpfs):
+    small_disk = mount_tmpfs("4m")
     weights = {"w": torch.zeros(300_000)}
     made = fleet(weights, engine="file", options={"path": str(small_disk / "store"), "keep": 2})
     member = made.join()

@@ -301,6 +301,12 @@ def test_distribution_that_breaks_the_import_of_torch_is_named(site, entries, er
         assert cause in line
         assert "Concerned: acme-tpu. Every backend that needs torch is affected." in line
         assert "set TORCH_DEVICE_BACKEND_AUTOLOAD=0, and start the process again" in line
+
+
+def test_backends_load_without_the_device_backends_of_other_distributions(site):
+    info = site.add("acme-tpu")
+    (info / "entry_points.txt").write_text(FAILING_BACKEND)
+    site.module("acme_tpu", "1 / 0")
     assert load_two(site, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ["loaded", "loaded"]
 
 

@@ -31,27 +31,16 @@ class Other(Engine):
     pass
 
 
-def test_run_time_beats_discovered(site):
-    site.offer("acme-wt", "fast")
+def test_pin_beats_run_time_and_built_in_and_run_time_beats_discovered(site):
+    site.offer("acme-wt", "fast", "shm")
     registry = site.engines()
     discovered = registry.get("fast")
     registry.register("fast", Engine)
-    assert discovered is not Engine
-    assert registry.get("fast") is Engine
-
-
-def test_pin_beats_run_time(site):
-    site.offer("acme-wt", "fast")
-    registry = site.engines(WTRANSFER_PIN="engines:fast=acme-wt")
-    registry.register("fast", Engine)
-    assert registry.get("fast").__module__ == "acme_wt_module"
-
-
-def test_pin_beats_built_in(site):
-    site.offer("acme-wt", "shm")
-    registry = site.engines(WTRANSFER_PIN="engines:shm=acme-wt")
-    assert registry.get("shm").__module__ == "acme_wt_module"
-    assert registry.get("wtransfer:shm").__module__ == "builtin_shm"
+    assert registry.get("fast") is Engine is not discovered
+    pinned = site.engines(WTRANSFER_PIN="engines:fast=acme-wt, engines:shm=acme-wt")
+    pinned.register("fast", Engine)
+    assert pinned.get("fast") is pinned.get("shm") is discovered
+    assert pinned.get("wtransfer:shm").__module__ == "builtin_shm"
 
 
 def test_built_in_beats_discovered_and_warns_once(site, caplog):
@@ -210,21 +199,6 @@ def test_ambiguous_name_shows_both_and_the_pins(site):
         "'other-wt:FAST'."
     )
     assert registry.names() == ["acme-wt:fast", "other-wt:FAST", "shm"]
-
-
-def test_pin_of_the_error_resolves_the_ambiguity(site):
-    site.offer("acme-wt", "fast")
-    site.offer("other-wt", "FAST")
-    registry = site.engines(WTRANSFER_PIN="engines:FAST=other-wt")
-    assert registry.get("fast").__module__ == "other_wt_module"
-    assert registry.names() == ["FAST", "acme-wt:fast", "shm"]
-
-
-def test_blocking_one_of_two_resolves_the_ambiguity(site):
-    site.offer("acme-wt", "fast")
-    site.offer("other-wt", "fast")
-    registry = site.engines(WTRANSFER_PLUGINS_BLOCK="acme-wt")
-    assert registry.get("fast").__module__ == "other_wt_module"
 
 
 def test_two_spellings_in_one_distribution_must_be_written_exactly(site):

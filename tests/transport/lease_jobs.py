@@ -17,7 +17,6 @@ import torch
 
 from wtransfer.errors import (
     DescriptorLimitError,
-    ForkedError,
     SegmentGoneError,
 )
 from wtransfer.transport.lease import SegmentExporter, attach
@@ -109,29 +108,6 @@ def lend(value):
     segment.buffer[:] = value
     exporter.export(1, segment)
     print(exporter.address, exporter.secret)
-    time.sleep(FOREVER_S)
-
-
-def lend_and_fork(value):
-    """As `lend`, with a forked child that lives on; the child finds its copy unusable."""
-    exporter = SegmentExporter()
-    segment = Segment(1 << 16)
-    segment.buffer[:] = value
-    exporter.export(1, segment)
-    child = os.fork()
-    if child == 0:
-        calls = (
-            lambda: exporter.export(2, segment),
-            lambda: exporter.revoke(1),
-            lambda: exporter.wait_free(1, 1.0),
-        )
-        for call in calls:
-            with contextlib.suppress(ForkedError):
-                call()
-                os._exit(1)
-        exporter.close()
-        print(exporter.address, exporter.secret, os.getppid(), os.getpid(), flush=True)
-        time.sleep(FOREVER_S)
     time.sleep(FOREVER_S)
 
 

@@ -74,13 +74,6 @@ def test_who_asks_may_try_to_listen_beyond_this_host():
         ListeningSocket("tcp:192.0.2.1:0", allow_remote=True)  # documentation range: never ours
 
 
-def test_the_kernel_chooses_the_port():
-    listening = ListeningSocket("tcp:127.0.0.1:0")
-    port = listening.socket.getsockname()[1]
-    assert f"tcp:127.0.0.1:{port}" == listening.address
-    listening.socket.close()
-
-
 @pytest.mark.parametrize("kind", ["tcp", "abstract", "path"])
 def test_a_busy_address_is_named_at_once(tmp_path, kind):
     wanted = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.errors import AuthenticationError, PeerError, PeerLostError, StallError
+from wtransfer.errors import AuthenticationError, PeerError, PeerLostError
 from wtransfer.transport.address import parse_address
 from wtransfer.transport.channel import random_address
 
@@ -38,34 +38,6 @@ def test_a_killed_trainer_is_noticed_and_found_again(channel, peer_process):
         trainer.signal(signal.SIGKILL)
         assert isinstance(worker.close_error(), PeerLostError)
         assert connection.closed
-
-
-def test_a_stopped_worker_is_given_up_and_comes_back(channel, messages, peer_process):
-    listener, trainer = channel.listen(deadline_s=0.6)
-    worker = peer_process("dial", listener.address, token=listener.token)
-    trainer.connection()
-    worker.signal(signal.SIGSTOP)
-    error = trainer.close_error()
-    worker.signal(signal.SIGCONT)
-    assert isinstance(error, StallError)
-    assert f"process {worker.pid}" in str(error)
-    assert error.seconds == 0.6
-    trainer.connection().send(messages.Word("welcome back"))
-    assert messages.Word("welcome back") == trainer.message()
-
-
-def test_a_stopped_trainer_is_given_up_and_found_again(channel, peer_process):
-    trainer = peer_process("listen", random_address(), "0.6", token="t")
-    _, address = trainer.line()
-    _, worker = channel.dial(address=address, token="t")
-    worker.connection()
-    trainer.signal(signal.SIGSTOP)
-    error = worker.close_error()
-    trainer.signal(signal.SIGCONT)
-    assert isinstance(error, StallError)
-    assert address in str(error)
-    assert error.seconds == 0.6
-    worker.connection()
 
 
 def test_a_forked_child_keeps_nothing_open_and_the_parent_goes_on(channel, messages, peer_process):

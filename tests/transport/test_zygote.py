@@ -62,18 +62,6 @@ def test_an_exception_is_printed_and_ends_with_1(zygote, tmp_path):
     assert "ValueError: this child fails" in err.read_text()
 
 
-@pytest.mark.parametrize("target", ["zygote_jobs:none_such", "no_such_module:x", "zygote_jobs"])
-def test_a_target_that_does_not_exist_fails_in_the_child_only(zygote, tmp_path, target):
-    assert zygote.spawn(target, stderr=tmp_path / "err").wait(PATIENCE_S) == 1
-    assert zygote.spawn("zygote_jobs:add", 1).wait(PATIENCE_S) == 1
-
-
-def test_children_end_as_interpreters_do(zygote, tmp_path):
-    out = tmp_path / "out"
-    assert zygote.spawn("zygote_jobs:print_at_exit", "bye", stdout=out).wait(PATIENCE_S) == 0
-    assert out.read_text() == "bye\n"
-
-
 def test_a_child_inherits_neither_threads_nor_descriptors(zygote, tmp_path):
     sleeper = zygote.spawn("zygote_jobs:sleep", stdout="/dev/null")
     out = tmp_path / "out"
@@ -98,11 +86,6 @@ def test_killing_shows_as_a_negative_return_code(zygote, stopped):
     assert child.wait(PATIENCE_S) == -signal.SIGKILL
     child.kill()
     assert child.poll() == -signal.SIGKILL
-
-
-def test_return_codes_are_kept_apart(zygote):
-    children = [zygote.spawn("zygote_jobs:add", n) for n in range(5)]
-    assert [child.wait(PATIENCE_S) for child in reversed(children)] == [4, 3, 2, 1, 0]
 
 
 def test_close_kills_the_children_and_says_so():
