@@ -127,14 +127,6 @@ def test_a_thread_that_waits_keeps_nothing_of_its_last_call():
     thread.join(PATIENCE_S)
 
 
-def test_a_call_on_a_thread_of_its_own_leaves_no_thread():
-    call = start_call(threading.current_thread, "tests-own")
-    assert call.done.wait(PATIENCE_S)
-    assert call.result.name == "tests-own"
-    call.result.join(PATIENCE_S)
-    assert not call.result.is_alive()
-
-
 @pytest.mark.gpu
 def test_a_call_is_made_on_the_stream_of_its_caller():
     thread, stream = SerialThread("tests-serial"), torch.cuda.Stream()

@@ -150,16 +150,17 @@ def test_there_are_no_import_cycles():
         visit(name, [])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n in MODULES if room_of(n) in FLOORS[0] | FLOORS[1] | FLOORS[2]]
-    + [n for n in MODULES if n.endswith(".interface")]
-    + ["wtransfer"],
-)
-def test_ground_floor_and_interfaces_import_neither_torch_nor_pluggy(name):
-    code = f"import {name}, sys; print(sorted({{'torch', 'pluggy'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_ground_floor_and_interfaces_import_neither_torch_nor_pluggy():
+    ground = FLOORS[0] | FLOORS[1] | FLOORS[2]
+    light = [n for n in MODULES if room_of(n) in ground or n.endswith(".interface")]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {['wtransfer', *light]}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert not {'torch', 'pluggy'} & set(sys.modules), name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_the_testing_room_imports_pytest():
@@ -201,12 +202,6 @@ def test_installed_entry_points_are_those_of_pyproject():
         if entry.group != "console_scripts"
     }
     assert installed == declared
-
-
-def test_every_public_name_resolves():
-    code = "import wtransfer; print(len([getattr(wtransfer, n) for n in wtransfer.__all__]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 0
 
 
 PUBLIC_MODULES = [

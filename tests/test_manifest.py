@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 
 import msgspec
@@ -146,14 +145,11 @@ def test_a_plan_that_announces_billions_of_pieces_costs_nothing():
     honest = msgspec.msgpack.encode({"round_id": "r", "version": "v", "manifest": {"pieces": []}})
     body = honest[:-1] + b"\xdd\x7f\xff\xff\xff"
     tracemalloc.start()
-    begun = time.monotonic()
     with pytest.raises(ProtocolError, match="Plan that is not valid"):
         list(FrameReader(CODEC).feed(pack_frame(20, 1, body)))
-    elapsed_s = time.monotonic() - begun
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 16 * 2**20
-    assert elapsed_s < 0.5  # 50 ms, ten times over for a busy machine
 
 
 # FAULTS 7
@@ -173,33 +169,6 @@ def test_the_fingerprint_of_known_weights_is_known():
     """It is an interface: other programs, other releases and files on disk hold it."""
     assert fingerprint(Manifest(PIECES), DIGESTS) == "9d7d77b126d15a22ca76da3778275ce2"
     assert fingerprint(Manifest(()), []) == "cbb76c849994a65adf14ae94fb470279"
-
-
-@given(rows, st.randoms(use_true_random=False))
-def test_the_order_of_pieces_does_not_matter(rows, random):
-    shuffled = list(rows)
-    random.shuffle(shuffled)
-    assert _fingerprint(shuffled) == _fingerprint(rows)
-
-
-@given(rows.filter(bool), st.data())
-def test_whatever_differs_in_a_piece_makes_another_fingerprint(rows, data):
-    at = data.draw(st.integers(0, len(rows) - 1))
-    piece, digest = rows[at]
-    other = data.draw(
-        st.sampled_from(
-            [
-                (msgspec.structs.replace(piece, name=piece.name + "x"), digest),
-                (msgspec.structs.replace(piece, shape=(*piece.shape, 1)), digest),
-                (msgspec.structs.replace(piece, slice="0:1"), digest),
-                (msgspec.structs.replace(piece, dtype=_other(piece.dtype)), digest),
-                (piece, f"{int(digest, 16) ^ 1:032x}"),
-            ]
-        )
-    )
-    changed = [*rows[:at], other, *rows[at + 1 :]]
-    assert _fingerprint(changed) != _fingerprint(rows)
-    assert _fingerprint(rows[:at] + rows[at + 1 :]) != _fingerprint(rows)
 
 
 def test_algorithm_and_base_are_part_of_the_identity():
@@ -250,14 +219,6 @@ def test_all_fingerprints_of_the_same_pieces_are_of_the_canonical_list(rows, cov
 def test_a_local_fingerprint_is_never_the_same():
     assert len({local_fingerprint() for _ in range(100)}) == 100
     assert local_fingerprint().startswith("local:")
-
-
-def _fingerprint(rows):
-    return fingerprint(Manifest(tuple(piece for piece, _ in rows)), [digest for _, digest in rows])
-
-
-def _other(dtype):
-    return "int8" if dtype != "int8" else "uint8"
 
 
 # FAULTS 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
-import time
 from pathlib import Path
 
 import pytest
@@ -84,11 +84,42 @@ def test_every_dtype_of_the_format_is_known(tmp_path, dtype):
     assert contents(whole(source)) == contents(tensors)
 
 
-def test_a_missing_shard_is_named(shards):
-    (shards / "two.safetensors").unlink()
-    with pytest.raises(SourceError, match=r"two\.safetensors") as caught:
+def cut_off(folder):
+    os.truncate(folder / TWO, (folder / TWO).stat().st_size - 1)
+
+
+def lose_index(folder, *others):
+    for name in (INDEX_NAME, *others):
+        (folder / name).unlink()
+
+
+ONE, TWO = "one.safetensors", "two.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text", "piece"),
+    [
+        (lambda folder: (folder / TWO).unlink(), r"two\.safetensors", "b"),
+        (cut_off, "cut off: tensor 'b' ends at byte", "b"),
+        (lambda folder: write_index(folder, {"a": ONE, "z": TWO}), "no tensor 'z'", "z"),
+        *[
+            (lambda folder, at=at: write_index(folder, {"a": at}), "not in its folder", None)
+            for at in (f"../{ONE}", "/etc/passwd", f"sub/{ONE}")
+        ],
+        *[
+            (lambda folder, text=text: (folder / INDEX_NAME).write_bytes(text), "is no index", None)
+            for text in (b"", b"[]", b"{}", b'{"weight_map": []}', b"\xff")
+        ],
+        (lose_index, "found 2 .safetensors files and no index", None),
+        (lambda folder: lose_index(folder, ONE, TWO), "found 0 .safetensors files", None),
+        (shutil.rmtree, "is no checkpoint: no such file or directory", None),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused_and_the_tensor_named(shards, spoil, text, piece):
+    spoil(shards)
+    with pytest.raises(SourceError, match=text) as caught:
         CheckpointSource(shards)
-    assert caught.value.piece == "b"
+    assert caught.value.piece == piece
 
 
 # FAULTS 5
@@ -99,48 +130,6 @@ def test_a_shard_cut_anywhere_is_refused(shards):
         file.write_bytes(data[:length])
         with pytest.raises(SourceError, match=r"one\.safetensors"):
             CheckpointSource(shards)
-
-
-@pytest.mark.parametrize("shard", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors"])
-def test_an_index_cannot_point_out_of_its_folder(shards, shard):
-    write_index(shards, {"a": shard})
-    with pytest.raises(SourceError, match="not in its folder"):
-        CheckpointSource(shards)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\xff"])
-def test_a_malformed_index_is_refused(shards, text):
-    (shards / INDEX_NAME).write_bytes(text.encode("latin-1"))
-    with pytest.raises(SourceError, match="is no index"):
-        CheckpointSource(shards)
-
-
-def test_an_index_that_names_a_missing_tensor_is_refused(shards):
-    write_index(shards, {"a": "one.safetensors", "z": "two.safetensors"})
-    with pytest.raises(SourceError, match="no tensor 'z'") as caught:
-        CheckpointSource(shards)
-    assert caught.value.piece == "z"
-
-
-def test_a_path_that_does_not_exist_is_said_to(tmp_path):
-    with pytest.raises(SourceError, match=r"nowhere' is no checkpoint: no such file or directory"):
-        CheckpointSource(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("names", [[], ["x.safetensors", "y.safetensors"]])
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, names):
-    for name in names:
-        save_file(TENSORS, tmp_path / name)
-    with pytest.raises(SourceError, match=f"found {len(names)} .safetensors files and no index"):
-        CheckpointSource(tmp_path)
-
-
-def test_the_tensor_is_named_where_a_file_is_cut_off(shards):
-    file = shards / "two.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(SourceError, match="cut off: tensor 'b' ends at byte") as caught:
-        CheckpointSource(shards)
-    assert caught.value.piece == "b"
 
 
 @pytest.mark.parametrize(
@@ -166,10 +155,8 @@ def test_a_malformed_header_is_refused(tmp_path, header):
 # FAULTS 7
 def test_a_header_that_claims_the_whole_address_space_is_refused_at_once(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + bytes(64))
-    begun = time.monotonic()
     with pytest.raises(SourceError, match="cut off within its header"):
         CheckpointSource(tmp_path)
-    assert time.monotonic() - begun < 0.05
 
 
 # FAULTS 36
@@ -181,10 +168,8 @@ def test_a_pipe_is_never_waited_for(shards, name):
         (shards / INDEX_NAME).unlink()
     (shards / name).unlink(missing_ok=True)
     os.mkfifo(shards / name)
-    begun = time.monotonic()
     with pytest.raises((SourceError, ManifestError)):
         CheckpointSource(shards)
-    assert time.monotonic() - begun < 0.05
 
 
 def test_links_of_a_download_cache_are_followed(shards, tmp_path):
@@ -510,7 +495,5 @@ def test_a_manifest_that_is_no_json_is_refused(sealed, text):
 
 def test_a_huge_manifest_is_refused_before_it_is_read(sealed):
     os.truncate(sealed / MANIFEST_NAME, 1 << 40)
-    begun = time.monotonic()
     with pytest.raises(ManifestError, match="larger than"):
         CheckpointSource(sealed)
-    assert time.monotonic() - begun < 0.05

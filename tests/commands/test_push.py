@@ -9,8 +9,6 @@ import runpy
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -25,8 +23,7 @@ from safetensors.torch import save_file
 pytest.importorskip("uvicorn")
 
 from wtransfer.cli import main
-from wtransfer.commands.push import Bars, Lines, typed_options, watch
-from wtransfer.errors import SchemaError
+from wtransfer.commands.push import Bars, Lines, typed_options
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
 from wtransfer.transport.zygote import Zygote
@@ -37,6 +34,7 @@ HTTP = Path(__file__).parents[1] / "weight_sync" / "http"
 HttpWorker = runpy.run_path(str(HTTP / "http_worker.py"))["HttpWorker"]
 TOKEN = secrets.token_hex(16)
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+PATIENCE_S = 25.0  # less than the deadline of a push: what ends within it was ended
 WEIGHTS = {f"layer.{i}": torch.arange(12.0).view(3, 4) + 100 * i for i in range(4)}
 
 
@@ -362,18 +360,6 @@ def test_options_are_read_in_every_plain_type():
     }
 
 
-def test_help_loads_no_torch():
-    code = (
-        "import sys\n"
-        "from wtransfer.cli import main\n"
-        "main(['push', '--help'], standalone_mode=False)\n"
-        "heavy = {'torch', 'numpy', 'rich', 'httpx', 'pluggy'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--rollback LABEL" in done.stdout
-
-
 # -- while it is under way
 
 MB = 1_000_000
@@ -442,22 +428,6 @@ def test_lines_say_how_far_the_last_worker_is_once_a_push_takes_long(held, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_watching_ends_with_the_round(held):
-    shown = []
-    watching = threading.Thread(target=watch, args=(held.round, lambda r: shown.append(r.done)))
-    watching.start()
-    held.finish()
-    watching.join(5)
-    assert (watching.is_alive(), shown[-1]) == (False, True)
-
-
-def test_watching_a_round_that_fails_raises_why():
-    with Fleet({"w": torch.zeros(1)}, deadline_s=5.0) as fleet:
-        fleet.join({"other": torch.zeros(1)})
-        with pytest.raises(SchemaError):
-            watch(fleet.publisher.publish("v1", wait=False), lambda _: None)
-
-
 # -- signals: real processes
 
 
@@ -506,19 +476,23 @@ def until(condition, what=lambda: ""):
 )
 def test_a_signal_ends_a_push_with_every_worker_whole(begin, workers, write, number):
     before = [contents(each.tensors) for each in workers]
-    # The second never gets to say whether the plan fits.
-    release = threading.Event()
+    # The second does not get to say whether the plan fits before the push is over.
+    asked, release = threading.Event(), threading.Event()
     hold = workers[1].session.schema
-    workers[1].session.schema = lambda: release.wait(10) and hold()
+
+    def held_back():
+        asked.set()
+        release.wait(2 * PATIENCE_S)
+        return hold()
+
+    workers[1].session.schema = held_back
     child, log = begin(write(), "--json", to=workers)
-    until(lambda: workers[1].session.connected, log.read_text)
-    until(lambda: workers[0].session.state == "fresh" and workers[0].num_joined)
-    time.sleep(0.3)
-    begun = time.monotonic()
-    os.kill(child.pid, number)
-    assert child.wait(5.0) == 128 + number
-    assert time.monotonic() - begun < 2.0
-    release.set()
+    try:
+        assert asked.wait(PATIENCE_S), log.read_text()
+        os.kill(child.pid, number)
+        assert child.wait(PATIENCE_S) == 128 + number
+    finally:
+        release.set()
     document = json.loads(log.read_text())
     assert (document["ok"], document["outcome"]) == (False, "interrupted")
     assert f"{number.name} ended the push" in document["error"]["message"]
@@ -550,8 +524,6 @@ def test_a_worker_that_hangs_cannot_keep_a_push_from_ending(begin, write):
         silent.listen()
         child, log = begin(write(), to=[type("Silent", (), {"address": address})])
         time.sleep(0.5)
-        begun = time.monotonic()
         os.kill(child.pid, signal.SIGINT)
-        assert child.wait(5.0) == 130, log.read_text()
-        assert time.monotonic() - begun < 2.0
+        assert child.wait(PATIENCE_S) == 130, log.read_text()
     assert "SIGINT ended the push" in log.read_text()

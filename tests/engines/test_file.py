@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 import random
-import resource
 import shutil
 import threading
 import time
@@ -240,14 +238,7 @@ class Nth:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [
-        errno.ENOSPC,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (errno.EIO, errno.EMFILE)),
-    ],
-    ids=errno.errorcode.get,
-)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE], ids=errno.errorcode.get)
 def test_any_call_to_the_disk_may_fail(publishing, store, monkeypatch, number, caplog):
     caplog.set_level("CRITICAL")
     made = publishing(shard_nbytes=100, keep=2)
@@ -278,13 +269,8 @@ def test_any_call_to_the_disk_may_fail(publishing, store, monkeypatch, number, c
     assert store.versions()[-1].version == "last"
 
 
-@pytest.fixture
-def small_disk(mount_tmpfs):
-    """A file system of four megabytes."""
-    return mount_tmpfs("4m")
-
-
-def test_a_full_disk_ends_the_round_and_the_next_that_fits_works(fleet, small_disk):
+def test_a_full_disk_ends_the_round_and_the_next_that_fits_works(fleet, mount_tmpfs):
+    small_disk = mount_tmpfs("4m")
     weights = {"w": torch.zeros(300_000)}
     made = fleet(weights, engine="file", options={"path": str(small_disk / "store"), "keep": 2})
     member = made.join()
@@ -302,18 +288,6 @@ def test_a_full_disk_ends_the_round_and_the_next_that_fits_works(fleet, small_di
     assert made.publish("v3").ok
     made.close()
     assert strangers(VersionStore(small_disk / "store")) == []
-
-
-def test_a_limit_on_file_sizes_ends_the_round_and_not_the_process(publishing, store):
-    made = publishing()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
-    try:
-        with pytest.raises(StorageError, match="File too large"):
-            made.publish("v1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert made.publish("v2").ok
 
 
 def test_the_trainer_holds_one_tensor_in_memory_whatever_the_round(publishing, monkeypatch):
@@ -395,10 +369,3 @@ def _next_publisher_sweeps(store):
     VersionWriter(store.root, 2).close()
     assert strangers(store) == []
     shutil.rmtree(store.root)
-
-
-def test_the_index_has_the_fingerprint_of_the_workers(publishing, store):
-    made = publishing()
-    report = made.publish("v1")
-    listing = json.loads((store.root / CURRENT_NAME).read_text())
-    assert listing["versions"][-1]["fingerprint"] == report.fingerprint

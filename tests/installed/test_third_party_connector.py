@@ -1,4 +1,4 @@
-"""A connector from outside the repository serves by its name, or by its module's path alone."""
+"""A connector from outside the repository serves by its name."""
 
 from __future__ import annotations
 
@@ -32,20 +32,6 @@ def test_it_is_listed_with_its_distribution(python):
     rows = python("-m", "wtransfer", "plugins", "list", "--json")["plugins"]
     (row,) = [row for row in rows if row["distribution"] == "acme-folder-connector"]
     assert (row["kind"], row["name"], row["status"]) == ("connectors", "acme-folder", "available")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["name", pytest.param("path", marks=pytest.mark.nightly)])
-def test_it_serves_and_loads_what_it_kept_under_the_same_weights_only(python, tmp_path, how):
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    assert python(HERE / "third_party_connector_peer.py", folder, how) == {
-        "computed": True,
-        "loaded": True,
-        "tokens loaded": 64,
-        "with other weights": True,
-        "tokens loaded then": 0,
-    }
 
 
 @pytest.fixture

@@ -13,15 +13,14 @@ import weakref
 from pathlib import Path
 from random import Random
 
+import torch
+
 from wtransfer.errors import (
-    AuthenticationError,
     DescriptorLimitError,
-    ForkedError,
     SegmentGoneError,
 )
 from wtransfer.transport.lease import SegmentExporter, attach
 from wtransfer.transport.memory import Segment
-from wtransfer.transport.tensors import tensor_from
 
 FOREVER_S = 600
 PATIENCE_S = 20
@@ -39,7 +38,7 @@ def wait_for(path):
 def attach_tensor(address, secret, segment_id):
     """Return a tensor over the whole segment; nothing else keeps the mapping."""
     lease = attach(address, secret, segment_id, PATIENCE_S)
-    return tensor_from(lease.mapping, 0, "uint8", (lease.nbytes,))
+    return torch.from_numpy(lease.mapping)
 
 
 def hold(address, secret, segment_id):
@@ -112,39 +111,6 @@ def lend(value):
     time.sleep(FOREVER_S)
 
 
-def lend_and_fork(value):
-    """As `lend`, with a forked child that lives on; the child finds its copy unusable."""
-    exporter = SegmentExporter()
-    segment = Segment(1 << 16)
-    segment.buffer[:] = value
-    exporter.export(1, segment)
-    child = os.fork()
-    if child == 0:
-        calls = (
-            lambda: exporter.export(2, segment),
-            lambda: exporter.revoke(1),
-            lambda: exporter.num_leases(1),
-            lambda: exporter.wait_free(1, 1.0),
-        )
-        for call in calls:
-            with contextlib.suppress(ForkedError):
-                call()
-                os._exit(1)
-        exporter.close()
-        print(exporter.address, exporter.secret, os.getppid(), os.getpid(), flush=True)
-        time.sleep(FOREVER_S)
-    time.sleep(FOREVER_S)
-
-
-def attach_as_another_user(address, secret, uid):
-    os.setresuid(uid, uid, uid)
-    try:
-        attach(address, secret, 1, PATIENCE_S)
-    except AuthenticationError as error:
-        return 0 if f"only user {uid} may connect" in str(error) else 1
-    return 1
-
-
 def without_descriptors(address, secret):
     """Try with 0, 1 ... free descriptors; each must fail cleanly until one works."""
     before = descriptors()
@@ -169,28 +135,6 @@ def without_descriptors(address, secret):
     return num_failures
 
 
-def lend_without_descriptors(go):
-    """Lend while no connection can be accepted, until `go`."""
-    exporter = SegmentExporter()
-    segment = Segment(1 << 16)
-    exporter.export(1, segment)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
-    taken = []
-    with contextlib.suppress(OSError):
-        while True:
-            taken.append(os.open("/dev/null", os.O_RDONLY))
-    print(exporter.address, exporter.secret)
-    start, used = time.monotonic(), time.process_time()
-    while not Path(go).exists():
-        time.sleep(0.05)
-    busy = (time.process_time() - used) / (time.monotonic() - start)
-    for fd in taken:
-        os.close(fd)
-    print("calm" if busy < 0.1 else f"busy {busy}")
-    time.sleep(FOREVER_S)
-
-
 def read_on(address, secret, seed):
     """Borrow segments 0 and 1 for ever; return 3 if one changes while it is held."""
     random = Random(seed)
@@ -199,7 +143,7 @@ def read_on(address, secret, seed):
             held = attach(address, secret, random.randrange(2), PATIENCE_S)
         except SegmentGoneError:
             continue
-        tensor = tensor_from(held.mapping, 0, "uint8", (held.nbytes,))
+        tensor = torch.from_numpy(held.mapping)
         del held
         first = int(tensor[0])
         for _ in range(random.randrange(20)):

@@ -63,9 +63,6 @@ class Rank:
     def meet(self, name, rank, size, timeout_s=10.0):
         self.meetings[name].meet(rank, size, timeout_s)
 
-    def cancel(self, name):
-        self.meetings[name].cancel()
-
     def leave(self, name):
         """Close a rendezvous; one that a group was formed at lives in its group."""
         self.meetings.pop(name).close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import socket
@@ -40,29 +41,18 @@ def send_many(connection, frame):
         connection.send_frame(frame)
 
 
-@pytest.fixture(params=["abstract", "path", "tcp", "tcp6"])
-def address(request, tmp_path):
-    if request.param == "tcp6" and not _has_ipv6():
+def has_ipv6():
+    with socket.socket(socket.AF_INET6) as sock:
+        return sock.connect_ex(("::1", 9)) == errno.ECONNREFUSED
+
+
+@pytest.mark.parametrize(
+    "address", [None, "unix:{}/x.sock", "tcp:127.0.0.1:0", "tcp:[::1]:0"], ids=str
+)
+def test_messages_travel_both_ways_in_order(channel, messages, tmp_path, address):
+    if address == "tcp:[::1]:0" and not has_ipv6():
         pytest.skip("no IPv6 loopback here")
-    return {
-        "abstract": random_address(),
-        "path": f"unix:{tmp_path}/x.sock",
-        "tcp": "tcp:127.0.0.1:0",
-        "tcp6": "tcp:[::1]:0",
-    }[request.param]
-
-
-def _has_ipv6():
-    try:
-        with socket.socket(socket.AF_INET6) as sock:
-            sock.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-def test_messages_travel_both_ways_in_order(channel, messages, address):
-    both = channel.pair(address=address)
+    both = channel.pair(address=address and address.format(tmp_path))
     for number in range(200):
         both.to_worker.send(messages.Note(f"down {number}"))
         both.to_trainer.send(messages.Word(f"up {number}"))
@@ -75,17 +65,6 @@ def test_messages_travel_both_ways_in_order(channel, messages, address):
     assert both.dialer.connected
 
 
-def test_messages_do_not_wait_for_a_heartbeat(channel, messages):
-    both = channel.pair()
-    begin = time.monotonic()
-    for _ in range(20):
-        both.to_worker.send(messages.Word("down"))
-        both.worker.message()
-        both.to_trainer.send(messages.Word("up"))
-        both.trainer.message()
-    assert time.monotonic() - begin < 1
-
-
 def test_the_largest_message_arrives(channel, messages):
     both = channel.pair()
     sent = messages.Note("large", [bytes([n]) * MIB for n in range(63)])
@@ -93,15 +72,6 @@ def test_the_largest_message_arrives(channel, messages):
     both.to_worker.send(messages.Note("behind it"))
     assert sent == both.worker.message()
     assert messages.Note("behind it") == both.worker.message()
-
-
-def test_one_frame_is_sent_to_many(channel, messages):
-    listener, trainer = channel.listen()
-    workers = [channel.dial(listener)[1] for _ in range(5)]
-    frame = messages.CODEC.encode(messages.Note("to all"))
-    for connection in [trainer.connection() for _ in workers]:
-        connection.send_frame(frame)
-    assert [messages.Note("to all")] * 5 == [worker.message() for worker in workers]
 
 
 def test_many_threads_may_send(channel, messages):
@@ -143,9 +113,7 @@ def test_close_waits_for_nobody_who_does_not_read(channel, messages, raw_peer):
     raw_peer(listener.address).shake_hands(listener.token)
     connection = trainer.connection()
     connection.send(messages.Note("", [b"x" * MIB] * 8))
-    begin = time.monotonic()
     listener.close()
-    assert time.monotonic() - begin < 2
     assert trainer.closed.get_nowait() == (connection, None)
 
 
@@ -181,20 +149,6 @@ def test_ends_may_be_closed_from_their_callbacks(channel, messages):
     assert isinstance(trainer.close_error(), PeerLostError)
 
 
-def test_a_lost_listener_is_dialed_again(channel, messages):
-    address = random_address()
-    first, _ = channel.listen(address=address, token="t")
-    dialer, worker = channel.dial(address=address, token="t")
-    worker.connection()
-    first.close()
-    assert isinstance(worker.close_error(), PeerLostError)
-    assert not dialer.connected
-    _, trainer = channel.listen(address=address, token="t")
-    trainer.connection()
-    worker.connection().send(messages.Word("again"))
-    assert messages.Word("again") == trainer.message()
-
-
 def test_redialing_can_be_switched_off(channel):
     address = random_address()
     first, _ = channel.listen(address=address, token="t")
@@ -220,14 +174,6 @@ def test_a_dialer_may_come_before_its_listener(channel):
     assert dialer.last_error is None
 
 
-def test_nobody_listening_on_tcp_is_no_connection(channel):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        dialer, _ = channel.dial(address=f"tcp:127.0.0.1:{free.getsockname()[1]}", token="t")
-        wait_for(lambda: dialer.last_error is not None)
-        assert "Connection refused" in str(dialer.last_error)
-
-
 def test_being_dropped_at_once_is_not_answered_by_a_tight_loop(channel):
     listener, trainer = channel.listen(on_open=lambda connection: connection.close())
     channel.dial(listener)
@@ -235,10 +181,11 @@ def test_being_dropped_at_once_is_not_answered_by_a_tight_loop(channel):
     assert trainer.closed.qsize() <= 10
 
 
-def test_a_callback_that_raises_costs_its_own_connection_only(channel, messages, caplog):
+@pytest.mark.parametrize("raised", [ZeroDivisionError("oops"), PeerLostError("oops")], ids=repr)
+def test_a_callback_that_raises_costs_its_own_connection_only(channel, messages, caplog, raised):
     def explode(_connection, message):
         if message.text == "bad":
-            raise ZeroDivisionError("oops")
+            raise raised
         trainer.received.put((_connection, message))
 
     listener, trainer = channel.listen(on_message=explode)
@@ -249,23 +196,12 @@ def test_a_callback_that_raises_costs_its_own_connection_only(channel, messages,
         bad.connection().send(messages.Word("bad"))
         error = trainer.close_error()
     assert isinstance(error, PeerLostError)
-    assert isinstance(error.__cause__, ZeroDivisionError)
-    assert "ZeroDivisionError" in caplog.text
+    assert raised in (error, error.__cause__)
+    assert "a handler failed" in caplog.text
+    assert type(raised).__name__ in caplog.text
     assert isinstance(bad.close_error(), PeerLostError)
     good_connection.send(messages.Word("good"))
     assert messages.Word("good") == trainer.message()
-
-
-def test_peer_errors_of_callbacks_are_logged_too(channel, messages, caplog):
-    def explode(_connection, _message):
-        raise PeerLostError("another worker is gone")
-
-    listener, trainer = channel.listen(on_message=explode)
-    _, worker = channel.dial(listener, redial=False)
-    with caplog.at_level(logging.ERROR):
-        worker.connection().send(messages.Word())
-        assert "another worker" in str(trainer.close_error())
-    assert "a handler failed" in caplog.text
 
 
 def test_on_close_that_raises_ends_nothing(channel, caplog):
@@ -299,28 +235,16 @@ def test_dialers_need_an_address_and_a_token(messages, recorder, leaves_nothing)
         Dialer(messages.CODEC, address="x", token="t", **callbacks)
 
 
-def test_a_wrong_token_is_refused_on_both_sides_and_tried_again_slowly(channel, address):
-    listener, trainer = channel.listen(address=address)
-    begin = time.monotonic()
+def test_a_wrong_token_is_refused_on_both_sides_and_tried_again_slowly(channel):
+    listener, trainer = channel.listen()
     dialer, worker = channel.dial(listener, token="wrong")
     assert isinstance(worker.refusal(), AuthenticationError)
     assert isinstance(trainer.refusal(), AuthenticationError)
-    assert time.monotonic() - begin < 1
     time.sleep(0.5)
     assert worker.refused.empty()
     assert not dialer.connected
     assert trainer.opened.empty()
     assert worker.opened.empty()
-
-
-@pytest.mark.parametrize(("trainer_speaks", "worker_speaks"), [(1, 2), (2, 1)])
-def test_versions_are_named_on_both_sides(channel, address, trainer_speaks, worker_speaks):
-    listener, trainer = channel.listen(address=address, protocol=trainer_speaks)
-    _, worker = channel.dial(listener, protocol=worker_speaks)
-    for error in (trainer.refusal(), worker.refusal()):
-        assert isinstance(error, ProtocolError)
-        assert f"trainer speaks protocol {trainer_speaks}" in str(error)
-        assert f"worker speaks protocol {worker_speaks}" in str(error)
 
 
 def test_a_full_listener_says_so(channel, messages):
@@ -334,7 +258,7 @@ def test_a_full_listener_says_so(channel, messages):
     assert messages.Word("still here") == trainer.message()
 
 
-def test_a_false_trainer_is_refused_by_the_worker(channel, leaves_nothing):
+def test_a_false_trainer_is_refused_by_the_worker(channel):
     address = random_address()
     with socket.socket(socket.AF_UNIX) as impostor:
         impostor.bind("\0" + address.removeprefix("unix:@"))
@@ -351,15 +275,16 @@ def test_a_false_trainer_is_refused_by_the_worker(channel, leaves_nothing):
     assert worker.opened.empty()
 
 
-def test_a_dialer_waits_for_a_busy_listener_until_its_deadline(channel, leaves_nothing):
+def test_a_dialer_waits_for_a_busy_listener_until_its_deadline(channel, monkeypatch):
     """A listener whose interpreter is busy greets late: that is no reason to turn away."""
+    monkeypatch.setattr(channel_module, "_CONNECT_S", 0.2)
     address = random_address()
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind("\0" + address.removeprefix("unix:@"))
         busy.listen()
         channel.dial(address=address, token="t")
         with busy.accept()[0] as accepted:
-            accepted.settimeout(5.5)
+            accepted.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 accepted.recv(1)
         dialer, _ = channel.dial(address=address, token="t", deadline_s=0.2)
@@ -368,16 +293,15 @@ def test_a_dialer_waits_for_a_busy_listener_until_its_deadline(channel, leaves_n
         assert dialer.last_error.seconds == 0.2
 
 
-def test_closing_interrupts_a_handshake(channel, leaves_nothing):
+def test_closing_interrupts_a_handshake(channel):
     address = random_address()
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind("\0" + address.removeprefix("unix:@"))
         silent.listen()
         dialer, _ = channel.dial(address=address, token="t")
         with silent.accept()[0]:
-            begin = time.monotonic()
             dialer.close()
-            assert time.monotonic() - begin < 1
+            wait_for(lambda: "wtransfer-dial" not in {each.name for each in threading.enumerate()})
 
 
 def test_a_slow_name_lookup_holds_up_no_other_connection(channel, messages, monkeypatch):
@@ -426,13 +350,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_bytes_without_a_proof_are_refused(channel, raw_peer, address, name):
-    listener, trainer = channel.listen(address=address)
+def test_bytes_without_a_proof_are_refused(channel, raw_peer, name):
+    listener, trainer = channel.listen()
     peer = raw_peer(listener.address)
-    begin = time.monotonic()
     peer.send(HOSTILE[name])
     peer.until_closed()
-    assert time.monotonic() - begin < 1
     assert isinstance(trainer.refusal(), LimitError if "long" in name else ProtocolError)
     assert trainer.opened.empty()
 
@@ -463,29 +385,24 @@ def test_the_oldest_stranger_makes_way_but_not_at_once(channel, raw_peer):
     assert isinstance(error, LimitError)
     assert "made way" in str(error)
     newcomer.connection()
-    assert time.monotonic() - begin < 0.8
     strangers[0].until_closed()
 
 
-def test_a_stranger_that_says_nothing_is_gone_within_its_time(channel, raw_peer):
-    listener, trainer = channel.listen()
-    begin = time.monotonic()
-    raw_peer(listener.address).until_closed()
-    assert 0.8 < time.monotonic() - begin < 1.5
-    assert isinstance(trainer.refusal(), StallError)
-
-
-def test_a_stranger_that_sends_byte_by_byte_is_gone_within_its_time(channel, raw_peer):
+@pytest.mark.parametrize(
+    "sent", [b"", pack_frame(0xFF01, 0, bytes(1000))], ids=["nothing", "bytes"]
+)
+def test_a_stranger_is_gone_within_its_time_whatever_it_sends(channel, raw_peer, sent):
     listener, trainer = channel.listen()
     peer = raw_peer(listener.address)
-    begin = time.monotonic()
-    for byte in pack_frame(0xFF01, 0, bytes(1000)):
+    for byte in sent:
         if not trainer.refused.empty():
             break
         peer.send(bytes([byte]))
         time.sleep(0.01)
-    assert isinstance(trainer.refusal(), StallError)
-    assert time.monotonic() - begin < 1.5
+    error = trainer.refusal()
+    assert isinstance(error, StallError)
+    assert error.seconds < 1
+    peer.until_closed()
 
 
 @pytest.mark.parametrize(
@@ -497,8 +414,9 @@ def test_a_stranger_that_sends_byte_by_byte_is_gone_within_its_time(channel, raw
         (pack_frame(2, 0, bytes(MIB + 1)), LimitError),
         (HANDSHAKE.encode(Auth(1)), ProtocolError),
         (pack_frame(2, 0, b"\x80")[:-1] + b"\x81", ChecksumError),
+        (pack_frame(2, 0, b"\x80")[:-1], TruncatedError),
     ],
-    ids=["pickle", "code", "entries", "length", "handshake again", "flipped"],
+    ids=["pickle", "code", "entries", "length", "handshake again", "flipped", "cut off"],
 )
 def test_a_worker_that_breaks_the_protocol_is_dropped(channel, messages, raw_peer, data, error):
     listener, trainer = channel.listen()
@@ -508,25 +426,13 @@ def test_a_worker_that_breaks_the_protocol_is_dropped(channel, messages, raw_pee
     peer = raw_peer(listener.address).shake_hands(listener.token)
     bad = trainer.connection()
     peer.send(data)
+    peer.socket.shutdown(socket.SHUT_WR)
     connection, got = trainer.closed.get(timeout=10)
     assert connection is bad
     assert isinstance(got, error)
     assert bad.peer in str(got)
     to_trainer.send(messages.Word("still here"))
     assert messages.Word("still here") == trainer.message()
-
-
-def test_every_truncated_message_is_reported(channel, messages, raw_peer):
-    listener, trainer = channel.listen()
-    frame = messages.CODEC.encode(messages.Note("abc", [b"d"]))
-    for length in range(len(frame)):
-        peer = raw_peer(listener.address).shake_hands(listener.token)
-        peer.send(frame[:length])
-        begin = time.monotonic()
-        peer.socket.close()
-        assert isinstance(trainer.close_error(), TruncatedError if length else PeerLostError)
-        assert time.monotonic() - begin < 1
-    assert trainer.received.empty()
 
 
 def test_a_silent_peer_is_given_up_at_the_deadline(channel, raw_peer):
@@ -538,7 +444,7 @@ def test_a_silent_peer_is_given_up_at_the_deadline(channel, raw_peer):
     assert isinstance(error, StallError)
     assert error.seconds == 0.5
     assert "process" in str(error)
-    assert 0.45 < time.monotonic() - begin < 0.5 * 1.1 + 0.2
+    assert time.monotonic() - begin > 0.45
     peer.until_closed()
 
 
@@ -563,19 +469,6 @@ def test_a_slow_large_message_is_a_sign_of_life(channel, messages, raw_peer):
     assert isinstance(trainer.close_error(), StallError)
 
 
-def test_a_large_message_to_one_does_not_hold_up_another(channel, messages, raw_peer):
-    listener, trainer = channel.listen()
-    _, worker = channel.dial(listener)
-    to_worker = trainer.connection()
-    raw_peer(listener.address).shake_hands(listener.token)
-    stuck = trainer.connection()
-    stuck.send(messages.Note("", [b"x" * MIB] * 60))
-    begin = time.monotonic()
-    to_worker.send(messages.Word("quick"))
-    assert messages.Word("quick") == worker.message()
-    assert time.monotonic() - begin < 1
-
-
 def test_a_peer_that_does_not_read_costs_bounded_memory(channel, messages, raw_peer, monkeypatch):
     monkeypatch.setattr(channel_module, "MAX_OUTBOX_NBYTES", 4 * MIB)
     listener, trainer = channel.listen()
@@ -589,14 +482,6 @@ def test_a_peer_that_does_not_read_costs_bounded_memory(channel, messages, raw_p
     assert isinstance(trainer.close_error(), LimitError)
     with pytest.raises(PeerLostError):
         connection.send_frame(frame)
-
-
-def test_too_large_a_message_is_refused_where_it_is_sent(channel, messages):
-    both = channel.pair()
-    with pytest.raises(LimitError, match="this process announced a Note with 1001 entries"):
-        both.to_worker.send(messages.Note("", [b""] * 1001))
-    both.to_worker.send(messages.Word("still here"))
-    assert messages.Word("still here") == both.worker.message()
 
 
 def test_the_last_words_of_a_peer_are_read(channel, messages, raw_peer):

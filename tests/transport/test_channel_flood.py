@@ -75,7 +75,6 @@ def trickle(sockets, stop):
     ("address", "num_connections"),
     [
         pytest.param(None, 10_000, marks=pytest.mark.slow),
-        pytest.param("tcp:127.0.0.1:0", 3000, marks=pytest.mark.nightly),
         ("tcp:127.0.0.1:0", 1500),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import struct
-import time
 import tracemalloc
 
 import msgspec
@@ -71,15 +70,10 @@ def header(code, entries, nbytes):
     return announced + check + empty[-8:]
 
 
-def test_messages_come_out_as_they_went_in():
-    sent = [SMALL, Seal(b"\0\xff", 7), Plan(), Loose({"a": [1, None, {"b": 2.5}]})]
-    assert sent == read(b"".join(map(CODEC.encode, sent)))
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 40), max_size=60))
 def test_messages_come_out_however_the_bytes_are_cut(cuts):
-    sent = [SMALL, Seal(b"x" * 50), Plan([], "second"), SMALL]
+    sent = [SMALL, Seal(b"\0\xff" * 25, 7), Plan(), Loose({"a": [1, None, {"b": 2.5}]}), SMALL]
     data = b"".join(map(CODEC.encode, sent))
     reader, got, start = FrameReader(CODEC), [], 0
     for length in [*cuts, len(data)]:
@@ -114,12 +108,6 @@ def test_every_truncated_prefix_is_reported():
             reader.finish()
 
 
-def test_an_end_between_frames_is_no_truncation():
-    reader = FrameReader(CODEC)
-    assert list(reader.feed(CODEC.encode(SMALL))) == [SMALL]
-    reader.finish()
-
-
 def test_every_flipped_bit_is_reported():
     frame = CODEC.encode(SMALL)
     for bit in range(len(frame) * 8):
@@ -128,13 +116,6 @@ def test_every_flipped_bit_is_reported():
         expected = ProtocolError if bit // 8 < len(MAGIC) else ChecksumError
         with pytest.raises(expected, match="worker 3"):
             read(bytes(flipped))
-
-
-def test_a_flipped_body_names_its_message():
-    frame = bytearray(CODEC.encode(SMALL))
-    frame[-1] ^= 1
-    with pytest.raises(ChecksumError, match="worker 3 sent a Plan with flipped bits"):
-        read(bytes(frame))
 
 
 @pytest.mark.parametrize(
@@ -150,13 +131,10 @@ def test_a_flipped_body_names_its_message():
 )
 def test_too_much_is_refused_from_the_header_alone(code, entries, nbytes, match):
     tracemalloc.start()
-    begin = time.perf_counter()
     with pytest.raises(LimitError, match=match):
         read(header(code, entries, nbytes))
-    seconds = time.perf_counter() - begin
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 0.05
     assert peak < 16 * MIB
 
 

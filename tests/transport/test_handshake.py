@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import socket
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import AuthenticationError, LimitError, PeerError, ProtocolError, StallError
+from wtransfer.errors import AuthenticationError, LimitError, PeerError, ProtocolError
 from wtransfer.transport.framing import FrameReader, pack_frame
 from wtransfer.transport.handshake import (
     HANDSHAKE,
@@ -116,25 +117,25 @@ def test_a_trainer_of_another_version_that_rejects_is_named_by_version():
         WorkerHandshake(TOKEN, protocol=1).receive(Reject(2, "AuthenticationError", "whatever"))
 
 
-@pytest.mark.parametrize(
-    "message", [Welcome(b"", 5, 30), Auth(PROTOCOL, b"n" * 32), Challenge(PROTOCOL)]
-)
-def test_messages_out_of_order_are_refused_by_the_worker(message):
-    with pytest.raises(ProtocolError):
-        WorkerHandshake(TOKEN).receive(message)
-
-
-def test_a_second_challenge_is_refused():
+def challenged():
     there = WorkerHandshake(TOKEN)
     there.receive(Challenge(PROTOCOL, b"n" * 32))
-    with pytest.raises(ProtocolError, match="wrong point"):
-        there.receive(Challenge(PROTOCOL, b"m" * 32))
+    return there
 
 
-@pytest.mark.parametrize("message", [Welcome(b"", 5, 30), Challenge(PROTOCOL, b"n" * 32)])
-def test_messages_out_of_order_are_refused_by_the_trainer(message):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (trainer, Welcome(b"", 5, 30)),
+        (trainer, Challenge(PROTOCOL, b"n" * 32)),
+        (lambda: WorkerHandshake(TOKEN), Welcome(b"", 5, 30)),
+        (lambda: WorkerHandshake(TOKEN), Auth(PROTOCOL, b"n" * 32)),
+        (challenged, Challenge(PROTOCOL, b"m" * 32)),
+    ],
+)
+def test_messages_out_of_order_are_refused(make, message):
     with pytest.raises(ProtocolError, match="wrong point"):
-        trainer().receive(message)
+        make().receive(message)
 
 
 @pytest.mark.parametrize("nbytes", [0, 31, 33])
@@ -227,48 +228,46 @@ def test_the_argument_wins_then_the_variable_then_the_file(tmp_path):
     assert resolve_token(None, {}) is None
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o620])
-def test_token_files_that_others_can_use_are_refused(tmp_path, mode):
-    path = owner_only(tmp_path, "x")
-    path.chmod(mode)
-    with pytest.raises(AuthenticationError, match="chmod 600"):
-        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(path)})
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_token_files_of_others_are_refused(tmp_path):
-    path = owner_only(tmp_path, "x")
+def give_away(path):
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
     os.chown(path, 65534, 65534)
-    with pytest.raises(AuthenticationError, match="belongs to user 65534"):
-        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(path)})
 
 
-def test_token_files_behind_links_are_refused(tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(owner_only(tmp_path, "x"))
-    with pytest.raises(AuthenticationError, match="symbolic link"):
-        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(link)})
+def make_link(path):
+    path.symlink_to(owner_only(path.parent, "x").rename(path.with_name("target")))
 
 
-def test_token_files_must_be_regular(tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo, 0o600)
-    for path in (fifo, tmp_path):
-        with pytest.raises(AuthenticationError, match="not a regular file"):
-            resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(path)})
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda path: owner_only(path.parent, "x").chmod(0o640), "chmod 600"),
+        (lambda path: owner_only(path.parent, "x").chmod(0o602), "chmod 600"),
+        (lambda path: give_away(owner_only(path.parent, "x")), "belongs to user 65534"),
+        (make_link, "symbolic link"),
+        (lambda path: os.mkfifo(path, 0o600), "not a regular file"),
+        (lambda path: path.mkdir(), "not a regular file"),
+        (lambda path: owner_only(path.parent, ""), "1 to 4096 bytes"),
+        (lambda path: owner_only(path.parent, " \n"), "1 to 4096 bytes"),
+        (lambda path: owner_only(path.parent, "x" * 5000), "1 to 4096 bytes"),
+        (lambda path: None, r"token.*No such file"),
+    ],
+)
+def test_a_token_file_that_cannot_be_trusted_is_refused(tmp_path, make, text):
+    make(tmp_path / "token")
+    with pytest.raises(AuthenticationError, match=text):
+        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(tmp_path / "token")})
 
 
-@pytest.mark.parametrize("text", ["", " \n", "x" * 5000])
-def test_token_files_must_hold_a_token(tmp_path, text):
-    with pytest.raises(AuthenticationError, match="1 to 4096 bytes"):
-        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(owner_only(tmp_path, text))})
+def test_proofs_are_compared_in_constant_time(monkeypatch):
+    compared = []
+    compare_digest = hmac.compare_digest
 
+    def spy(one, other):
+        compared.append(True)
+        return compare_digest(one, other)
 
-def test_a_missing_token_file_is_named(tmp_path):
-    with pytest.raises(AuthenticationError, match=r"nowhere.*No such file"):
-        resolve_token(None, {"WTRANSFER_TOKEN_FILE": str(tmp_path / "nowhere")})
-
-
-def test_stall_errors_are_no_peer_errors():
-    """What taking a `Reject` relies on."""
-    assert not issubclass(StallError, PeerError)
+    monkeypatch.setattr(hmac, "compare_digest", spy)
+    here, there = trainer(), WorkerHandshake(TOKEN)
+    there.receive(here.receive(there.receive(here.start())))
+    assert compared == [True, True], "each side compares the other's proof"

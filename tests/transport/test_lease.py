@@ -1,7 +1,4 @@
 import contextlib
-import functools
-import gc
-import hmac
 import os
 import signal
 import socket
@@ -10,13 +7,12 @@ import time
 from pathlib import Path
 from random import Random
 
-import msgspec
 import numpy as np
 import pytest
+import torch
 
 from wtransfer.errors import (
     AddressError,
-    AddressInUseError,
     AuthenticationError,
     ClosedError,
     DescriptorLimitError,
@@ -27,14 +23,11 @@ from wtransfer.errors import (
     StallError,
     TruncatedError,
 )
-from wtransfer.transport import channel as channel_module
 from wtransfer.transport import lease as lease_module
-from wtransfer.transport.channel import MAX_UNPROVEN, Listener
+from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import pack_frame
-from wtransfer.transport.handshake import PROTOCOL, WorkerHandshake
-from wtransfer.transport.lease import CODEC, Attach, Attached, Gone, SegmentExporter, attach, share
+from wtransfer.transport.lease import CODEC, Attach, Attached, SegmentExporter, attach
 from wtransfer.transport.memory import Segment, map_private
-from wtransfer.transport.tensors import tensor_from
 from wtransfer.transport.zygote import Zygote
 
 NBYTES = 1 << 16
@@ -57,16 +50,6 @@ def stop(pid):
         eventually(lambda task=task: (task / "stat").read_text().rpartition(")")[2][1] == "T")
 
 
-def what_is_held():
-    """Descriptors, mappings and threads of this process."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return {
-        *(f"descriptor {path.name}" for path in Path("/proc/self/fd").iterdir()),
-        *(line for line in maps if "memfd:wtransfer" in line),
-        *threading.enumerate(),
-    }
-
-
 @pytest.fixture(scope="module")
 def zygote():
     with Zygote(preload=["torch", "lease_jobs"], paths=[Path(__file__).parent]) as made:
@@ -74,15 +57,8 @@ def zygote():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(zygote, files_in_shm):
-    before = what_is_held()
-    yield
-    # What tests of other modules still held may go meanwhile; nothing may come.
-    if what_is_held() - before:
-        # An exception that a test caught may hold a frame in a cycle.
-        gc.collect()
-    assert what_is_held() - before == set()
-    assert files_in_shm() == set()
+def nothing_left(zygote, leaves_nothing):
+    """Look at every test here so; the zygote is the module's."""
 
 
 @pytest.fixture
@@ -142,21 +118,9 @@ def job(zygote, tmp_path):
 # -- leases
 
 
-def test_a_reader_sees_the_segments_bytes(lease, segment):
-    held = lease(1)
-    assert (held.segment_id, held.nbytes, len(held.mapping)) == (1, NBYTES, NBYTES)
-    assert bytes(held.mapping[:]) == b"\x05" * NBYTES
-
-
-def test_what_a_reader_writes_is_its_own(lease, segment):
-    one, other = lease(1), lease(1)
-    one.mapping[0] = 9
-    assert (segment.buffer[0], other.mapping[0]) == (5, 5)
-
-
 @pytest.mark.parametrize("make", [
-    lambda mapping: tensor_from(mapping, 0, "uint8", (16,))[3:],
-    lambda mapping: tensor_from(mapping, 0, "float32", (2, 2)).T,
+    lambda mapping: torch.from_numpy(mapping)[:16][3:],
+    lambda mapping: torch.frombuffer(mapping, dtype=torch.float32, count=4).view(2, 2).T,
     lambda mapping: np.frombuffer(mapping, np.uint8)[4:8],
     memoryview,
 ], ids=["tensor", "transposed", "array", "memoryview"])  # fmt: skip
@@ -165,10 +129,18 @@ def test_a_lease_lasts_as_long_as_anything_made_from_the_mapping(lease, exporter
     kept = make(held.mapping)
     del held
     assert not exporter.wait_free(1, 0.05)
-    assert exporter.num_leases(1) == 1
     del kept
     assert exporter.wait_free(1, PATIENCE_S)
-    assert exporter.num_leases(1) == 0
+
+
+def test_each_attachment_is_a_lease_on_its_own_segment(lease, exporter, segment):
+    exporter.export(2, segment)
+    one, other = lease(1), lease(1)
+    assert exporter.wait_free(2, 0.0)
+    del one
+    assert not exporter.wait_free(1, 0.05)
+    del other
+    assert exporter.wait_free(1, PATIENCE_S)
 
 
 def test_a_received_descriptor_is_no_other_programs(lease, monkeypatch):
@@ -183,45 +155,13 @@ def test_a_received_descriptor_is_no_other_programs(lease, monkeypatch):
     assert inheritable == [False]
 
 
-def test_each_attachment_is_a_lease(lease, exporter):
-    held = [lease(1) for _ in range(3)]
-    assert exporter.num_leases(1) == 3
-    del held[1]
-    eventually(lambda: exporter.num_leases(1) == 2)
-    held.clear()
-    assert exporter.wait_free(1, PATIENCE_S)
-
-
-def test_a_lease_in_a_cycle_ends_with_the_collector(lease, exporter):
-    gc.disable()
-    try:
-        cycle = [lease(1)]
-        cycle.append(cycle)
-        del cycle
-        assert not exporter.wait_free(1, 0.05)
-        collector = threading.Thread(target=gc.collect)
-        collector.start()
-        assert exporter.wait_free(1, PATIENCE_S)
-        collector.join()
-    finally:
-        gc.enable()
-
-
-def test_leases_of_segments_are_counted_apart(lease, exporter, segment):
-    exporter.export(2, segment)
-    held = lease(2)
-    assert (exporter.num_leases(1), exporter.num_leases(2)) == (0, 1)
-    assert exporter.wait_free(1, 0.0)
-    del held
-
-
 def test_a_revoked_segment_is_exported_no_more_and_stays_leased(lease, exporter, segment):
     held = lease(1)
     exporter.revoke(1)
     exporter.revoke(1)
     with pytest.raises(SegmentGoneError, match=r"does not export segment 1 \(any more\)"):
         lease(1)
-    assert exporter.num_leases(1) == 1
+    assert not exporter.wait_free(1, 0.0)
     exporter.export(1, segment)
     assert bytes(lease(1).mapping[:1]) == b"\x05"
     del held
@@ -254,7 +194,6 @@ def test_a_closed_exporter_leaves_mappings_valid_and_counts_no_more(exporter, se
         lease(1)
     calls = [
         lambda: exporter.export(2, segment),
-        lambda: exporter.num_leases(1),
         lambda: exporter.wait_free(1, 1.0),
     ]
     for call in calls:
@@ -288,16 +227,6 @@ def test_the_lease_of_a_killed_reader_ends_at_once(exporter, lease, job):
     reader = job("hold", exporter.address, exporter.secret, 1)
     reader.line()
     assert not exporter.wait_free(1, 0.05)
-    reader.kill()
-    assert exporter.wait_free(1, 1.0)
-
-
-def test_a_stopped_reader_keeps_its_lease(exporter, lease, job):
-    reader = job("hold", exporter.address, exporter.secret, 1)
-    reader.line()
-    stop(reader.pid)
-    assert not exporter.wait_free(1, 0.3)
-    assert lease(1).mapping[0] == 5
     reader.kill()
     assert exporter.wait_free(1, 1.0)
 
@@ -358,30 +287,13 @@ def test_a_killed_exporter_leaves_readers_their_bytes_and_nothing_else(job):
     eventually(lambda: name not in Path("/proc/net/unix").read_text())
 
 
-def test_a_forked_copy_of_an_exporter_does_not_stand_in_for_it(job):
-    owner = job("lend_and_fork", 7)
-    address, secret, owner_pid, child_pid = owner.line().split()
-    try:
-        assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 7
-        assert int(owner_pid) == owner.pid
-        owner.kill()
-        owner.wait(PATIENCE_S)
-        os.kill(int(child_pid), 0)
-        with pytest.raises(PeerLostError, match="cannot reach"):
-            attach(address, secret, 1, PATIENCE_S)
-    finally:
-        os.kill(int(child_pid), signal.SIGKILL)
-
-
 def test_a_stopped_exporter_is_a_stall(job):
     owner = job("lend", 7)
     address, secret = owner.line().split()
     stop(owner.pid)
-    start = time.monotonic()
     with pytest.raises(StallError, match=r"within 0.3 s") as caught:
         attach(address, secret, 1, 0.3)
     assert caught.value.seconds == 0.3
-    assert time.monotonic() - start < 2.0
     os.kill(owner.pid, signal.SIGCONT)
     assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 7
 
@@ -409,78 +321,13 @@ def test_a_wrong_secret_is_refused(exporter, lease):
     for secret in ("", exporter.secret[:-1], "é" * 64, exporter.secret + "0"):
         with pytest.raises(AuthenticationError, match="could not prove that it knows the token"):
             attach(exporter.address, secret, 1, PATIENCE_S)
-    assert exporter.num_leases(1) == 0
+    assert exporter.wait_free(1, 0.0)
     assert lease(1).mapping[0] == 5
-
-
-def test_secrets_are_compared_in_constant_time_and_never_repeat(exporter, lease, monkeypatch):
-    compared = []
-    compare_digest = hmac.compare_digest
-
-    def spy(one, other):
-        compared.append(True)
-        return compare_digest(one, other)
-
-    monkeypatch.setattr(hmac, "compare_digest", spy)
-    lease(1)
-    assert compared == [True, True], "each side compares the other's proof"
-    other = SegmentExporter()
-    assert other.secret != exporter.secret
-    assert other.address != exporter.address
-    other.close()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused_on_its_side(exporter, lease, job):
-    assert job("attach_as_another_user", exporter.address, exporter.secret, 65534).wait(60) == 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused_by_the_exporter(exporter, lease, monkeypatch):
-    """The exporter trusts the kernel, not what the reader checks about itself."""
-
-    def refuse(sock):
-        raise AuthenticationError("another user")
-
-    monkeypatch.setattr(channel_module, "check_same_user", refuse)
-    with pytest.raises(PeerLostError):
-        lease(1)
-    assert exporter.num_leases(1) == 0
-
-
-def test_another_protocol_is_refused_and_both_are_named(exporter, lease, monkeypatch):
-    other = functools.partial(WorkerHandshake, protocol=PROTOCOL + 1)
-    monkeypatch.setattr(lease_module, "WorkerHandshake", other)
-    with pytest.raises(ProtocolError) as caught:
-        lease(1)
-    assert f"protocol {PROTOCOL}," in str(caught.value)
-    assert f"protocol {PROTOCOL + 1};" in str(caught.value)
 
 
 def test_a_descriptor_is_asked_for_over_unix_sockets_only(exporter):
     with pytest.raises(AddressError, match="no Unix socket"):
         attach("tcp:127.0.0.1:9", exporter.secret, 1, PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x00",
-        b"\x80\x04\x95cos\nsystem\n.",
-        CODEC.encode(Gone()),
-        pack_frame(1, 0, msgspec.msgpack.encode({"segment_id": "1"})),
-        pack_frame(1, 0, msgspec.msgpack.encode({})),
-        pack_frame(2, 1 << 31, b""),
-    ],
-)
-@pytest.mark.parametrize("proven", [False, True])
-def test_nonsense_ends_only_its_own_connection(exporter, lease, raw_peer, data, proven):
-    peer = raw_peer(exporter.address)
-    if proven:
-        peer.shake_hands(exporter.secret)
-    peer.send(data)
-    peer.until_closed()
-    assert lease(1).mapping[0] == 5
 
 
 def test_what_a_leaseholder_says_further_changes_nothing(exporter, lease, raw_peer):
@@ -494,20 +341,6 @@ def test_what_a_leaseholder_says_further_changes_nothing(exporter, lease, raw_pe
     os.close(fds[0])
     raw.close()
     assert exporter.wait_free(1, PATIENCE_S)
-
-
-def test_many_silent_connections_keep_nobody_out(exporter, lease):
-    held, target = lease(1), exporter.address.replace("unix:@", "\0")
-    with contextlib.ExitStack() as stack:
-        for _ in range(1000):
-            # The queue may be full for a moment.
-            raw = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            raw.settimeout(PATIENCE_S)
-            eventually(lambda raw=raw: raw.connect_ex(target) == 0)
-        assert lease(1).mapping[0] == 5
-        assert len(exporter._listener._unproven) <= MAX_UNPROVEN
-        assert exporter.num_leases(1) >= 1
-    del held
 
 
 def rogue_answer(connection, name, fd):
@@ -554,22 +387,13 @@ def test_a_reader_without_descriptors_says_so(exporter, lease, job):
     assert exporter.wait_free(1, PATIENCE_S)
 
 
-def test_an_exporter_without_descriptors_stays_calm_and_recovers(job, tmp_path):
-    owner = job("lend_without_descriptors", str(tmp_path / "go"))
-    address, secret = owner.line().split()
-    with pytest.raises(StallError):
-        attach(address, secret, 1, 0.3)
-    (tmp_path / "go").touch()
-    assert owner.line(1) == "calm"
-    assert attach(address, secret, 1, PATIENCE_S).mapping[0] == 0
-
-
 # -- all at once
 
 
-def rounds_over_killed_readers(seconds, seed, exporter, job):
+@pytest.mark.slow
+def test_no_reader_ever_sees_a_mix(exporter, job):
     """Rewrite two slots whenever they are free, under readers of which some are killed."""
-    random = Random(seed)
+    random, seconds = Random(1), 3.0
     slots = [Segment(NBYTES), Segment(NBYTES)]
     readers = [job("read_on", exporter.address, exporter.secret, n) for n in range(3)]
     num_rewrites = num_kills = 0
@@ -597,52 +421,3 @@ def rounds_over_killed_readers(seconds, seed, exporter, job):
         slots[slot].close()
     assert num_rewrites > 20 * seconds
     assert num_kills > 0
-
-
-@pytest.mark.slow
-def test_no_reader_ever_sees_a_mix(exporter, job):
-    rounds_over_killed_readers(3, 1, exporter, job)
-
-
-@pytest.mark.nightly
-def test_no_reader_ever_sees_a_mix_for_long(exporter, job):
-    rounds_over_killed_readers(40, 2, exporter, job)
-
-
-# -- segments that both sides write to
-
-
-def test_an_exporter_may_choose_its_address_and_has_it_alone(segment):
-    address = f"unix:@wtransfer-test-{os.getpid()}-{time.monotonic_ns()}"
-    first = SegmentExporter(address, secret="a word")
-    try:
-        first.export(1, segment)
-        assert first.address == address
-        assert attach(address, "a word", 1, PATIENCE_S).mapping[0] == 5
-        with pytest.raises(AddressInUseError, match=f"listens at '{address}' already"):
-            SegmentExporter(address)
-    finally:
-        first.close()
-    SegmentExporter(address).close()
-
-
-def test_both_sides_write_to_a_segment_that_is_shared(exporter, segment):
-    facts = {"num_slots": 7, "model": "a"}
-    exporter.export(1, segment, facts)
-    shared = share(exporter.address, exporter.secret, 1, PATIENCE_S)
-    assert shared.facts == facts
-    shared.segment.buffer[3] = 9
-    assert segment.buffer[3] == 9
-    segment.buffer[4] = 8
-    assert shared.segment.buffer[4] == 8
-    # It is not leased, and outlives its exporter.
-    eventually(lambda: exporter.num_leases(1) == 0)
-    exporter.close()
-    segment.close()
-    assert shared.segment.buffer[4] == 8
-    shared.segment.close()
-
-
-def test_a_segment_that_is_not_exported_cannot_be_shared(exporter):
-    with pytest.raises(SegmentGoneError):
-        share(exporter.address, exporter.secret, 1, PATIENCE_S)

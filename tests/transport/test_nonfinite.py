@@ -72,12 +72,6 @@ def test_one_bad_value_among_the_extremes_is_found(name, value):
     assert count_nonfinite(tensor) == 1
 
 
-def test_a_complex_element_counts_once():
-    nan = float("nan")
-    tensor = torch.tensor([complex(nan, nan), complex(0, nan), 1j, complex(nan, 0)])
-    assert count_nonfinite(tensor) == 3
-
-
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_have_none(dtype):
     assert counter(dtype) is None

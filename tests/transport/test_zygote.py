@@ -48,12 +48,6 @@ def test_a_child_returns_what_its_function_returns(zygote):
     assert zygote.spawn("zygote_jobs:leave").wait(PATIENCE_S) == 7
 
 
-def test_children_are_processes_of_their_own(zygote):
-    children = [zygote.spawn("zygote_jobs:sleep", stdout="/dev/null") for _ in range(3)]
-    assert len({zygote.pid, os.getpid(), *(child.pid for child in children)}) == 5
-    assert [child.poll() for child in children] == [None] * 3
-
-
 def test_output_goes_where_it_is_told(zygote, tmp_path):
     out, err = tmp_path / "out", tmp_path / "err"
     for text in ("one", "two"):
@@ -62,28 +56,10 @@ def test_output_goes_where_it_is_told(zygote, tmp_path):
     assert err.read_text() == "ONE\nTWO\n"
 
 
-def test_lines_appear_when_they_are_written(zygote, tmp_path):
-    out = tmp_path / "out"
-    child = zygote.spawn("zygote_jobs:sleep", stdout=out)
-    eventually(lambda: out.exists() and out.read_text() == f"asleep {child.pid}\n")
-
-
 def test_an_exception_is_printed_and_ends_with_1(zygote, tmp_path):
     err = tmp_path / "err"
     assert zygote.spawn("zygote_jobs:fail", stderr=err).wait(PATIENCE_S) == 1
     assert "ValueError: this child fails" in err.read_text()
-
-
-@pytest.mark.parametrize("target", ["zygote_jobs:none_such", "no_such_module:x", "zygote_jobs"])
-def test_a_target_that_does_not_exist_fails_in_the_child_only(zygote, tmp_path, target):
-    assert zygote.spawn(target, stderr=tmp_path / "err").wait(PATIENCE_S) == 1
-    assert zygote.spawn("zygote_jobs:add", 1).wait(PATIENCE_S) == 1
-
-
-def test_children_end_as_interpreters_do(zygote, tmp_path):
-    out = tmp_path / "out"
-    assert zygote.spawn("zygote_jobs:print_at_exit", "bye", stdout=out).wait(PATIENCE_S) == 0
-    assert out.read_text() == "bye\n"
 
 
 def test_a_child_inherits_neither_threads_nor_descriptors(zygote, tmp_path):
@@ -110,25 +86,6 @@ def test_killing_shows_as_a_negative_return_code(zygote, stopped):
     assert child.wait(PATIENCE_S) == -signal.SIGKILL
     child.kill()
     assert child.poll() == -signal.SIGKILL
-
-
-def test_a_stopped_child_runs_again_when_continued(zygote):
-    child = zygote.spawn("zygote_jobs:sleep", 0.2, stdout="/dev/null")
-    os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(StallError):
-        child.wait(0.5)
-    os.kill(child.pid, signal.SIGCONT)
-    assert child.wait(PATIENCE_S) == 0
-
-
-def test_return_codes_are_kept_apart(zygote):
-    children = [zygote.spawn("zygote_jobs:add", n) for n in range(5)]
-    assert [child.wait(PATIENCE_S) for child in reversed(children)] == [4, 3, 2, 1, 0]
-
-
-def test_many_children_may_end_before_anybody_asks(zygote):
-    children = [zygote.spawn("zygote_jobs:nothing") for _ in range(30)]
-    assert {child.wait(PATIENCE_S) for child in children} == {0}
 
 
 def test_close_kills_the_children_and_says_so():
@@ -210,12 +167,3 @@ def test_a_module_that_leaves_a_thread_is_refused(tmp_path):
     )
     with pytest.raises(PeerLostError, match="importing threaded left 1 threads running"):
         Zygote(preload=["threaded"], paths=[tmp_path])
-
-
-def test_torch_is_there_from_the_start():
-    with Zygote(paths=[HERE]) as zygote:
-        assert zygote.spawn("zygote_jobs:has_module", "torch").wait(PATIENCE_S) == 1
-        start = time.monotonic()
-        child = zygote.spawn("zygote_jobs:sleep", stdout="/dev/null")
-        assert time.monotonic() - start < 1.0
-        assert child.poll() is None

@@ -2,7 +2,6 @@
 
 # ruff: noqa: T201 - lines on stdout are how a child reports
 
-import atexit
 import os
 import sys
 import threading
@@ -43,14 +42,6 @@ def what_a_child_has():
         # The one that listed them is closed again.
         if int(fd.name) > 2 and fd.is_symlink():
             print(fd.readlink())
-
-
-def print_at_exit(text):
-    atexit.register(print, text)
-
-
-def has_module(name):
-    return int(name in sys.modules)
 
 
 def make_a_zygote_and_sleep():

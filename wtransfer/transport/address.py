@@ -41,7 +41,6 @@ _MAX_UNIX_NBYTES = 107
 _MAX_PORT = 65535
 _LOCK_PATIENCE_S = 0.05
 _QUEUE_PATIENCE = struct.pack("ll", 0, 200_000)  # struct timeval: seconds, microseconds
-_LEAST_WAIT_S = 0.001  # a time-out of zero would mean: do not block
 _CREDENTIALS = struct.Struct("3i")
 
 RANDOM_PREFIX = "unix:@wtransfer-"
@@ -271,14 +270,14 @@ def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
             sock.connect(address.target)
             check_same_user(sock)
         else:
-            sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+            limit_wait(sock, deadline)
             sock.connect(address.target)
             # Dialing a free port of the ephemeral range on loopback can pick that very port as its
             # own end and succeed; such a dialer would keep the listener's port taken for ever.
             if sock.getsockname() == sock.getpeername():
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             no_delay(sock)
-        sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+        limit_wait(sock, deadline)
     except AuthenticationError:
         raise
     except TimeoutError as error:
@@ -289,6 +288,12 @@ def connect(sock: socket.socket, address: Address, deadline: Deadline) -> None:
         raise PeerLostError(
             f"cannot reach {address.text}: {error.strerror or error}; is the trainer running?"
         ) from error
+
+
+def limit_wait(sock: socket.socket, deadline: Deadline) -> None:
+    """Let the socket's next wait end at the deadline."""
+    # A time-out of zero would mean: do not block.
+    sock.settimeout(max(deadline.remaining(), 0.001))
 
 
 def no_delay(sock: socket.socket) -> None:

@@ -86,8 +86,9 @@ def copy_digest(
     if dst.size != src.nbytes:
         raise ValueError(f"cannot copy a tensor of {src.nbytes} bytes into {dst.size} bytes")
     source = flat_address(src)
-    if source is None:
-        _fill(dst, src)
+    if source is None and dst.size:
+        # Strided, or of a device: copied by torch.
+        torch.from_numpy(dst).view(src.dtype).view(src.shape).copy_(src.detach())
     # A fifth of what `dst.ctypes.data` costs.
     target = ctypes.addressof(ctypes.c_char.from_buffer(dst.data)) if dst.size else 0
     nonfinite = 0
@@ -101,12 +102,6 @@ def copy_digest(
         hasher.update(piece.data)
         nonfinite += count(piece) if count else 0
     return Digested(hasher.hexdigest(), nonfinite)
-
-
-def _fill(dst: ByteArray, src: torch.Tensor) -> None:
-    """Copy a strided or device tensor by torch."""
-    if dst.size:
-        torch.from_numpy(dst).view(src.dtype).view(src.shape).copy_(src.detach())
 
 
 def _hasher(algorithm: str) -> xxhash.xxh3_128 | WeightedSum:

@@ -36,6 +36,7 @@ from wtransfer.errors import (
     StallError,
     from_wire,
 )
+from wtransfer.transport.address import limit_wait
 from wtransfer.transport.framing import Codec, FrameReader, MessageType
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ _TOKEN_VARIABLE = "WTRANSFER_TOKEN"  # noqa: S105 (a variable's name)
 _TOKEN_FILE_VARIABLE = "WTRANSFER_TOKEN_FILE"  # noqa: S105 (a variable's name)
 _MAX_TOKEN_NBYTES = 4096
 _DAY_S = 86_400
-_LEAST_WAIT_S = 0.001  # a time-out of zero would mean: do not block
 _MAX_REASON = 200  # characters: fits the limit above whatever they encode to
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_DAY_S)]
@@ -269,7 +269,7 @@ def shake_hands(
     try:
         while True:
             deadline.check(f"the handshake with {listener}")
-            sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+            limit_wait(sock, deadline)
             data = sock.recv(MAX_HANDSHAKE_NBYTES)
             if not data:
                 raise PeerLostError(f"{listener} is gone: it closed the connection or has ended")
@@ -343,7 +343,15 @@ def _token_from_file(path: str) -> str:
             f"token file {path!r} ({_TOKEN_FILE_VARIABLE}) cannot be opened: {what}"
         ) from error
     try:
-        _check_owner_only(path, os.fstat(fd))
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise AuthenticationError(f"token file {path!r} is not a regular file")
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise AuthenticationError(
+                f"token file {path!r} must belong to this user and be readable by its owner only; "
+                f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}: "
+                f"run chmod 600 {path!r}"
+            )
         text = os.read(fd, _MAX_TOKEN_NBYTES + 1).strip()
     finally:
         os.close(fd)
@@ -352,14 +360,3 @@ def _token_from_file(path: str) -> str:
             f"token file {path!r} must hold 1 to {_MAX_TOKEN_NBYTES} bytes of text"
         )
     return text.decode(errors="surrogateescape")
-
-
-def _check_owner_only(path: str, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise AuthenticationError(f"token file {path!r} is not a regular file")
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise AuthenticationError(
-            f"token file {path!r} must belong to this user and be readable by its owner only; "
-            f"it belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):03o}: "
-            f"run chmod 600 {path!r}"
-        )

@@ -42,7 +42,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
-from wtransfer.transport.address import connect, parse_address
+from wtransfer.transport.address import connect, limit_wait, parse_address
 from wtransfer.transport.channel import Codec, Connection, Listener, MessageType
 from wtransfer.transport.handshake import WorkerHandshake, shake_hands
 from wtransfer.transport.memory import Segment, map_private, os_errors
@@ -56,7 +56,6 @@ MAX_LEASES = 1 << 16
 """Leases of one exporter at a time; the limit on descriptors is reached before."""
 
 _MAX_NBYTES = 4096
-_LEAST_WAIT_S = 0.001
 _ONE_FD_NBYTES = socket.CMSG_LEN(array.array("i").itemsize)
 
 Fact = int | str
@@ -167,17 +166,6 @@ class SegmentExporter:
         self._listener.check_process()
         with self._changed:
             self._segments.pop(segment_id, None)
-
-    def num_leases(self, segment_id: int) -> int:
-        """Return how many leases on a segment exist now, also after it was revoked.
-
-        Raises:
-            ClosedError: The exporter was closed, so that leases are no longer counted.
-            ForkedError: This is a forked child.
-        """
-        self._check_usable()
-        with self._changed:
-            return list(self._leases.values()).count(segment_id)
 
     def wait_free(self, segment_id: int, timeout_s: float) -> bool:
         """Wait until there is no lease on a segment.
@@ -334,7 +322,7 @@ def _attached(
             sock.sendall(CODEC.encode(Attach(segment_id)))
             answer = next(reader.feed(b""), None)
             while answer is None:
-                sock.settimeout(max(deadline.remaining(), _LEAST_WAIT_S))
+                limit_wait(sock, deadline)
                 # Not socket.recv_fds, which forgets the flag: a program started by another thread
                 # just now would inherit the descriptor.
                 data, ancillary, _, _ = sock.recvmsg(

@@ -53,20 +53,17 @@ def map_file(fd: int, nbytes: int, *, private: bool) -> ByteArray:
         OSError: The kernel cannot.
     """
     alignment = HUGE_PAGE_NBYTES if nbytes >= HUGE_PAGE_NBYTES else mmap.PAGESIZE
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
     owner = mmap.mmap(
         -1,
         nbytes + alignment - mmap.PAGESIZE,
         flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        prot=prot,
     )
     offset = -np.frombuffer(owner, dtype=np.uint8).ctypes.data % alignment
     # Not a slice: slices of a slice would keep the owner, and let go of what is returned here.
     array = np.frombuffer(owner, dtype=np.uint8, count=nbytes, offset=offset)
-    _map_over(array.ctypes.data, nbytes, fd, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
-    return array
-
-
-def _map_over(address: int, nbytes: int, fd: int, flags: int) -> None:
-    prot = mmap.PROT_READ | mmap.PROT_WRITE
-    if _mmap(address, nbytes, prot, flags | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+    flags = _MAP_FIXED | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+    if _mmap(array.ctypes.data, nbytes, prot, flags, fd, 0) == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return array

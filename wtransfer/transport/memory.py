@@ -368,12 +368,9 @@ class _CgroupFiles(NamedTuple):
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / self.limit).read_text(encoding="ascii"))
             used = int((folder / self.usage).read_text(encoding="ascii"))
-            yield limit - used + self._inactive(folder)
-
-    def _inactive(self, folder: Path) -> int:
-        stat = (folder / "memory.stat").read_text(encoding="ascii")
-        counts = dict(line.split() for line in stat.splitlines())
-        return int(counts.get(self.inactive_cache, 0))
+            stat = (folder / "memory.stat").read_text(encoding="ascii")
+            counts = dict(line.split() for line in stat.splitlines())
+            yield limit - used + int(counts.get(self.inactive_cache, 0))
 
 
 _V2 = _CgroupFiles("memory.max", "memory.current", "inactive_file")

@@ -6,25 +6,19 @@ The wire knows dtypes by name. Names are looked up in a table that is built here
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from wtransfer.errors import ManifestError, SourceError, TruncatedError
+from wtransfer.errors import ManifestError, SourceError
 from wtransfer.manifest import DTYPES
 
 if TYPE_CHECKING:
-    import mmap
-    from collections.abc import Sequence
-
     import numpy as np
     import numpy.typing as npt
 
     ByteArray: TypeAlias = npt.NDArray[np.uint8]
     """One-dimensional uint8 array."""
-    WritableBuffer: TypeAlias = bytearray | memoryview | mmap.mmap | ByteArray
-    """What `tensor_from` may point a tensor into."""
 
 # Older torch releases lack some of the dtypes; those cannot arrive there, and are refused by name.
 _BY_NAME: dict[str, torch.dtype] = {
@@ -149,40 +143,3 @@ def byte_view(tensor: torch.Tensor) -> ByteArray:
             f"device {tensor.device} has no byte view; pass `plain(tensor.cpu())`"
         ) from error
     return view
-
-
-def tensor_from(
-    buffer: WritableBuffer, offset: int, dtype_name: str, shape: Sequence[int]
-) -> torch.Tensor:
-    """Return a tensor that lies in a buffer, without a copy.
-
-    The tensor keeps the buffer *object* alive but not exported: ``mmap.close()`` would pull the
-    memory from under it. Let go of such a mapping instead; it goes when its last tensor goes.
-
-    Args:
-        buffer: Writable and contiguous.
-        offset: First byte.
-        dtype_name: Wire name.
-        shape: Dimensions.
-
-    Raises:
-        ManifestError: Unknown dtype or a negative dimension.
-        TruncatedError: The tensor does not lie within the buffer.
-
-    Cost: about 1 us, and 1.5 us more where it has another number of dimensions than one.
-    """
-    dtype = torch_dtype(dtype_name)
-    # -1 is "all the rest" to frombuffer and to view; here it is only ever a mistake.
-    if shape and min(shape) < 0:
-        raise ManifestError(f"shape {tuple(shape)} has a negative dimension")
-    numel = math.prod(shape)
-    if numel == 0:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    try:
-        flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
-        return flat if len(shape) == 1 else flat.view(tuple(shape))
-    except (ValueError, OverflowError, TypeError) as error:
-        raise TruncatedError(
-            f"a {dtype_name} tensor of shape {tuple(shape)} at byte {offset} does not lie within "
-            f"{len(buffer)} bytes"
-        ) from error

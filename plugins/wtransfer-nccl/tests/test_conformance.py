@@ -18,29 +18,6 @@ class TestOnDevice(EngineConformance):
     options: ClassVar = {"communicator": "gloo"}
 
 
-@pytest.mark.nightly
-class TestPinnedInSmallBuckets(EngineConformance):
-    engine = "nccl"
-    options: ClassVar = {
-        "communicator": "gloo",
-        "atomic": "pinned",
-        "packed_buffer_size_bytes": SMALL,
-        "packed_num_buffers": 3,
-    }
-
-
-@pytest.mark.nightly
-class TestUnstagedInSmallBuckets(EngineConformance):
-    """What the engine hands out is gone with the next bucket: the session has its own by then."""
-
-    engine = "nccl"
-    options: ClassVar = {
-        "communicator": "gloo",
-        "atomic": "none",
-        "packed_buffer_size_bytes": SMALL,
-    }
-
-
 class Groups:
     """Groups in this process, by the names of their meetings."""
 

@@ -1,7 +1,6 @@
 """The worker's engine and the trainer's, apart from what the conformance kit asks of all."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -183,11 +182,9 @@ def test_a_rank_gives_a_bucket_up_when_the_trainer_has_said():
     made = fleet(source, timeout_s=0.5, packed_buffer_size_bytes=400, deadline_s=30.0)
     with made:
         made.join({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
-        begun = time.monotonic()
+        # Neither at the round's deadline, which is a StallError, nor when torch would.
         with pytest.raises(GroupError, match="rank 1 of 2"):
             made.publish("v1")
-        # Neither at the round's deadline, nor when torch would.
-        assert time.monotonic() - begun < 10.0
         source.go_on.set()
         assert made.publish("v2").ok
 

