@@ -7,13 +7,16 @@ import time
 
 import pytest
 import storage_jobs
-from driver import Instance, answer, names_in, transfer_config
 
 from wtransfer.specs.file import FORMAT, FileTier
 
 pytestmark = pytest.mark.slow  # processes that are killed
 
 PATIENCE_S = 20.0
+
+
+def names_in(folder):
+    return sorted(each.name for each in folder.iterdir())
 
 
 def start(zygote, tmp_path, target, *args):
@@ -78,22 +81,16 @@ def test_writer_killed_200_times_tears_no_block(zygote, tmp_path):
     assert kills(zygote, tmp_path, 200) > 20
 
 
-def test_one_of_two_instances_is_killed(zygote, tmp_path, weights):
-    dice, num_loaded = random.Random(11), 0
-    transfer = transfer_config(
-        "SharedStorageConnector", shared_storage_path=str(tmp_path / "shared"), max_bytes=60_000
-    )
-    with Instance(transfer, num_ranks=2) as made:
+def test_one_of_two_instances_is_killed(zygote, tmp_path, drawn):
+    dice, num_loaded, path = random.Random(11), 0, str(tmp_path / "shared")
+    with storage_jobs.host_in(path, drawn) as made:
         for turn in range(5):
             child = start(zygote, tmp_path, "storage_jobs:serve_for_ever", turn)
             for number in range(12):
-                prompt = storage_jobs.prompt_of(dice)
-                request = made.serve(f"{turn}-{number}", prompt, 2)
-                assert request.output_token_ids == answer(prompt, 2, num_ranks=2)
-                num_loaded += request.num_loaded
+                num_loaded += made.serve(storage_jobs.prompt_of(dice), 2).loaded
                 if number == 8:
                     child.kill()
                     child.wait(PATIENCE_S)
     assert num_loaded > 0
-    with Instance(transfer, num_ranks=2):
+    with storage_jobs.host_in(path, drawn):
         assert names_in(tmp_path / "shared" / FORMAT / "incoming") == []
