@@ -139,3 +139,8 @@ class Host(RecordedInstance):
 def travelled(request):
     """Return the parameters of an ended request as a router passes them on, which is as JSON."""
     return msgspec.json.decode(msgspec.json.encode(request.kv_transfer_params))
+
+
+def names_in(folder):
+    """Return the names of everything in a folder, sorted."""
+    return sorted(each.name for each in folder.iterdir())

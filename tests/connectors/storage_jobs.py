@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
-import time
 from pathlib import Path
 
 import torch
@@ -34,15 +32,6 @@ def write_for_ever(path, started):
     while True:
         for number, data in enumerate(payloads):
             tier.put(bytes([number]) * 36, memoryview(data))
-
-
-def write_half(path, started):
-    """Begin to write a block, and never end."""
-    tier = FileTier({"shared_storage_path": path})
-    with tier._folders.temporary() as (_, fd):
-        os.write(fd, b"half a bl")
-        Path(started).touch()
-        time.sleep(60)
 
 
 def host_in(path, weights):

@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from host import names_in
 from sides import step
 
 from wtransfer.connectors.fenced import RequestKey, RequestView
@@ -181,10 +182,6 @@ def left(make):
     run(one, plan(one, request))
     one.scheduler.request_finished(request, request.block_ids)
     return request
-
-
-def names_in(folder):
-    return sorted(each.name for each in folder.iterdir())
 
 
 def test_the_object_is_what_the_seed_says(make):

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from host import Host
+from host import Host, names_in
 
 from wtransfer.errors import StorageError
 from wtransfer.kv.header import HEADER_NBYTES, BlockHeader, checksum
@@ -31,10 +31,6 @@ CASES = [
         for each in (errno.ENOSPC, errno.EROFS, errno.EMFILE)
     ),
 ]
-
-
-def names_in(folder):
-    return sorted(each.name for each in folder.iterdir())
 
 
 @pytest.fixture
@@ -174,7 +170,7 @@ def test_too_many_open_files(tmp_path):
     code = f"""
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from host import Host
+from host import Host, names_in
 from wtransfer.testing.mini_engine.model import LocalWeights
 made = Host(LocalWeights(0), "SharedStorageConnector", shared_storage_path={str(tmp_path)!r})
 made.serve(range(100, 110), 2)

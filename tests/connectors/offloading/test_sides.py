@@ -113,16 +113,6 @@ def test_only_whole_chunks_are_stored(bench, shape):
     assert stored == [[], [[0, 1]], [[2, 3]], [[4, 5]], []]
 
 
-def test_the_last_token_is_never_loaded(bench, shape):
-    rig = bench(block_size=8, **shape)
-    rig.keep(request_of("r", 17), [0, 1, 2, 3, 4])
-    assert rig.ask(request_of("s", 16)) == (8, True)
-    assert rig.ask(request_of("t", 17)) == (16, True)
-    assert rig.ask(request_of("u", 8)) == (0, False)
-    assert rig.ask(request_of("v", 17), 16) == (0, False)
-    assert rig.ask(request_of("w", 17, first=9)) == (0, False), "other tokens"
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(("num_there", "fails"), [(8, False), (8, True), (7, False)])
 def test_what_builds_on_the_load_of_another_is_stored_once_that_is_known_to_have_come(
@@ -221,8 +211,7 @@ def test_the_spec_is_told_what_the_user_said_and_what_the_step_was(bench):
     )
     rig.manager.on_schedule_end = steps.append
     request = request_of("r", 9, params={"keep": "long"})
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     assert heard == [("r", {"keep": "long"})]
     rig.step(step(new=[(request, 0, 9)], preempted_req_ids={"q", "p"}))
     rig.step(step(cached=[(request, 9, 1)]))
@@ -238,22 +227,13 @@ def test_events_are_passed_on(bench):
     assert list(rig.scheduler.take_events()) == []
 
 
-def test_it_forgets_when_it_is_told_to(bench, shape):
-    rig = bench(**shape)
-    rig.keep(request_of("r", 9), [0, 1, 2])
-    assert rig.ask(request_of("s", 9)) == (8, True)
-    assert rig.scheduler.reset_cache() is True
-    assert rig.ask(request_of("t", 9)) == (0, False)
-
-
 # -- steps that do not count, and jobs that fail
 
 
 def test_what_a_step_that_did_not_count_was_to_store_is_stored_by_the_next(bench, shape):
     rig = bench(**shape)
     request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     for _ in range(2):
         metadata, (said,) = rig.step(step(new=[(request, 0, 9)]), counts=False)
         (job,) = metadata.stores
@@ -271,8 +251,7 @@ def test_what_the_tier_could_not_store_is_not_tried_in_every_step(bench):
     rig = bench()
     rig.tier.submit_store = lambda *job: False
     request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     told = [rig.step(step(new=[(request, 0, 9)]))]
     told += [rig.step(step(cached=[(request, 9 + n, 1)])) for n in range(2)]
     assert [len(metadata.stores) for metadata, _ in told] == [1, 0, 0]
@@ -288,8 +267,7 @@ def test_bytes_are_counted_by_rank(bench):
     stats = rig.scheduler.get_stats()
     assert (stats["stored_bytes_total"], stats["loaded_bytes_total"]) == (nbytes, 0)
     again = request_of("s", 9)
-    rig.ask(again)
-    rig.allocate(again, [3, 4, 5], 8)
+    rig.begin(again, [3, 4, 5])
     rig.settle()
     assert rig.scheduler.get_stats()["loaded_bytes_total"] == nbytes
 
@@ -314,8 +292,7 @@ def test_a_load_that_fails_on_one_rank_has_failed(bench):
     rig.keep(request_of("r", 9), [0, 1, 2])
     rig.workers[1].side._made.submit_load = lambda *job: False
     request = request_of("s", 9)
-    rig.ask(request)
-    rig.allocate(request, [3, 4, 5], 8)
+    rig.begin(request, [3, 4, 5])
     said = [*rig.step()[1], *rig.settle()]
     assert {block for each in said[1::2] for block in each.bad} == {3, 4}
     assert {block for each in said[0::2] for block in each.bad} == set()
@@ -329,8 +306,7 @@ def test_outcomes_that_come_again_or_of_nobody_are_counted(bench):
     """FAULTS 28."""
     rig = bench(2)
     request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     (job,) = rig.tell(step(new=[(request, 0, 9)])).stores
 
     def say(rank, job_id, success=True):
@@ -356,8 +332,7 @@ def test_outcomes_that_come_again_or_of_nobody_are_counted(bench):
 def test_results_that_a_spec_says_twice_are_counted(bench):
     rig = bench()
     request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     get_finished = rig.tier.get_finished
     rig.tier.get_finished = lambda: [each for each in get_finished() for _ in range(2)]
     rig.step(step(new=[(request, 0, 9)]))
@@ -372,8 +347,7 @@ def test_results_that_a_spec_says_twice_are_counted(bench):
 def test_blocks_stay_while_they_are_stored(bench):
     rig = bench()
     request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     get_finished, rig.tier.get_finished = rig.tier.get_finished, list
     rig.step(step(new=[(request, 0, 9)]))
     assert rig.scheduler.request_finished(request, [0, 1, 2]) == (True, None)
@@ -390,8 +364,7 @@ def test_blocks_that_are_loaded_are_the_hosts_to_keep(bench):
     rig = bench()
     rig.keep(request_of("r", 9), [0, 1, 2])
     request = request_of("s", 9)
-    rig.ask(request)
-    rig.allocate(request, [3, 4, 5], 8)
+    rig.begin(request, [3, 4, 5])
     assert rig.scheduler.request_finished(request, [3, 4, 5]) == (False, None)
     said = [*rig.step()[1], *rig.settle()]
     assert [(sorted(each.sent), sorted(each.received)) for each in said if each.received] == [
@@ -403,8 +376,7 @@ def test_blocks_that_are_loaded_are_the_hosts_to_keep(bench):
 def test_blocks_that_are_taken_away_are_waited_for(bench):
     rig = bench()
     request, waited = request_of("r", 9), []
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     wait, get_finished = rig.tier.wait, rig.tier.get_finished
     rig.tier.get_finished = list
     rig.tier.wait = lambda jobs: waited.append(set(jobs)) or wait(jobs)
@@ -416,8 +388,7 @@ def test_blocks_that_are_taken_away_are_waited_for(bench):
     assert waited == [{job.job_id}]
     rig.tier.get_finished = get_finished
     # It goes on elsewhere, and has nothing to do with what it has lost.
-    rig.ask(request)
-    rig.allocate(request, [7, 8, 9])
+    rig.begin(request, [7, 8, 9])
     assert rig.scheduler.request_finished(request, [7, 8, 9]) == (False, None)
     rig.settle()
 
@@ -425,8 +396,7 @@ def test_blocks_that_are_taken_away_are_waited_for(bench):
 def test_a_request_that_goes_on_elsewhere_stores_from_there(bench):
     rig = bench()
     request = request_of("r", 13)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2, 3])
+    rig.begin(request, [0, 1, 2, 3])
     rig.fill([0, 1, 2, 3], 1.0)
     rig.step(step(new=[(request, 0, 9)]))
     rig.settle()
@@ -444,8 +414,7 @@ def test_what_a_request_finds_elsewhere_is_not_what_it_has_computed(bench):
     """It has lost its blocks, and the host's own cache has more of it than it had itself."""
     rig = bench()
     request = request_of("r", 17)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2, 3, 4])
+    rig.begin(request, [0, 1, 2, 3, 4])
     rig.step(step(new=[(request, 0, 5)]))
     rig.step(step(preempted_req_ids={"r"}))
     assert rig.ask(request, 12) == (0, False)
@@ -475,8 +444,7 @@ def test_a_request_that_lives_through_a_change_is_stale(bench, weights):
     """FAULTS 47."""
     rig = bench()
     request = request_of("r", 13)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2, 3])
+    rig.begin(request, [0, 1, 2, 3])
     rig.step(step(new=[(request, 0, 5)]))
     rig.settle()
     for name in ("B", "A"):
@@ -583,8 +551,7 @@ def test_a_store_that_ends_after_the_change_is_kept_for_the_way_back(bench, weig
     """Its blocks belong to it until it has ended, so its bytes are of the old weights."""
     rig = bench()
     request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
+    rig.begin(request, [0, 1, 2])
     rig.fill([0, 1, 2], 5.0)
     get_finished, rig.tier.get_finished = rig.tier.get_finished, list
     rig.step(step(new=[(request, 0, 9)]))
@@ -601,21 +568,6 @@ def test_a_store_that_ends_after_the_change_is_kept_for_the_way_back(bench, weig
     rig.allocate(again, [3, 4, 5], 8)
     rig.settle()
     assert rig.values([3, 4]) == [5.0, 6.0]
-
-
-def test_a_store_that_fails_after_the_change_is_forgotten(bench, weights):
-    rig = bench()
-    request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2])
-    metadata = rig.tell(step(new=[(request, 0, 9)]))
-    weights.settle("B")
-    rig.hear(rig.work(metadata))
-    weights.settle("A")
-    rig.step()
-    stats = rig.scheduler.get_stats()
-    assert (stats["stores_failed_total"], stats["blocks_idle"]) == (2, 0)
-    assert rig.ask(request_of("s", 9)) == (0, False)
 
 
 def fail_to_load(rig, request, blocks):
@@ -667,8 +619,7 @@ def test_a_load_that_failed_as_its_weights_were_replaced_invalidates_nothing(ben
     rig = bench()
     rig.keep(request_of("left", 9), [0, 1, 2])
     request = request_of("r", 9)
-    rig.ask(request)
-    rig.allocate(request, [3, 4, 5], 8)
+    rig.begin(request, [3, 4, 5])
     metadata = rig.tell()
     weights.settle("B")
     rig.hear(rig.work(metadata))
@@ -717,8 +668,7 @@ def test_a_manager_that_fails_at_a_change_goes_on(bench, weights, caplog):
 def test_stale_requests_are_counted(bench, weights):
     rig = bench()
     request = request_of("r", 13)
-    rig.ask(request)
-    rig.allocate(request, [0, 1, 2, 3])
+    rig.begin(request, [0, 1, 2, 3])
     weights.settle("B")
     rig.step()
     for before, count in ((0, 9), (9, 1), (10, 3)):
