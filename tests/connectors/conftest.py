@@ -1,13 +1,15 @@
-"""The driver, and what tests of connectors share."""
+"""Hosts, and what tests of connectors share."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+from wtransfer.testing.mini_engine.model import LocalWeights
 from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_version import process_weights
 
@@ -23,7 +25,7 @@ def _shared(name):
 
 
 # Before the tests are imported, which import it by its name.
-for _name in ("driver", "storage_jobs", "tokens_connector"):
+for _name in ("host", "sides", "storage_jobs", "tokens_connector"):
     _shared(_name)
 
 
@@ -32,15 +34,48 @@ def weights():
     """The weights of this process, under a name that another process could have as well."""
     # A model of an earlier test would change the name as soon as the collector finds it.
     process_weights.begin_anew()
-    held = process_weights.hold("fingerprint-1")
+    held = process_weights.hold("A")
     yield held
     held.close()
+
+
+@pytest.fixture
+def sides(weights):
+    """Maker of `Sides`, which are closed with the test."""
+    made = []
+
+    def make(connector, num_ranks=1, **options):
+        made.append(sys.modules["sides"].Sides(connector, num_ranks, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def drawn(one_thread):
+    """The weights of all hosts of a test, drawn from a seed."""
+    process_weights.begin_anew()
+    with contextlib.closing(LocalWeights(0)) as made:
+        yield made
+
+
+@pytest.fixture
+def host(drawn):
+    """Maker of hosts, which are closed with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(connector, **options):
+            return stack.enter_context(sys.modules["host"].Host(drawn, connector, **options))
+
+        yield make
 
 
 @pytest.fixture(scope="session")
 def zygote():
     """Forks processes that have torch, and the modules of this folder."""
-    with Zygote(preload=["torch"], paths=[HERE]) as made:
+    with Zygote(preload=["torch", "wtransfer.testing.connector"], paths=[HERE]) as made:
         yield made
 
 

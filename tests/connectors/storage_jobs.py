@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 import random
-import sys
-import time
 from pathlib import Path
 
 import torch
 
 from wtransfer.specs.file import FileTier
-from wtransfer.weight_version import process_weights
+from wtransfer.testing.mini_engine.model import LocalWeights
 
 NBYTES = 2 << 20
 NUM_KEYS = 16
-
-
-def driver():
-    """Return the module of that name, which lies beside this one."""
-    if "driver" not in sys.modules:
-        path = Path(__file__).with_name("driver.py")
-        spec = importlib.util.spec_from_file_location("driver", path)
-        sys.modules["driver"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["driver"])
-    return sys.modules["driver"]
 
 
 @functools.cache
@@ -48,29 +34,21 @@ def write_for_ever(path, started):
             tier.put(bytes([number]) * 36, memoryview(data))
 
 
-def write_half(path, started):
-    """Begin to write a block, and never end."""
-    tier = FileTier({"shared_storage_path": path})
-    with tier._folders.temporary() as (_, fd):
-        os.write(fd, b"half a bl")
-        Path(started).touch()
-        time.sleep(60)
+def host_in(path, weights):
+    """Return a host that shares a folder."""
+    from host import Host
+
+    options = {"shared_storage_path": path, "max_bytes": 60_000}
+    return Host(weights, "SharedStorageConnector", num_ranks=2, **options)
 
 
 def serve_for_ever(path, started, seed):
-    """Be an instance that shares a folder, and serve until the end comes."""
-    process_weights.hold("fingerprint-1")
-    made = driver()
-    transfer = made.transfer_config("SharedStorageConnector", shared_storage_path=path)
-    instance = made.Instance(transfer, num_ranks=2)
+    """Be a host that shares a folder, and serve until the end comes."""
+    torch.set_num_threads(1)
+    made, dice = host_in(path, LocalWeights(0)), random.Random(seed)
     Path(started).touch()
-    dice = random.Random(seed)
-    number = 0
     while True:
-        prompt = prompt_of(dice)
-        request = instance.serve(f"r{number}", prompt, 2)
-        assert request.num_failures == 0 or request.output_token_ids
-        number += 1
+        made.serve(prompt_of(dice), 2)
 
 
 def prompt_of(dice):

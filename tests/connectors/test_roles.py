@@ -280,7 +280,6 @@ def test_metadata_is_there_within_a_step_only(cls):
         _ = side.metadata
 
 
-def test_what_workers_say_is_aggregated():
-    assert Loaded({1, 2}).aggregate(Loaded({2, 3})) == Loaded({2})
+def test_output_that_says_nothing_is_empty():
     assert KVConnectorOutput().is_empty()
     assert not KVConnectorOutput(invalid_block_ids={1}).is_empty()

@@ -10,7 +10,7 @@ import pytest
 
 from wtransfer import ServingConfig
 from wtransfer.config import KVCacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
-from wtransfer.connectors.settings import Instance, load_failure_policy, read_options
+from wtransfer.connectors.settings import Instance, read_options
 from wtransfer.errors import ConnectorOptionError
 
 CONFIG = ServingConfig(
@@ -147,14 +147,3 @@ def test_options_are_read():
 def test_malformed_option_is_refused_and_options_are_listed(given, text):
     with pytest.raises(ConnectorOptionError, match=text):
         read_options(Options, given)
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_load_failure_policy(policy):
-    assert load_failure_policy(policy) == policy
-
-
-@pytest.mark.parametrize("policy", ["", "Recompute", "retry", None])
-def test_unknown_load_failure_policy_is_refused(policy):
-    with pytest.raises(ConnectorOptionError, match="expected one of recompute, fail"):
-        load_failure_policy(policy)

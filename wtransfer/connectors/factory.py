@@ -165,16 +165,19 @@ def _make(
 ) -> KVConnectorBase_V1:
     """Call a constructor of two or three arguments: by signature, as a trial would hide errors."""
     try:
-        parameters = inspect.signature(connector_cls).parameters
+        signature = inspect.signature(connector_cls)
     except (TypeError, ValueError):
         return connector_cls(config, role, cache_config)
-    kinds = [each.kind for each in parameters.values()]
-    named = parameters.get("kv_cache_config")
-    by_keyword = inspect.Parameter.VAR_KEYWORD in kinds if named is None else False
-    if by_keyword or (named is not None and named.kind is named.KEYWORD_ONLY):
+
+    def takes(*args: Any, **named: Any) -> bool:
+        try:
+            signature.bind(*args, **named)
+        except TypeError:
+            return False
+        return True
+
+    if takes(config, role, kv_cache_config=cache_config):
         return connector_cls(config, role, kv_cache_config=cache_config)
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    num_positional = sum(kind in positional for kind in kinds)
-    if num_positional > len(("config", "role")) or inspect.Parameter.VAR_POSITIONAL in kinds:
+    if takes(config, role, cache_config):
         return connector_cls(config, role, cache_config)
     return connector_cls(config, role)

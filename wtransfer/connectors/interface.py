@@ -343,39 +343,15 @@ class Connector(ABC):  # noqa: B024  # a marker base
     """What every connector is, of either generation."""
 
 
-SCHEDULER_METHODS = frozenset(
-    {
-        "build_connector_meta",
-        "get_finished_count",
-        "get_num_new_matched_tokens",
-        "has_pending_push_work",
-        "on_new_request",
-        "request_finished",
-        "reset_cache",
-        "set_xfer_handshake_metadata",
-        "take_events",
-        "update_connector_output",
-        "update_state_after_alloc",
-    }
-)
+def _methods(side: type[ConnectorSide]) -> frozenset[str]:
+    """Return the names of the methods that only one side has."""
+    own = vars(side).items()
+    return frozenset(name for name, each in own if callable(each) and not name.startswith("_"))
+
+
+SCHEDULER_METHODS = _methods(ConnectorScheduler)
 """Methods that only the scheduler's side has."""
-WORKER_METHODS = frozenset(
-    {
-        "bind_connector_metadata",
-        "build_connector_worker_meta",
-        "clear_connector_metadata",
-        "get_block_ids_with_load_errors",
-        "get_finished",
-        "get_handshake_metadata",
-        "handle_preemptions",
-        "has_connector_metadata",
-        "register_kv_caches",
-        "save_kv_layer",
-        "start_load_kv",
-        "wait_for_layer_load",
-        "wait_for_save",
-    }
-)
+WORKER_METHODS = _methods(ConnectorWorker)
 """Methods that only the worker's side has."""
 
 

@@ -22,7 +22,6 @@ _SPLIT = (
 )
 """Fields of ``parallel_config`` that divide the KV cache among ranks; 1 where one is missing."""
 _ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (False, True)}
-_LOAD_FAILURE_POLICIES = ("recompute", "fail")
 
 TOptions = TypeVar("TOptions", bound=msgspec.Struct)
 
@@ -137,20 +136,3 @@ def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptio
         raise ConnectorOptionError(
             f"kv_connector_extra_config: {error}; the options are {known}"
         ) from error
-
-
-def load_failure_policy(policy: str) -> str:
-    """Return the policy for requests whose load has failed, if it is one.
-
-    Args:
-        policy: ``kv_load_failure_policy``: ``recompute`` or ``fail``.
-
-    Raises:
-        ConnectorOptionError: It is neither.
-    """
-    if policy not in _LOAD_FAILURE_POLICIES:
-        raise ConnectorOptionError(
-            f"kv_load_failure_policy={policy!r}: expected one of "
-            f"{', '.join(_LOAD_FAILURE_POLICIES)}"
-        )
-    return policy

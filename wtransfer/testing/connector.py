@@ -35,7 +35,7 @@ import time
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import pytest
@@ -706,7 +706,9 @@ class ConnectorConformance(ConformanceKit):
         bed.drain()
 
     @pytest.mark.parametrize("policy", ["recompute", "fail"])
-    def test_load_failure_policy(self, make_bed: MakeBed, policy: str) -> None:
+    def test_load_failure_policy(
+        self, make_bed: MakeBed, policy: Literal["recompute", "fail"]
+    ) -> None:
         """A request whose load failed is recomputed, or fails. Needs `damage`."""
         bed = make_bed(EngineConfig(on_load_failure=policy))
         prompt = some_prompts(1)[0]

@@ -1,9 +1,8 @@
-"""Serving instances without a model: in this process, and in processes of their own."""
+"""Hosts with a P2P connector: in this process, and in processes of their own."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import runpy
@@ -12,33 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
+from host import Host
 
 from wtransfer.transport.zygote import Zygote
-from wtransfer.weight_version import process_weights
 
 HERE = Path(__file__).parent
-TESTS = HERE.parents[1]
-PARTS = runpy.run_path(str(TESTS / "transport" / "process_group_ranks.py"))
+PARTS = runpy.run_path(str(HERE.parents[1] / "transport" / "process_group_ranks.py"))
 IMPORT_S = 120.0
 SHM, GROUP = "SharedMemoryConnector", "ProcessGroupConnector"
 OPTIONS = {
     SHM: {"shelf_bytes": 1 << 20},
     GROUP: {"shelf_bytes": 1 << 20, "token": "a token of these tests"},
 }
-
-
-def _load(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def instance():
-    """The module `instance.py`."""
-    return _load("p2p_instance", HERE / "instance.py")
 
 
 @pytest.fixture(params=[SHM, GROUP])
@@ -56,25 +40,22 @@ def first_store():
 
 
 @pytest.fixture
-def make(instance, kind, first_store, leaves_nothing):
-    """Maker of instances in this process, which all have the same weights."""
+def make(kind, drawn, first_store, leaves_nothing):
+    """Maker of hosts in this process."""
     with contextlib.ExitStack() as stack:
-        weights = stack.enter_context(contextlib.closing(process_weights.hold("w1")))
 
         def made(engine_id, **options):
-            options["options"] = {**OPTIONS[kind], **options.get("options", {})}
-            one = instance.Instance(engine_id, kind, alone=False, **options)
-            stack.callback(one.close)
-            return one
+            one = Host(drawn, kind, engine_id=engine_id, **{**OPTIONS[kind], **options})
+            return stack.enter_context(one)
 
-        made.weights = weights
         yield made
 
 
 @pytest.fixture(scope="session")
 def nursery():
-    """A zygote whose children are instances."""
-    with Zygote(preload=["torch", "instance"], paths=[HERE]) as zygote:
+    """A zygote whose children are hosts."""
+    modules = ["torch", "wtransfer.testing.connector", "puppet"]
+    with Zygote(preload=modules, paths=[HERE]) as zygote:
         yield zygote
 
 
@@ -87,26 +68,28 @@ class Cast:
         self.ranks = []
 
     def start(self, engine_id, *, host=None, **options):
-        """Start an instance; `host` of `tests/flows/namespaces.py`, None: on this machine."""
+        """Start a host; `host` of `tests/flows/namespaces.py`, None: on this machine."""
         name = f"{engine_id}-{next(self.numbers)}"
         log = self.folder / f"{name}.log"
 
         def spawn(path):
             if host is None:
-                return self.zygote.spawn("instance:main", path, stdout=log, stderr=log)
+                return self.zygote.spawn("puppet:main", path, stdout=log, stderr=log)
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             with log.open("ab") as to:
-                command = [sys.executable, str(HERE / "instance.py"), path]
+                command = [sys.executable, str(HERE / "puppet.py"), path]
                 return host.run(command, env=environment, stdout=to, stderr=to)
 
         rank = PARTS["Rank"](name, self.folder, spawn, IMPORT_S)
-        rank.log = log
         self.ranks.append(rank)
-        own = dict(OPTIONS[self.kind])
         if host:
-            own |= {"host": host.address, "allowed_peers": ["10.77.0.0/24"]}
-        options["options"] = {**own, **options.get("options", {})}
-        rank.ask("make", engine_id=engine_id, connector=self.kind, **options)
+            options |= {"host": host.address, "allowed_peers": ["10.77.0.0/24"]}
+        rank.ask(
+            "make",
+            connector=self.kind,
+            engine_id=engine_id,
+            **{**OPTIONS[self.kind], "shelf_bytes": 64 << 20, **options},
+        )
         return rank
 
     def close(self):
@@ -118,7 +101,7 @@ class Cast:
 
 @pytest.fixture
 def cast(nursery, tmp_path, kind):
-    """Maker of instances in processes of their own."""
+    """Maker of hosts in processes of their own."""
     made = Cast(nursery, tmp_path, kind)
     yield made
     made.close()

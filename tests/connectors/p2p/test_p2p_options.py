@@ -7,6 +7,7 @@ import os
 import socket
 
 import pytest
+from sides import Sides
 
 from wtransfer import KVConnectorFactory, KVTransferConfig, ServingConfig
 from wtransfer.config import KVCacheConfig
@@ -115,10 +116,9 @@ def first_of_two_free_ports():
     raise AssertionError("no two free ports")
 
 
-def test_ports_follow_the_rank_and_one_that_is_taken_leaves_nothing(instance, leaves_nothing):
+def test_ports_follow_the_rank_and_one_that_is_taken_leaves_nothing(first_store, leaves_nothing):
     def two(port):
-        options = {"token": "t", "port": port, "shelf_bytes": 1 << 20}
-        return instance.Instance("p", GROUP, ranks=2, alone=False, options=options)
+        return Sides(GROUP, 2, token="t", port=port, shelf_bytes=1 << 20)
 
     port = first_of_two_free_ports()
     one = two(port)

@@ -1,74 +1,157 @@
-"""The scheduler's side alone: what it may change, and when a request begins anew."""
+"""What the scheduler's side plans, hands over and takes back, call by call."""
 
 from __future__ import annotations
 
 import pytest
+from sides import request_of, step
 
-PROMPT = list(range(42))
+from wtransfer.connectors.interface import KVConnectorOutput
+
+NUM_TOKENS = 42
 BLOCKS = 10
+DECODE = {"do_remote_decode": True}
 
 
 @pytest.fixture
-def kind():
-    return "SharedMemoryConnector"
+def make(sides):
+    return lambda: sides("SharedMemoryConnector", num_blocks=32, shelf_bytes=1 << 20)
+
+
+def begin(one, name="r"):
+    """Compute the first half of a prompt; return its request."""
+    request = request_of(name, NUM_TOKENS, params=DECODE)
+    one.begin(request, range(BLOCKS + 1))
+    one.step(step(new=[(request, 0, 20)]))
+    return request
+
+
+def finish(one, request):
+    """End a request, and tell the workers; return the parameters for the next instance."""
+    stays, params = one.scheduler.request_finished(request, request.block_ids)
+    assert not stays
+    one.step()
+    return params
+
+
+def prefill(one):
+    request = begin(one)
+    one.step(step(cached=[(request, 20, 22)]))
+    return finish(one, request)
+
+
+def count(one, what):
+    return one.workers[0].get_stats().get(what, 0)
+
+
+def until_received(one, name):
+    while not any(name in said.received for said in one.step()[1]):
+        pass
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_prompt_computed_anew_is_handed_over_whole(make, instance, *, changes):
-    one, other = make("p"), make("d")
-    request = one.prefill("r", PROMPT, chunk=20, upto=20, finish=False)
-    one.free += one.requests["r"]
+def test_prompt_computed_anew_is_handed_over_whole(make, weights, *, changes):
+    one = make()
+    request = begin(one)
     if changes:
-        make.weights.settle("w2")
-        one.weights = other.weights = "w2"
+        weights.settle("B")
         one.step()
-        other.step()
-    one.scheduler.get_num_new_matched_tokens(request, 0)
-    blocks = one.requests["r"] = one.take(BLOCKS + 1)
-    one.scheduler.update_state_after_alloc(request, instance.Blocks(blocks), 0)
-    metadata = one.step(new=[(request, blocks, 0, len(PROMPT))])
+    one.ask(request)
+    one.allocate(request, range(BLOCKS + 1, 2 * BLOCKS + 2))
+    metadata, _ = one.step(step(cached=[(request, 0, NUM_TOKENS)], resumed=["r"]))
     assert [len(save.keys) for save in metadata.saves] == [BLOCKS if changes else BLOCKS - 5]
-    outcome = other.decode("s", PROMPT, one.finish(request))
-    assert (outcome["matched"], outcome["loaded"], outcome["wrong"]) == (BLOCKS, BLOCKS, 0)
+    assert finish(one, request)["remote_num_tokens"] == BLOCKS * 4
+    assert count(one, "blocks_saved_total") == BLOCKS + (5 if changes else 0)
 
 
-def test_asking_does_not_let_a_running_request_begin_anew(make):
+def test_asking_does_not_let_a_running_request_begin_anew(make, weights):
     """Else its next blocks, computed behind blocks of old weights, pass for blocks of new ones."""
-    one = make("p")
-    request = one.prefill("r", PROMPT, chunk=20, upto=20, finish=False)
-    make.weights.settle("w2")
+    one = make()
+    request = begin(one)
+    weights.settle("B")
     one.step()
-    assert one.scheduler.get_num_new_matched_tokens(request, 20) == (0, False)
-    assert one.step(rows=[(request, [], 20, 22)]).saves == []
-    assert one.finish(request) is None
+    assert one.ask(request, 20) == (0, False)
+    assert one.step(step(cached=[(request, 20, 22)]))[0].saves == []
+    assert finish(one, request) is None
 
 
-def test_asking_does_not_change_what_is_loaded(make, instance):
-    one, other = make("p"), make("d")
-    request = instance.Request("d", PROMPT, 1, one.prefill("r", PROMPT))
-    scheduler = other.scheduler
-    before = scheduler.get_stats()
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, True)
-    assert scheduler.get_num_new_matched_tokens(request, 12) == (28, True)
-    assert scheduler.get_stats() == before
-    scheduler.on_new_request(request)
-    assert scheduler.get_num_new_matched_tokens(request, 12) == (28, True)
-    blocks = other.requests["d"] = other.take(BLOCKS + 1)
-    scheduler.update_state_after_alloc(request, instance.Blocks(blocks), 40)
-    other.step()
-    other.until_received("d")
-    assert (other.invalid, other.wrong(PROMPT, blocks, BLOCKS)) == (set(), [])
-    other.finish(request)
+def test_asking_does_not_change_what_is_loaded(make):
+    one, other = make(), make()
+    request = request_of("d", NUM_TOKENS, params=prefill(one))
+    before = other.scheduler.get_stats()
+    assert other.ask(request) == (40, True)
+    assert other.ask(request, 12) == (28, True)
+    assert other.scheduler.get_stats() == before
+    other.scheduler.on_new_request(request)
+    assert other.ask(request, 12) == (28, True)
+    other.allocate(request, range(BLOCKS + 1), 40)
+    (load,) = other.tell().loads
+    assert (len(load.keys), load.block_ids) == (BLOCKS, list(range(BLOCKS)))
 
 
-def test_blocks_that_came_before_a_commit_do_not_begin_under_the_new_weights(make, instance):
+def test_blocks_that_came_before_a_commit_do_not_begin_under_the_new_weights(make, weights):
     """A request whose load has ended gets blocks once more, and has blocks of the old weights."""
-    one, middle = make("p"), make("m")
-    request, _ = middle.begin("m", PROMPT, {**one.prefill("r", PROMPT), "do_remote_decode": True})
-    middle.until_received("m")
-    make.weights.settle("w2")
+    one, middle = make(), make()
+    request = request_of("m", NUM_TOKENS, params={**prefill(one), **DECODE})
+    assert middle.begin(request, range(BLOCKS + 1)) == 40
+    until_received(middle, "m")
+    weights.settle("B")
     middle.step()
-    blocks = middle.requests["m"]
-    middle.scheduler.update_state_after_alloc(request, instance.Blocks(blocks), 0)
-    assert middle.step(new=[(request, blocks, 40, 2)]).saves == []
-    assert middle.finish(request) is None
+    middle.allocate(request, request.block_ids)
+    assert middle.step(step(new=[(request, 40, 2)]))[0].saves == []
+    assert finish(middle, request) is None
+
+
+def test_prompt_that_lives_through_a_commit_is_not_handed_over(make, weights):
+    """FAULTS 47."""
+    one = make()
+    request = begin(one)
+    weights.settle("B")
+    # The scheduler's side does not know of it yet; the worker's does.
+    metadata, _ = one.step(step(cached=[(request, 20, 20)]))
+    assert len(metadata.saves) == 1
+    assert count(one, "blocks_saved_total") == 5
+    assert one.step(step(cached=[(request, 40, 2)]))[0].saves == []
+    assert finish(one, request) is None
+    assert count(one, "leases") == 0
+
+
+def test_load_planned_before_a_commit_is_not_looked_up(make, weights):
+    one, other = make(), make()
+    request = request_of("d", NUM_TOKENS, params=prefill(one))
+    assert other.begin(request, range(BLOCKS + 1)) == 40
+    weights.settle("B")
+    (said,) = other.step()[1]
+    assert (said.bad, said.received) == (set(range(BLOCKS)), {"d"})
+    assert count(other, "blocks_missed_weights_total") == BLOCKS
+    assert "lookups_total" not in one.workers[0].get_stats()
+
+
+def test_blocks_of_a_failed_load_are_invalidated(make):
+    one = make()
+    request = begin(one)
+    one.step(step(cached=[(request, 20, 22)]))
+    one.scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids={4}))
+    one.step()
+    assert count(one, "blocks_invalidated_total") == BLOCKS - 4
+    assert finish(one, request)["remote_num_tokens"] == 4 * 4
+
+
+@pytest.mark.parametrize("why", ["invalid blocks", "a step that does not count", "other weights"])
+def test_request_whose_saves_were_all_taken_back_is_released(make, weights, why):
+    one = make()
+    if why == "a step that does not count":
+        request = request_of("r", NUM_TOKENS, params=DECODE)
+        one.begin(request, range(BLOCKS + 1))
+        one.step(step(new=[(request, 0, NUM_TOKENS)]), counts=False)
+        assert count(one, "blocks_saved_total") == count(one, "slots_filling") == 0
+    else:
+        request = begin(one)
+        assert count(one, "leases") == 1
+    if why == "invalid blocks":
+        one.scheduler.update_connector_output(KVConnectorOutput(invalid_block_ids={0}))
+    elif why == "other weights":
+        weights.settle("B")
+        one.step()
+        one.ask(request)  # after a preemption
+    assert finish(one, request) is None
+    assert count(one, "leases") == count(one, "slots_leased") == 0

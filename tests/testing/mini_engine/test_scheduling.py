@@ -380,8 +380,3 @@ def test_failed_load_follows_the_policy_and_spares_other_requests(kit, serve, ap
     # Who asks next has no part in it.
     assert host.generate(apart[:1], kit.NEW_TOKENS) == kit.references(apart[:1], 3)
     assert host.scheduler.counts["loads_failed"] == 1
-
-
-def test_unknown_load_failure_policy_is_refused(serve):
-    with pytest.raises(ValueError, match="kv_load_failure_policy='perhaps'"):
-        serve(EngineConfig(on_load_failure="perhaps"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -81,8 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
     module_path: str | None = None
     """Module of a connector that is not registered."""
-    on_load_failure: str = "recompute"
-    """``recompute`` or ``fail``: what becomes of a request whose blocks could not be loaded."""
+    on_load_failure: Literal["recompute", "fail"] = "recompute"
+    """What becomes of a request whose blocks could not be loaded."""
     engine_id: str = "mini"
     """Identity of this instance."""
     num_ranks: int = 1

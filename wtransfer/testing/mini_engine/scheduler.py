@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from wtransfer.connectors.interface import KVConnectorOutput
 from wtransfer.connectors.naming import BlockNaming
-from wtransfer.connectors.settings import load_failure_policy
 from wtransfer.testing.mini_engine.cache import BlockPool
 from wtransfer.testing.mini_engine.contract import (
     KVCacheBlocks,
@@ -64,7 +63,7 @@ class Scheduler:
         hashing = {"hash_function": hash_function} if hash_function else {}
         self._naming = BlockNaming(self._block_size, config.model_name.encode(), **hashing)
         self._limits = config.limits
-        self._fails = load_failure_policy(config.on_load_failure) == "fail"
+        self._fails = config.on_load_failure == "fail"
         self._versions: WeightVersions | None = None
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}

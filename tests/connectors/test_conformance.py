@@ -1,0 +1,117 @@
+"""The built-in connectors, and a third party's that knows nothing of weights, pass the kit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from wtransfer.testing.connector import ConnectorConformance
+
+# The processes of the kit find what this one does.
+sys.path.append(str(Path(__file__).parent))
+
+
+def damage_files(folder):
+    files = list(folder.rglob("blocks/*"))
+    for file in files:
+        kept = bytearray(file.read_bytes())
+        kept[len(kept) // 2] ^= 1
+        file.write_bytes(kept)
+    return bool(files)
+
+
+class P2P(ConnectorConformance):
+    kind = "transfer"
+    options: ClassVar = {"shelf_bytes": 2**22, "lease_s": 2.0, "deadline_s": 5.0}
+
+    def damage(self, bed):
+        buffer = bed.producer.workers[0].side.side._buffer
+        for number in range(buffer.num_slots):
+            buffer.memory.slots[number, buffer.geometry.nbytes // 2] ^= 1
+        return True
+
+
+class TestSharedMemoryConnector(P2P):
+    connector = "SharedMemoryConnector"
+
+
+@pytest.mark.slow  # what it has in common with SharedMemoryConnector is tested there each time
+class TestProcessGroupConnector(P2P):
+    connector = "ProcessGroupConnector"
+    options: ClassVar = {**P2P.options, "token": "known to both instances"}
+
+
+@pytest.mark.slow  # the matrix of connectors shows it each time
+class TestOffloadingConnector(ConnectorConformance):
+    """Over the arena."""
+
+    connector = "OffloadingConnector"
+    options: ClassVar = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**23}
+
+    def damage(self, bed):
+        bed.producer.workers[0].side.side._made.part.slots[:, 100] ^= 1
+        return True
+
+
+@pytest.mark.slow  # the matrix of connectors shows it each time
+class TestSharedStorageConnector(ConnectorConformance):
+    connector = "SharedStorageConnector"
+    is_shared = True
+
+    def options_in(self, folder):
+        return {"shared_storage_path": str(folder)}
+
+    def damage(self, bed):
+        return damage_files(bed.folder)
+
+
+@pytest.mark.slow  # its sub-connectors pass the kit by themselves
+class TestMultiConnector(ConnectorConformance):
+    """The one loads beyond the step, and only what its own instance left; the other within it."""
+
+    connector = "MultiConnector"
+    is_shared = True
+
+    def options_in(self, folder):
+        offloading, storage = TestOffloadingConnector, TestSharedStorageConnector
+        kept = {"shared_storage_path": str(folder)}
+        return {
+            "connectors": [
+                {"kv_connector": each.connector, "kv_connector_extra_config": options}
+                for each, options in ((offloading, offloading.options), (storage, kept))
+            ]
+        }
+
+    def damage(self, bed):
+        return damage_files(bed.folder)
+
+
+class TestTokensConnector(ConnectorConformance):
+    """Behind its fence; loads end within their step."""
+
+    connector = "TokensConnector"
+    module_path = "tokens_connector"
+    is_shared = True
+
+    def options_in(self, folder):
+        return {"folder": str(folder)}
+
+    def damage(self, bed):
+        files = list(bed.folder.iterdir())
+        for file in files:
+            os.truncate(file, file.stat().st_size - 1)
+        return bool(files)
+
+
+@pytest.mark.slow  # the other one passes the same kit each time
+class TestTokensConnectorWhoseLoadsOutlastTheStep(TestTokensConnector):
+    """In the style of the seed."""
+
+    connector = "SeedTokensConnector"
+
+    def options_in(self, folder):
+        return {"folder": str(folder), "outlasts": True}
