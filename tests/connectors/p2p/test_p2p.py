@@ -8,11 +8,10 @@ import threading
 import pytest
 import torch
 
-from wtransfer.connectors import process_group
+from wtransfer.connectors import process_group, shm
 from wtransfer.connectors.p2p import client as client_module
 from wtransfer.connectors.p2p.client import P2PClient
-from wtransfer.connectors.p2p.protocol import MAX_TEXT, Lookup, ReleaseRequest, TransferDone
-from wtransfer.connectors.p2p.server import MAX_LOOKUPS, MAX_REQUESTS
+from wtransfer.connectors.p2p.protocol import MAX_TEXT, Hello, Lookup, LookupReply, ReleaseRequest
 from wtransfer.errors import ClosedError, ConnectorOptionError, GroupError
 from wtransfer.kv import cache_view, copier
 from wtransfer.kv.copier import Copier
@@ -20,6 +19,7 @@ from wtransfer.kv.copier import Copier
 PROMPT = list(range(100, 142))
 BLOCKS = 10
 SHM, GROUP = "SharedMemoryConnector", "ProcessGroupConnector"
+CLIENTS = {SHM: shm.SharedMemoryClient, GROUP: process_group.ProcessGroupClient}
 
 
 def leases(one):
@@ -196,10 +196,30 @@ def test_blocks_that_cannot_be_staged_are_logged_once_and_counted(make, monkeypa
         for number in range(3):
             assert one.prefill(f"r{number}", PROMPT) is None
     assert count(one, "staging_errors_total") == 3
-    assert count(one, "slots_leased") == count(one, "slots_filling") == 0
+    assert count(one, "slots_leased") == count(one, "slots_kept") == 0
     assert caplog.text.count("KV blocks could not be staged") == 1
     assert caplog.text.count("OSError: no copy") == 1
     assert other.decode("s2", PROMPT, one.prefill("s", PROMPT))["loaded"] == BLOCKS
+
+
+def test_failed_save_waits_for_copies_under_way(make, monkeypatch):
+    """Its slots may be filled again as soon as it has ended."""
+    one = make("p")
+    monkeypatch.setattr(copier, "SHARE_NBYTES", 1)
+    go_on, real, calls, ended = threading.Event(), Copier.gather, [], []
+
+    def gather(self, *rest):
+        calls.append(rest)
+        if len(calls) == 1:
+            raise OSError("no copy")
+        assert go_on.wait(10)
+        ended.append(real(self, *rest))
+        return ended[0]
+
+    monkeypatch.setattr(Copier, "gather", gather)
+    threading.Timer(0.2, go_on.set).start()
+    assert one.prefill("r", PROMPT) is None
+    assert (len(calls), len(ended)) == (2, 1)
 
 
 @pytest.mark.parametrize("kind", [SHM])
@@ -544,18 +564,17 @@ def test_late_repeated_or_unknown_messages_change_nothing(make, instance, until)
     params = one.prefill("r", PROMPT)
     assert other.decode("r2", PROMPT, params)["loaded"] == BLOCKS
     until(lambda: leases(one) == [0])
+    hello = Hello("d", 0, one.workers[0]._buffer.geometry, {})
     for message in (
-        TransferDone(0),
-        TransferDone(77),
+        hello,
+        LookupReply([7]),
         ReleaseRequest("r"),
+        Lookup("r", [b"x"]),
         ReleaseRequest("unknown"),
-        Lookup(0, "r", [b"x"]),
     ):
         client_of(other)._dialer.send(message)
-    until(lambda: count(one, "lookups_repeated_total"))
-    assert count(one, "transfers_done_unknown_total") == 2
-    assert count(one, "releases_unknown_total") == 2
-    assert count(one, "lookups_repeated_total") == 1
+    until(lambda: count(one, "releases_unknown_total") == 2)
+    assert count(one, "lookups_total") == 2
     assert leases(one) == [0]
     output = instance.KVConnectorOutput(finished_recving={"r2", "nobody"})
     other.scheduler.update_connector_output(output)
@@ -564,35 +583,43 @@ def test_late_repeated_or_unknown_messages_change_nothing(make, instance, until)
     assert other.decode("s2", PROMPT[::-1], params)["loaded"] == BLOCKS
 
 
-@pytest.mark.parametrize("what", ["lookups", "requests"])
-def test_client_that_only_looks_up_is_closed_and_leaves_nothing(make, until, what):
+@pytest.mark.parametrize("kind", [SHM])
+def test_client_that_only_looks_up_has_one_lease_at_most(make, until):
     """It has proven that it knows the token, and may be out of order all the same."""
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
     assert other.decode("r2", PROMPT, params)["loaded"] == BLOCKS
-    client, most = client_of(other), {"lookups": MAX_LOOKUPS, "requests": MAX_REQUESTS}[what]
     until(lambda: leases(one) == [0])
-    for number in range(1, most + 1):
-        client._dialer.send(Lookup(number, f"r{number * (what == 'requests')}", [b"x"]))
-        if what == "requests":
-            client._dialer.send(TransferDone(number))
-            if not number % 512:
-                until(lambda number=number: count(one, "lookups_total") == number + 1)
-    until(lambda: count(one, "lookups_total") == most + 1)
-    assert (leases(one), count(one, "clients")) == ([0], 1)
-    client._dialer.send(Lookup(most + 1, "one more", [b"x"]))
-    until(lambda: not client.is_alive)
-    until(lambda: count(one, "clients") == 0)
-    assert count(one, "clients_refused_total") == 1
+    client, keys = client_of(other), list(one.workers[0]._buffer._committed)[:1]
+    for number in range(1, 51):
+        client._dialer.send(Lookup(f"r{number}", keys))
+    until(lambda: count(one, "lookups_total") == 51)
+    assert (leases(one), count(one, "slots_leased")) == ([1], 1)
+    client._dialer.send(Lookup("another", [b"x"]))
+    until(lambda: leases(one) == [0])
     again = one.prefill("s", PROMPT)
     assert other.decode("s2", PROMPT, again)["loaded"] == BLOCKS
+
+
+@pytest.mark.parametrize("kind", [GROUP])
+def test_client_that_looks_up_and_receives_nothing_is_closed(make, until, caplog):
+    one, other = make("p"), make("d")
+    assert other.decode("r2", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
+    client, keys = client_of(other), list(one.workers[0]._buffer._committed)
+    for _ in range(process_group.MAX_LOOKUPS + 3):
+        client._dialer.send(Lookup("r", keys))
+    until(lambda: not client.is_alive)
+    until(lambda: count(one, "clients") == 0)
+    assert leases(one) == [0]
+    assert f"more than {process_group.MAX_LOOKUPS} open lookups" in caplog.text
+    assert other.decode("s2", PROMPT, one.prefill("s", PROMPT))["loaded"] == BLOCKS
 
 
 def test_client_with_an_endless_request_id_is_closed(make, until):
     one, other = make("p"), make("d")
     assert other.decode("r2", PROMPT, one.prefill("r", PROMPT))["loaded"] == BLOCKS
     client = client_of(other)
-    client._dialer.send(Lookup(1, "x" * (MAX_TEXT + 1), [b"x"]))
+    client._dialer.send(Lookup("x" * (MAX_TEXT + 1), [b"x"]))
     until(lambda: not client.is_alive)
     assert count(one, "lookups_total") == 1
 
@@ -691,14 +718,14 @@ def test_shutdown_while_loading_is_a_miss(make, monkeypatch):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
     reached, go_on = threading.Event(), threading.Event()
-    real = P2PClient._wait_for_reply
+    real = P2PClient._load
 
-    def wait_for(self, *rest):
+    def load(self, *rest):
         reached.set()
         assert go_on.wait(10)
         return real(self, *rest)
 
-    monkeypatch.setattr(P2PClient, "_wait_for_reply", wait_for)
+    monkeypatch.setattr(P2PClient, "_load", load)
     other.begin("r2", PROMPT, params)
     assert reached.wait(10)
     threading.Timer(0.1, go_on.set).start()
@@ -801,26 +828,23 @@ def test_lost_instance_is_a_miss_and_its_successor_works(make):
     assert other.decode("r4", PROMPT, again.prefill("r", PROMPT))["loaded"] == BLOCKS
 
 
-def test_lost_client_releases_its_leases(make, monkeypatch, until):
+def test_lost_client_releases_its_leases(make, kind, monkeypatch, until):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
     reached, go_on = threading.Event(), threading.Event()
-    real = P2PClient._wait_for_reply
 
-    def wait_for_reply(self, *rest):
-        real(self, *rest)
+    def fetch(self, *_):
         reached.set()
         assert go_on.wait(10)
         raise ClosedError("as when the process was killed")
 
-    monkeypatch.setattr(P2PClient, "_wait_for_reply", wait_for_reply)
+    monkeypatch.setattr(CLIENTS[kind], "fetch", fetch)
     other.begin("r2", PROMPT, params)
     assert reached.wait(10)
     assert leases(one) == [2]  # of the request, and of the lookup
     go_on.set()
     until(lambda: leases(one) == [0])
-    assert count(one, "slots_leased") == 0
-    assert count(one, "clients_gone_total") == 1
+    assert (count(one, "slots_leased"), count(one, "clients")) == (0, 0)
 
 
 def test_step_that_does_not_count_stages_nothing(make):
@@ -828,7 +852,7 @@ def test_step_that_does_not_count_stages_nothing(make):
     worker, one.workers[0].wait_for_save = one.workers[0], lambda: None
     request = one.prefill("r", PROMPT, chunk=20, upto=20, finish=False)
     del worker.wait_for_save
-    assert count(one, "blocks_saved_total") == count(one, "slots_filling") == 0
+    assert count(one, "blocks_saved_total") == 0
     # The host computes it once more.
     one.step(rows=[(request, [], 0, 42)])
     outcome = other.decode("r2", PROMPT, one.finish(request))
@@ -838,7 +862,7 @@ def test_step_that_does_not_count_stages_nothing(make):
 def test_numbers_that_only_grow_are_counters(make, until):
     """By their names: vLLM's and our Prometheus collectors take all others for gauges."""
     gauges = {"clients", "leases", "loads_under_way", "requests"}
-    gauges |= {"slots", "slots_filling", "slots_kept", "slots_leased"}
+    gauges |= {"slots", "slots_kept", "slots_leased"}
     one, other = make("p", options={"shelf_bytes": 12 * 4096}), make("d")
     for number in range(2):
         prompt = [number, *PROMPT]
@@ -876,16 +900,14 @@ def test_cache_on_a_device_is_saved_and_loaded(make, monkeypatch):
     assert (outcome["loaded"], outcome["wrong"]) == (BLOCKS, 0)
 
 
-def test_full_pool_closes_the_client_that_is_idle_longest(make, monkeypatch, until):
+def test_full_pool_closes_the_client_that_was_needed_longest_ago(make, monkeypatch, until):
     monkeypatch.setattr(client_module, "MAX_CLIENTS", 2)
     other, served = make("d"), [make(f"p{n}") for n in range(3)]
     for number, one in enumerate((*served, served[2], served[0])):
         prompt = [number, *PROMPT]
         outcome = other.decode(f"d{number}", prompt, one.prefill("r", prompt))
         assert (outcome["loaded"], outcome["wrong"]) == (BLOCKS, 0)
-        # Its thread has sent the release, and waits for the next job.
         until(lambda one=one: leases(one) == [0])
-        until(lambda: all(each.is_idle for each in other.workers[0]._loads._clients.values()))
     until(lambda: [count(one, "clients") for one in served] == [1, 0, 1])
 
 
