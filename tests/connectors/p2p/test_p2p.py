@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from wtransfer.connectors import process_group, shm
+from wtransfer.connectors import process_group
 from wtransfer.connectors.p2p import client as client_module
 from wtransfer.connectors.p2p.client import P2PClient
 from wtransfer.connectors.p2p.protocol import MAX_TEXT, Hello, Lookup, LookupReply, ReleaseRequest
@@ -19,7 +19,6 @@ from wtransfer.kv.copier import Copier
 PROMPT = list(range(100, 142))
 BLOCKS = 10
 SHM, GROUP = "SharedMemoryConnector", "ProcessGroupConnector"
-CLIENTS = {SHM: shm.SharedMemoryClient, GROUP: process_group.ProcessGroupClient}
 
 
 def leases(one):
@@ -828,17 +827,17 @@ def test_lost_instance_is_a_miss_and_its_successor_works(make):
     assert other.decode("r4", PROMPT, again.prefill("r", PROMPT))["loaded"] == BLOCKS
 
 
-def test_lost_client_releases_its_leases(make, kind, monkeypatch, until):
+def test_lost_client_releases_its_leases(make, monkeypatch, until):
     one, other = make("p"), make("d")
     params = one.prefill("r", PROMPT)
     reached, go_on = threading.Event(), threading.Event()
 
-    def fetch(self, *_):
+    def load(self, *_):
         reached.set()
         assert go_on.wait(10)
         raise ClosedError("as when the process was killed")
 
-    monkeypatch.setattr(CLIENTS[kind], "fetch", fetch)
+    monkeypatch.setattr(P2PClient, "load", load)
     other.begin("r2", PROMPT, params)
     assert reached.wait(10)
     assert leases(one) == [2]  # of the request, and of the lookup

@@ -17,6 +17,7 @@ from wtransfer.connectors.p2p.protocol import (
     CODEC,
     MAX_KEYS,
     Hello,
+    Load,
     Lookup,
     LookupReply,
     ReleaseRequest,
@@ -37,7 +38,7 @@ from wtransfer.transport.channel import Dialer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from wtransfer.connectors.p2p.protocol import Load, P2POptions
+    from wtransfer.connectors.p2p.protocol import P2POptions
     from wtransfer.errors import WTransferError
     from wtransfer.kv.cache_view import GroupPages
     from wtransfer.kv.header import BlockGeometry
@@ -135,12 +136,12 @@ class RemoteLoads:
         admits: Callable[[Load], bool],
     ) -> None:
         self.geometry, self.rank, self.pages, self.options = geometry, rank, pages, options
-        self.admits = admits
         self.threads = start_threads(options.num_threads, "wtransfer-load-copy")
         """Threads that copy."""
         self._form = HeaderForm(geometry.digest, rank)
         self._token = token
         self._client_cls = client_cls
+        self._admits = admits
         # Least recently used first.
         self._clients: dict[tuple[str, str], P2PClient] = {}
         self._closed = False
@@ -156,12 +157,15 @@ class RemoteLoads:
     def start(self, load: Load) -> None:
         """Begin a load; one that cannot begin fails."""
         pending = PendingLoad(load, None if self._closed else self.pages.mark())
-        with self._lock:
-            if load.request_id in self._pending:
-                return
-            if load.keys:
+        if load.keys:
+            with self._lock:
+                if load.request_id in self._pending:
+                    return
                 self._pending[load.request_id] = pending
                 self._counts["loads_total"] += 1
+            if not self._admits(load):
+                self.end(pending, "weights")
+                pending = PendingLoad(Load(load.request_id, load.remote), None)
         reason = "lost" if self._closed else self._submit(pending)
         if reason:
             self.end(pending, reason)
@@ -263,7 +267,7 @@ class RemoteLoads:
         ended, self._ended = self._ended, []
         for pending, given_reason in ended:
             load, reason = pending.load, given_reason
-            if not self.admits(load):
+            if not self._admits(load):
                 pending.num_loaded, reason = 0, "weights"
             missing = load.block_ids[pending.num_loaded :]
             self._received.add(load.request_id)
@@ -412,12 +416,11 @@ class P2PClient:
     # -- the thread
 
     def _run(self, job: PendingLoad) -> None:
-        reason: str | None = "weights"
+        reason: str | None = "error"
         try:
             self.check()
             dialer = self._dialer or self._open()
-            if self.loads.admits(job.load):
-                reason = self._load(dialer, job)
+            reason = self._load(dialer, job)
             dialer.send(ReleaseRequest(job.load.remote.remote_request_id))
         except Exception as error:
             self.fail(error)
