@@ -60,6 +60,14 @@ def test_parameters_have_the_fields_names(make):
     assert "do_remote_decode" not in params
 
 
+def test_prompt_is_not_handed_over_while_a_rank_is_unknown(make):
+    one = make("p", ranks=2)
+    known = {0: one.workers[0].get_handshake_metadata()}
+    one.scheduler.set_xfer_handshake_metadata(known)
+    assert one.prefill("r", PROMPT) is None
+    assert leases(one) == [0, 0]
+
+
 def test_one_token_is_left_to_compute(make):
     one, other = make("p"), make("d")
     prompt = PROMPT[:40]

@@ -326,12 +326,13 @@ class P2PScheduler(ConnectorScheduler):
         if not known.params.do_remote_decode:
             return None
         fingerprint = self._fence.fingerprint(request_id)
-        is_staged = bool(known.saved) and fingerprint is not None
+        knows_workers = len(self._workers) == self.instance.num_ranks
+        is_staged = bool(known.saved) and fingerprint is not None and knows_workers
         # Also if all its saves were taken back: workers may have leased slots to it.
         self._next.ended[request_id] = self.options.lease_s if is_staged else 0.0
         if not is_staged:
             return None
-        workers = [self._workers[rank] for rank in sorted(self._workers)]
+        workers = [self._workers[rank] for rank in range(self.instance.num_ranks)]
         return TransferParams(
             do_remote_prefill=True,
             remote_engine_id=self.instance.engine_id,
