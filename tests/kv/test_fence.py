@@ -100,11 +100,6 @@ def test_a_request_without_blocks_begins_again_with_the_current_weights(fence):
     assert known_versions([B, B]) == fence.versions("r")
 
 
-def test_a_request_begins_with_its_first_blocks_if_it_was_not_looked_up(fence):
-    fence.ensure_begun("r")
-    assert fence.fingerprint("r") == "A"
-
-
 def test_a_request_that_got_blocks_while_the_weights_were_unknown_is_stale():
     fence = SchedulerFence(1)
     fence.ensure_begun("r")

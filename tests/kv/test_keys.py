@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wtransfer.kv.header import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
+from wtransfer.kv.header import HEADER_NBYTES, BlockGeometry, BlockHeader
 from wtransfer.kv.keys import (
     FENCE_NBYTES,
     MAX_KEY_NBYTES,
@@ -120,10 +120,6 @@ def test_geometries_are_equal_only_in_every_part():
     ]
     assert len({each.digest for each in (GEOMETRY, *others)}) == 5
     assert GEOMETRY.nbytes == 8192
-
-
-def test_a_checksum_is_of_the_bytes():
-    assert checksum(b"abc") == checksum(bytearray(b"abc")) != checksum(b"abd")
 
 
 def test_hashes_that_fail_half_way_leave_no_block_without_what_it_follows():

@@ -14,7 +14,7 @@ each other, as addresses or networks. A request that names another address is co
 
 Bytes travel over a gloo group of two, one for each connection. The control channel carries lookups
 and notices when a peer is lost; the group only moves bytes. P sends the slots of each lookup as
-they are, up to the first missing one. D receives them into memory of its own, and checks them as it
+they are. D receives them into memory of its own, and checks them as it
 copies. The side that loses the channel aborts the group, so that no wait in it outlives the peer.
 """
 
@@ -33,11 +33,11 @@ from wtransfer.calls import SerialThread
 from wtransfer.connectors.interface import KVConnectorBase_V1
 from wtransfer.connectors.p2p.buffer import SlotMemory
 from wtransfer.connectors.p2p.client import P2PClient
-from wtransfer.connectors.p2p.protocol import P2POptions, until_missing
+from wtransfer.connectors.p2p.protocol import P2POptions
 from wtransfer.connectors.p2p.scheduler import P2PScheduler
 from wtransfer.connectors.p2p.server import P2PServer
 from wtransfer.connectors.p2p.worker import P2PWorker
-from wtransfer.errors import ConnectorOptionError, GroupError, ProtocolError
+from wtransfer.errors import ConnectorOptionError, GroupError, LimitError, ProtocolError
 from wtransfer.transport.address import parse_address, tcp_text
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
@@ -59,6 +59,8 @@ DEPTH = 4
 """Slots under way at a time."""
 JOIN_S = 3.0
 """Longest wait for the host of a rendezvous, which has just named it."""
+MAX_LOOKUPS = 64
+"""Lookups of one client whose slots are not sent yet; it makes one at a time."""
 
 _SENDER, _RECEIVER, _SIZE = range(3)
 _END_S = 1.0
@@ -170,14 +172,15 @@ class _Pair:
         options: Of the connector.
     """
 
+    group: GlooCommunicator | None = None
+
     def __init__(self, rendezvous: Rendezvous, rank: int, options: ProcessGroupOptions) -> None:
         self._rendezvous = rendezvous
         self._rank = rank
         self._options = options
-        self._group: GlooCommunicator | None = None
 
-    def meet(self) -> GlooCommunicator:
-        """Return the group, once both ends are there.
+    def meet(self) -> None:
+        """Form the group, once both ends are there.
 
         Raises:
             WTransferError: The other end does not come, or this one was aborted.
@@ -185,7 +188,7 @@ class _Pair:
         timeout_s = self._options.deadline_s
         if self._rank == _RECEIVER:
             self._rendezvous.join(min(JOIN_S, timeout_s))
-        self._group = group = GlooCommunicator(
+        self.group = GlooCommunicator(
             self._rendezvous,
             self._rank,
             _SIZE,
@@ -193,22 +196,22 @@ class _Pair:
             timeout_s=timeout_s,
             operation_timeout_s=timeout_s,
         )
-        # `abort` cancels, then reads `_group`. Either it finds the group, or this the cancellation.
+        # `abort` cancels, then reads `group`. Either it finds the group, or this the cancellation.
         self._rendezvous.check()
-        return group
 
     def abort(self) -> None:
         """Let every wait in it raise; a second call does nothing."""
         self._rendezvous.cancel()
-        group = self._group
+        group = self.group
         if group is not None:
             group.abort()
 
     def close(self) -> None:
         """Release it; only after `meet` has returned or raised."""
         self._rendezvous.cancel()
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
+            self.group = None
         # Only now: the other end may still connect when this one has.
         self._rendezvous.close()
 
@@ -220,11 +223,19 @@ class _Sender:
         self._buffer = buffer
         self._pair = pair
         self._connection = connection
+        self._calls: list[Call] = []
         self._thread = SerialThread("wtransfer-send")
-        self._meeting = self._submit(pair.meet)
+        self._submit(pair.meet)
 
     def send(self, slots: list[int]) -> None:
-        """Send slots, after those of earlier calls."""
+        """Send slots, after those of earlier calls.
+
+        Raises:
+            LimitError: The client does not receive what it has looked up.
+        """
+        self._calls = [call for call in self._calls if not call.done.is_set()]
+        if len(self._calls) > MAX_LOOKUPS:
+            raise LimitError(f"{self._connection.peer} has more than {MAX_LOOKUPS} open lookups")
         self._submit(lambda: self._send(slots))
 
     def abort(self) -> None:
@@ -237,21 +248,20 @@ class _Sender:
         """Wait for the end."""
         self._thread.join(_END_S)
 
-    def _submit(self, function: Callable[[], Any]) -> Call:
-        def call() -> Any:
+    def _submit(self, function: Callable[[], None]) -> None:
+        def call() -> None:
             try:
-                return function()
+                function()
             except Exception as error:
                 # Else the client waits for bytes until its deadline.
                 if not self._connection.closed:
                     logger.info("no more blocks to %s: %s", self._connection.peer, error)
                 self._connection.close()
-                raise
 
-        return self._thread.submit(call)
+        self._calls.append(self._thread.submit(call))
 
     def _send(self, slots: list[int]) -> None:
-        group = self._meeting.result
+        group = self._pair.group
         if group is None:
             return  # this side has closed the connection
         under_way: deque[Pending] = deque()
@@ -290,7 +300,7 @@ class ProcessGroupServer(P2PServer):
 
     def send_slots(self, connection: Connection, slots: list[int]) -> None:
         """Send them."""
-        self._senders[connection].send(until_missing(slots))
+        self._senders[connection].send(slots)
 
     def close_transport(self, connection: Connection) -> None:
         """End what is being sent to a lost client."""
@@ -310,7 +320,6 @@ class ProcessGroupClient(P2PClient):
     """Receives the slots that it looks up."""
 
     _pair: _Pair | None = None
-    _group: GlooCommunicator | None = None
 
     def open_transport(self, hello: Hello) -> None:
         """Form a group with the other side."""
@@ -321,7 +330,7 @@ class ProcessGroupClient(P2PClient):
         self._pair = pair = _Pair(Rendezvous(host, port, name), _RECEIVER, options)
         # `fail` sets the error, then aborts the pair. Either it finds the pair, or this the error.
         self.check()
-        self._group = pair.meet()
+        pair.meet()
         nbytes = self.loads.geometry.nbytes
         memory = np.zeros(DEPTH * SlotMemory.stride(nbytes), np.uint8)
         self._ring = SlotMemory(memory, nbytes)
@@ -329,7 +338,8 @@ class ProcessGroupClient(P2PClient):
 
     def fetch(self, job: PendingLoad, part: slice, slots: Sequence[int]) -> str | None:
         """Copy what arrives; all slots do, whether they are still wanted or not."""
-        group, number = self._group, len(slots)
+        assert self._pair is not None
+        group, number = self._pair.group, len(slots)
         assert group is not None
         ring = [torch.from_numpy(each) for each in self._ring.used]
         under_way = deque(group.recv(memory, _SENDER) for memory in ring[:number])
@@ -356,7 +366,6 @@ class ProcessGroupClient(P2PClient):
 
     def close_transport(self) -> None:
         """Release the group."""
-        self._group = None
         if self._pair is not None:
             self._pair.close()
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from wtransfer.connectors.p2p.buffer import MISSING, SlotMemory, StagingBuffer
+from wtransfer.connectors.p2p.buffer import SlotMemory, StagingBuffer
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.kv.header import HEADER_NBYTES, BlockGeometry, BlockHeader, checksum
 
@@ -37,13 +37,13 @@ def buffer(clock, leaves_nothing):
 
 
 def put(buffer, key, fill=7):
-    slot = buffer.reserve(key)
-    if slot is not None:
+    slots = buffer.reserve([key])
+    for slot in slots.values():
         buffer.memory.slots[slot] = fill
         total = checksum(buffer.memory.slots[slot])
         packed = BlockHeader(key, GEOMETRY.digest, GEOMETRY.nbytes, total).pack()
-        buffer.commit(key, np.frombuffer(packed, np.uint8))
-    return slot
+        buffer.commit(slots, np.frombuffer(packed, np.uint8).reshape(1, -1))
+    return slots.get(key)
 
 
 def holds(buffer, slot, key):
@@ -79,22 +79,22 @@ def test_slot_refilled_with_the_same_block_has_another_version(buffer):
 
 
 def test_block_that_is_not_committed_is_missing(buffer):
-    slot = buffer.reserve(b"a")
-    assert buffer.lease("x", [b"a"]) == [MISSING]
+    slots = buffer.reserve([b"a"])
+    assert buffer.lease("x", [b"a"]) == []
     assert not buffer.release("x")
-    assert buffer.reserve(b"a") is None
-    buffer.abort(b"a")
-    assert buffer.reserve(b"a") == slot
+    buffer.abort(slots)
+    assert buffer.reserve([b"a"]) == slots
 
 
 def test_least_recently_used_block_is_evicted_and_its_header_cleared(buffer):
     slots = {key: put(buffer, key) for key in (b"a", b"b", b"c", b"d")}
     assert buffer.lease("x", [b"a"]) == [slots[b"a"]]
     buffer.release("x")
-    assert buffer.reserve(b"e") == slots[b"b"]
+    assert buffer.reserve([b"e"]) == {b"e": slots[b"b"]}
     assert not holds(buffer, slots[b"b"], b"b")
     assert not buffer.memory.headers[slots[b"b"]].any()
-    assert buffer.lease("x", [b"b", b"a"]) == [MISSING, slots[b"a"]]
+    # Blocks after a gap are of no use.
+    assert buffer.lease("x", [b"a", b"b", b"c"]) == [slots[b"a"]]
 
 
 def test_leased_block_stays_until_its_last_holder_releases_it(buffer):
@@ -104,10 +104,10 @@ def test_leased_block_stays_until_its_last_holder_releases_it(buffer):
     buffer.lease("x", keys)
     buffer.lease("y", keys)
     assert buffer.release("x")
-    assert buffer.reserve(b"e") is None
+    assert buffer.reserve([b"e"]) == {}
     assert buffer.release("y")
     assert not buffer.release("y")
-    assert buffer.reserve(b"e") is not None
+    assert buffer.reserve([b"e"])
 
 
 def test_lease_expires_at_its_time_and_not_before(buffer, clock):
@@ -116,9 +116,9 @@ def test_lease_expires_at_its_time_and_not_before(buffer, clock):
         put(buffer, key)
     buffer.lease("x", keys, 10.0)
     clock.now = 9.9
-    assert buffer.reserve(b"e") is None
+    assert buffer.reserve([b"e"]) == {}
     clock.now = 10.0
-    assert buffer.reserve(b"e") is not None
+    assert buffer.reserve([b"e"])
     assert buffer.get_stats()["leases_expired_total"] == 1
 
 
@@ -127,8 +127,9 @@ def test_lease_without_an_end_gets_one(buffer, clock):
     buffer.lease("x", [b"a"])
     clock.now = 1e6
     assert buffer.get_stats()["leases"] == 1
-    assert buffer.expire_in("x", 1.0)
-    assert not buffer.expire_in("y", 1.0)
+    buffer.lease("x", (), 1.0)
+    buffer.lease("y", (), 1.0)
+    assert buffer.get_stats()["leases"] == 1
     clock.now += 1.0
     assert buffer.get_stats()["leases"] == 0
 
@@ -138,10 +139,10 @@ def test_invalidated_block_is_gone_at_once_and_its_slot_waits_for_readers(buffer
     buffer.lease("x", [b"a"])
     buffer.invalidate([b"a", b"b", b"never"])
     assert not holds(buffer, slot, b"a")
-    assert buffer.lease("y", [b"a", b"b"]) == [MISSING, MISSING]
-    assert slot not in {buffer.reserve(bytes([n])) for n in range(3)}
+    assert buffer.lease("y", [b"a"]) == buffer.lease("y", [b"b"]) == []
+    assert slot not in buffer.reserve(bytes([n]) for n in range(4)).values()
     buffer.release("x")
-    assert buffer.reserve(b"z") == slot
+    assert buffer.reserve([b"z"]) == {b"z": slot}
     assert other != slot
 
 
@@ -164,10 +165,9 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(holder=HOLDERS, keys=st.lists(KEYS, max_size=4), lasts=st.sampled_from([None, 5.0]))
     def lease(self, holder, keys, lasts):
-        found = dict(zip(keys, self.buffer.lease(holder, keys, lasts), strict=True))
+        committed = dict(zip(keys, self.buffer.lease(holder, keys, lasts), strict=False))
         slots, _ = self.leased.get(holder, ({}, None))
         ends = None if lasts is None else self.clock.now + lasts
-        committed = {key: slot for key, slot in found.items() if slot != MISSING}
         if committed or holder in self.leased:
             self.leased[holder] = ({**slots, **committed}, ends)
 
@@ -194,8 +194,7 @@ class BufferMachine(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_counted_once(self):
         stats = self.buffer.get_stats()
-        free = len(self.buffer._free)
-        assert free + stats["slots_kept"] + stats["slots_filling"] == SLOTS
+        assert stats["slots_leased"] + self.buffer.num_unleased() == SLOTS
         assert stats["leases"] == len(self.leased)
 
     def teardown(self):

@@ -13,10 +13,9 @@ from wtransfer.connectors import process_group
 from wtransfer.connectors.interface import KVConnectorOutput
 from wtransfer.connectors.p2p import client as client_module
 from wtransfer.connectors.p2p.client import P2PClient
-from wtransfer.connectors.p2p.protocol import MAX_TEXT, Lookup, ReleaseRequest, TransferDone
-from wtransfer.connectors.p2p.server import MAX_LOOKUPS, MAX_REQUESTS
+from wtransfer.connectors.p2p.protocol import MAX_TEXT, Hello, Lookup, LookupReply, ReleaseRequest
 from wtransfer.errors import ClosedError, GroupError
-from wtransfer.kv import cache_view
+from wtransfer.kv import cache_view, copier
 from wtransfer.kv.copier import Copier
 from wtransfer.testing.mini_engine.config import ModelShape
 
@@ -98,6 +97,14 @@ def test_staged_blocks_arrive_whole_on_all_ranks(make, until, budget):
     assert (served.matched, served.loaded) == (BLOCKS, BLOCKS)
     until(lambda: leases(one) == [0, 0])
     assert count(one, "blocks_saved_total") == count(other, "blocks_loaded_total") == BLOCKS * 2
+
+
+def test_prompt_is_not_handed_over_while_a_rank_is_unknown(make):
+    one = make("p", num_ranks=2)
+    known = {0: worker_of(one).get_handshake_metadata()}
+    scheduler_of(one).set_xfer_handshake_metadata(known)
+    assert one.prefill(PROMPT) is None
+    assert leases(one) == [0, 0]
 
 
 def test_parameters_have_the_fields_names(make):
@@ -205,10 +212,30 @@ def test_blocks_that_cannot_be_staged_are_logged_once_and_counted(make, monkeypa
         for _ in range(3):
             assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == 0
     assert count(one, "staging_errors_total") == 3
-    assert count(one, "slots_leased") == count(one, "slots_filling") == 0
+    assert count(one, "slots_leased") == count(one, "slots_kept") == 0
     assert caplog.text.count("KV blocks could not be staged") == 1
     assert caplog.text.count("OSError: no copy") == 1
     assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
+
+
+def test_failed_save_waits_for_copies_under_way(make, monkeypatch):
+    """Its slots may be filled again as soon as it has ended."""
+    one = make("p")
+    monkeypatch.setattr(copier, "SHARE_NBYTES", 1)
+    go_on, real, calls, ended = threading.Event(), Copier.gather, [], []
+
+    def gather(self, *rest):
+        calls.append(rest)
+        if len(calls) == 1:
+            raise OSError("no copy")
+        assert go_on.wait(10)
+        ended.append(real(self, *rest))
+        return ended[0]
+
+    monkeypatch.setattr(Copier, "gather", gather)
+    threading.Timer(0.2, go_on.set).start()
+    one.prefill(PROMPT)
+    assert (len(calls), len(ended)) == (2, 1)
 
 
 # -- leases
@@ -243,14 +270,13 @@ def test_lost_client_releases_its_leases(make, hold, until):
     one, other = make("p"), make("d")
     params = one.prefill(PROMPT)
     killed = ClosedError("as when the process was killed")
-    reached, go_on = hold(P2PClient, "_wait_for_reply", after=True, error=killed)
+    reached, go_on = hold(P2PClient, "load", after=True, error=killed)
     begin(other, params)
     assert reached.wait(10)
     assert leases(one) == [2]  # of the request, and of the lookup
     go_on.set()
     until(lambda: leases(one) == [0])
-    assert count(one, "slots_leased") == 0
-    assert count(one, "clients_gone_total") == 1
+    assert (count(one, "slots_leased"), count(one, "clients")) == (0, 0)
 
 
 # -- parameters, addresses and tokens
@@ -443,18 +469,17 @@ def test_late_repeated_or_unknown_messages_change_nothing(make, until):
     served = other.serve(PROMPT, 1, params)
     until(lambda: leases(one) == [0])
     request_id = params["remote_request_id"]
+    hello = Hello("d", 0, buffer_of(one)[0].geometry, {})
     for message in (
-        TransferDone(0),
-        TransferDone(77),
+        hello,
+        LookupReply([7]),
         ReleaseRequest(request_id),
+        Lookup(request_id, [b"x"]),
         ReleaseRequest("unknown"),
-        Lookup(0, request_id, [b"x"]),
     ):
         client_of(other)._dialer.send(message)
-    until(lambda: count(one, "lookups_repeated_total"))
-    assert count(one, "transfers_done_unknown_total") == 2
-    assert count(one, "releases_unknown_total") == 2
-    assert count(one, "lookups_repeated_total") == 1
+    until(lambda: count(one, "releases_unknown_total") == 2)
+    assert count(one, "lookups_total") == 2
     assert leases(one) == [0]
     output = KVConnectorOutput(finished_recving={served.request.request_id, "unknown"})
     scheduler_of(other).update_connector_output(output)
@@ -462,25 +487,33 @@ def test_late_repeated_or_unknown_messages_change_nothing(make, until):
     assert other.serve(PROMPT[::-1], 1, one.prefill(PROMPT[::-1])).loaded == BLOCKS
 
 
-@pytest.mark.parametrize("what", ["lookups", "requests"])
-def test_client_that_only_looks_up_is_closed_and_leaves_nothing(make, until, what):
+@pytest.mark.parametrize("kind", [SHM])
+def test_client_that_only_looks_up_has_one_lease_at_most(make, until):
     """It has proven that it knows the token, and may be out of order all the same."""
     one, other = make("p"), make("d")
     assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
-    client, most = client_of(other), {"lookups": MAX_LOOKUPS, "requests": MAX_REQUESTS}[what]
     until(lambda: leases(one) == [0])
-    for number in range(1, most + 1):
-        client._dialer.send(Lookup(number, f"r{number * (what == 'requests')}", [b"x"]))
-        if what == "requests":
-            client._dialer.send(TransferDone(number))
-            if not number % 512:
-                until(lambda number=number: count(one, "lookups_total") == number + 1)
-    until(lambda: count(one, "lookups_total") == most + 1)
-    assert (leases(one), count(one, "clients")) == ([0], 1)
-    client._dialer.send(Lookup(most + 1, "one more", [b"x"]))
+    client, keys = client_of(other), buffer_of(one)[1][:1]
+    for number in range(1, 51):
+        client._dialer.send(Lookup(f"r{number}", keys))
+    until(lambda: count(one, "lookups_total") == 51)
+    assert (leases(one), count(one, "slots_leased")) == ([1], 1)
+    client._dialer.send(Lookup("another", [b"x"]))
+    until(lambda: leases(one) == [0])
+    assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
+
+
+@pytest.mark.parametrize("kind", [GROUP])
+def test_client_that_looks_up_and_receives_nothing_is_closed(make, until, caplog):
+    one, other = make("p"), make("d")
+    assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
+    client, (_, keys) = client_of(other), buffer_of(one)
+    for _ in range(process_group.MAX_LOOKUPS + 3):
+        client._dialer.send(Lookup("r", keys))
     until(lambda: not client.is_alive)
     until(lambda: count(one, "clients") == 0)
-    assert count(one, "clients_refused_total") == 1
+    assert leases(one) == [0]
+    assert f"more than {process_group.MAX_LOOKUPS} open lookups" in caplog.text
     assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
 
 
@@ -488,7 +521,7 @@ def test_client_with_an_endless_request_id_is_closed(make, until):
     one, other = make("p"), make("d")
     assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
     client = client_of(other)
-    client._dialer.send(Lookup(1, "x" * (MAX_TEXT + 1), [b"x"]))
+    client._dialer.send(Lookup("x" * (MAX_TEXT + 1), [b"x"]))
     until(lambda: not client.is_alive)
     assert count(one, "lookups_total") == 1
 
@@ -587,7 +620,7 @@ def test_shutdown_while_loading_is_a_miss(make, hold, where):
     one, other = make("p"), make("d")
     params = one.prefill(PROMPT)
     owner, name = {
-        "reply": (P2PClient, "_wait_for_reply"),
+        "reply": (P2PClient, "_load"),
         "bytes": (process_group._Sender, "_send"),
     }[where]
     reached, go_on = hold(owner, name)
@@ -684,7 +717,7 @@ def test_lost_instance_is_a_miss_and_its_successor_works(make):
 def test_numbers_that_only_grow_are_counters(make):
     """By their names: vLLM's and our Prometheus collectors take all others for gauges."""
     gauges = {"clients", "leases", "loads_under_way", "requests"}
-    gauges |= {"slots", "slots_filling", "slots_kept", "slots_leased"}
+    gauges |= {"slots", "slots_kept", "slots_leased"}
     one, other = make("p", **ROOM), make("d")
     assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
     for each in (one, other):
@@ -709,15 +742,13 @@ def test_cache_on_a_device_is_saved_and_loaded(make, monkeypatch):
     assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
 
 
-def test_full_pool_closes_the_client_that_is_idle_longest(make, monkeypatch, until):
+def test_full_pool_closes_the_client_that_was_needed_longest_ago(make, monkeypatch, until):
     monkeypatch.setattr(client_module, "MAX_CLIENTS", 2)
     other, served = make("d"), [make(f"p{n}") for n in range(3)]
     for number, one in enumerate((*served, served[2], served[0])):
         prompt = [number, *PROMPT]
         assert other.serve(prompt, 1, one.prefill(prompt)).loaded == BLOCKS
-        # Its thread has sent the release, and waits for the next job.
         until(lambda one=one: leases(one) == [0])
-        until(lambda: all(each.is_idle for each in worker_of(other)._loads._clients.values()))
     until(lambda: [count(one, "clients") for one in served] == [1, 0, 1])
 
 

@@ -1,8 +1,8 @@
 """The staging buffer: host memory in slots, in which blocks stand by key until D fetches them.
 
-A slot is *free*, *filling* or *committed*. Committed ones can be leased by any number of holders.
-One without a lease may be evicted, least recently used first. A leased slot stays until its last
-holder releases it or the lease expires; a reader may then find another block there, and rejects it.
+A committed block can be leased by any number of holders. One without a lease may be evicted, least
+recently used first. A leased one stays until its last holder releases it or the lease expires; a
+reader may then find another block in its slot, and rejects it.
 
 A slot is one range of bytes, so that it can be sent as it is::
 
@@ -19,19 +19,17 @@ import itertools
 import threading
 import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from wtransfer.connectors.p2p.protocol import MISSING
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.kv.slots import Look
 from wtransfer.transport.memory import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
     from wtransfer.kv.header import BlockGeometry
     from wtransfer.kv.slots import Headers, Numbers
@@ -74,12 +72,6 @@ class SlotMemory:
         """Do nothing: the memory is another process's, or is received into again."""
 
 
-@dataclass
-class _Lease:
-    slots: set[int] = field(default_factory=set)
-    expires_at: float | None = None
-
-
 class StagingBuffer:
     """The staging buffer of one rank. Any thread may use it; no call blocks.
 
@@ -112,53 +104,52 @@ class StagingBuffer:
         """Layout of a block."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._free = list(range(self.num_slots - 1, -1, -1))
-        self._filling: dict[bytes, int] = {}
+        # Not leased and not filling: first those without a block, then least recently used first.
+        self._unleased = OrderedDict.fromkeys(range(self.num_slots))
         self._committed: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        # Committed and not leased, least recently used first.
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._leases: dict[Hashable, set[int]] = {}
+        self._expires_at: dict[Hashable, float] = {}
         self._num_leases: Counter[int] = Counter()
-        self._leases: dict[Hashable, _Lease] = {}
         self._counts: Counter[str] = Counter()
         self._versions = itertools.count(1)
 
     # -- filling
 
-    def reserve(self, key: bytes) -> int | None:
-        """Return a slot to fill with a block; None: the block is here, or there is no room."""
+    def reserve(self, keys: Iterable[bytes]) -> dict[bytes, int]:
+        """Return slots to fill with those blocks that are not here, as far as there is room."""
+        slots = {}
         with self._lock:
-            if key in self._committed or key in self._filling:
-                return None
-            if not self._free and not self._evictable:
-                self._expire()
-            if not self._free:
-                if not self._evictable:
+            self._expire()
+            for key in keys:
+                if key in self._committed:
+                    continue
+                if not self._unleased:
                     self._counts["saves_without_room_total"] += 1
-                    return None
-                slot, _ = self._evictable.popitem(last=False)
-                self._clear(slot)
-                self._free.append(slot)
-                self._counts["blocks_evicted_total"] += 1
-            self._filling[key] = slot = self._free.pop()
-            return slot
+                    continue
+                slots[key], _ = self._unleased.popitem(last=False)
+                if slots[key] in self._keys:
+                    self._clear(slots[key])
+                    self._counts["blocks_evicted_total"] += 1
+        return slots
 
-    def commit(self, key: bytes, header: Headers) -> None:
-        """Let readers find a block whose pages are in its slot."""
+    def commit(self, slots: Mapping[bytes, int], headers: Headers) -> None:
+        """Let readers find blocks whose pages are in their slots."""
         with self._lock:
-            slot = self._filling.pop(key)
-            self.memory.versions[slot] = next(self._versions)
-            self.memory.headers[slot] = header
-            self._keys[slot] = key
-            self._committed[key] = slot
-            self._evictable[slot] = None
-            self._counts["blocks_saved_total"] += 1
-            self._counts["bytes_saved_total"] += self.geometry.nbytes
+            for (key, slot), header in zip(slots.items(), headers, strict=True):
+                self.memory.versions[slot] = next(self._versions)
+                self.memory.headers[slot] = header
+                self._keys[slot] = key
+                self._committed[key] = slot
+                self._unleased[slot] = None
+                self._counts["blocks_saved_total"] += 1
+                self._counts["bytes_saved_total"] += self.geometry.nbytes
 
-    def abort(self, key: bytes) -> None:
-        """Free a slot that will not be filled."""
+    def abort(self, slots: Mapping[bytes, int]) -> None:
+        """Free slots that will not be filled."""
         with self._lock:
-            self._free.append(self._filling.pop(key))
+            for slot in slots.values():
+                self._put_first(slot)
 
     def invalidate(self, keys: Iterable[bytes]) -> None:
         """Remove blocks at once, also for readers; leased slots are reused after their release."""
@@ -168,15 +159,18 @@ class StagingBuffer:
                 if slot is not None:
                     self._counts["blocks_invalidated_total"] += 1
                     self._clear(slot)
-                    if slot in self._evictable:
-                        del self._evictable[slot]
-                        self._free.append(slot)
+                    if slot in self._unleased:
+                        self._put_first(slot)
 
     def _clear(self, slot: int) -> None:
         # Before a page of the next block is written: a reader must not take it for this one's.
         self.memory.headers[slot] = 0
         self.memory.versions[slot] = next(self._versions)
         del self._committed[self._keys.pop(slot)]
+
+    def _put_first(self, slot: int) -> None:
+        self._unleased[slot] = None
+        self._unleased.move_to_end(slot, last=False)
 
     # -- leases
 
@@ -187,32 +181,25 @@ class StagingBuffer:
 
         Args:
             holder: Identity of the holder.
-            keys: Of the blocks.
+            keys: Of the blocks; none: only the end of an existing lease changes.
             lasting_s: Seconds until the whole lease expires; None: it does not expire.
 
         Returns:
-            Their slots; `MISSING` for a block that is not committed. A new lease needs one that is.
+            Their slots, up to the first block that is not committed. A new lease needs a slot.
         """
         with self._lock:
-            slots = [self._committed.get(key, MISSING) for key in keys]
-            found = set(slots) - {MISSING}
-            if not found and holder not in self._leases:
-                return slots
-            lease = self._leases.setdefault(holder, _Lease())
-            lease.expires_at = None if lasting_s is None else self._clock() + lasting_s
-            for slot in found - lease.slots:
-                lease.slots.add(slot)
-                self._num_leases[slot] += 1
-                self._evictable.pop(slot, None)
+            known = itertools.takewhile(self._committed.__contains__, keys)
+            slots = [self._committed[key] for key in known]
+            if slots or holder in self._leases:
+                self._expires_at.pop(holder, None)
+                if lasting_s is not None:
+                    self._expires_at[holder] = self._clock() + lasting_s
+                lease = self._leases.setdefault(holder, set())
+                for slot in set(slots) - lease:
+                    lease.add(slot)
+                    self._num_leases[slot] += 1
+                    self._unleased.pop(slot, None)
             return slots
-
-    def expire_in(self, holder: Hashable, seconds: float) -> bool:
-        """Let a lease expire after some seconds; return whether it exists."""
-        with self._lock:
-            lease = self._leases.get(holder)
-            if lease is not None:
-                lease.expires_at = self._clock() + seconds
-            return lease is not None
 
     def release(self, holder: Hashable) -> bool:
         """End a lease; return whether it existed."""
@@ -220,18 +207,17 @@ class StagingBuffer:
             return self._release(holder)
 
     def _release(self, holder: Hashable) -> bool:
-        lease = self._leases.pop(holder, None)
-        if lease is None:
-            return False
-        for slot in lease.slots:
+        slots = self._leases.pop(holder, None)
+        self._expires_at.pop(holder, None)
+        for slot in slots or ():
             self._num_leases[slot] -= 1
             if not self._num_leases[slot]:
                 del self._num_leases[slot]
                 if slot in self._keys:
-                    self._evictable[slot] = None
+                    self._unleased[slot] = None
                 else:
-                    self._free.append(slot)
-        return True
+                    self._put_first(slot)
+        return slots is not None
 
     def num_unleased(self) -> int:
         """Return how many slots can be filled: those that no lease holds, and that are not filling.
@@ -240,14 +226,13 @@ class StagingBuffer:
         """
         with self._lock:
             self._expire()
-            return len(self._free) + len(self._evictable)
+            return len(self._unleased)
 
     def _expire(self) -> None:
         now = self._clock()
-        for holder, lease in list(self._leases.items()):
-            if lease.expires_at is not None and lease.expires_at <= now:
-                self._release(holder)
-                self._counts["leases_expired_total"] += 1
+        for holder in [each for each, at in self._expires_at.items() if at <= now]:
+            self._release(holder)
+            self._counts["leases_expired_total"] += 1
 
     # -- the whole
 
@@ -261,7 +246,6 @@ class StagingBuffer:
                 "slots": self.num_slots,
                 "slots_leased": len(self._num_leases),
                 "slots_kept": len(self._committed),
-                "slots_filling": len(self._filling),
             }
 
     def close(self) -> None:
@@ -270,6 +254,5 @@ class StagingBuffer:
             # A view would keep the mapping.
             self.memory = SlotMemory(np.empty(0, np.uint8), self.geometry.nbytes)
             self._committed.clear()
-            self._evictable.clear()
-            self._free.clear()
+            self._unleased.clear()
         self.segment.close()

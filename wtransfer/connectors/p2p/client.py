@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 
+from wtransfer.calls import SerialThread
 from wtransfer.connectors.p2p.protocol import (
     CODEC,
     MAX_KEYS,
     Hello,
+    Load,
     Lookup,
     LookupReply,
     ReleaseRequest,
-    TransferDone,
-    until_missing,
 )
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     AuthenticationError,
     ClosedError,
-    GroupError,
     KVLayoutError,
     PeerLostError,
     ProtocolError,
     StallError,
-    WTransferError,
 )
 from wtransfer.kv.copier import SHARE_NBYTES, TASK_CHUNKS, Chunks, Copier, RefusedError
 from wtransfer.kv.slots import HeaderForm
@@ -39,9 +38,8 @@ from wtransfer.transport.channel import Dialer
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import msgspec
-
-    from wtransfer.connectors.p2p.protocol import Load, P2POptions, RemoteRequest
+    from wtransfer.connectors.p2p.protocol import P2POptions
+    from wtransfer.errors import WTransferError
     from wtransfer.kv.cache_view import GroupPages
     from wtransfer.kv.header import BlockGeometry
     from wtransfer.kv.slots import Slots
@@ -49,11 +47,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+TMessage = TypeVar("TMessage", bound=msgspec.Struct)
 
 MAX_CLIENTS = 256
 """Workers of other instances that one worker is connected with at a time. One more takes the place
-of the one that has been idle longest."""
+of the one that was needed longest ago."""
 REACH_S = 0.25
 """Time allowed to an address where nothing listens: workers listen before they state theirs."""
 CLOSE_S = 1.0
@@ -64,15 +62,12 @@ _REASONS = (
     (KVLayoutError, "layout"),
     (AuthenticationError, "refused"),
     (StallError, "stalled"),
-    (ClosedError, "shutdown"),
     (ProtocolError, "protocol"),
-    (PeerLostError, "lost"),
-    (GroupError, "lost"),
 )
 
 
-def _reason(error: BaseException) -> str:
-    return next((reason for cls, reason in _REASONS if isinstance(error, cls)), "error")
+def _reason(error: BaseException | None) -> str:
+    return next((reason for cls, reason in _REASONS if isinstance(error, cls)), "lost")
 
 
 def start_threads(number: int, name: str) -> ThreadPoolExecutor:
@@ -101,21 +96,17 @@ def start_threads(number: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
+@dataclass(eq=False)
 class PendingLoad:
-    """One load under way.
+    """One load under way."""
 
-    Args:
-        load: The load.
-        mark: What the model must have done before (`GroupPages.mark`).
-    """
-
-    def __init__(self, load: Load, mark: object) -> None:
-        self.load = load
-        self.mark = mark
-        self.num_loaded = 0
-        """Blocks, from the first on, that are in the cache and are the wanted ones."""
-        self.aborted = False
-        """Whether its request has ended; the load ends soon."""
+    load: Load
+    mark: object
+    """What the model must have done before (`GroupPages.mark`)."""
+    num_loaded: int = 0
+    """Blocks, from the first on, that are in the cache and are the wanted ones."""
+    aborted: bool = False
+    """Whether its request has ended; the load ends soon."""
 
 
 class RemoteLoads:
@@ -164,34 +155,26 @@ class RemoteLoads:
         self._warned: set[str] = set()
 
     def start(self, load: Load) -> None:
-        """Begin a load, unless its request is loading already; one that cannot begin fails."""
-        with self._lock:
-            if load.request_id in self._pending:
-                self._counts["loads_repeated_total"] += 1
-                return
-            self._counts["loads_total"] += 1
-            mark = None if self._closed else self.pages.mark()
-            pending = self._pending[load.request_id] = PendingLoad(load, mark)
-        reason = "weights"
-        if self._admits(load):
-            reason = self._submit(load.remote, pending)
-        else:
-            self.release(load.remote)
+        """Begin a load; one that cannot begin fails."""
+        pending = PendingLoad(load, None if self._closed else self.pages.mark())
+        if load.keys:
+            with self._lock:
+                if load.request_id in self._pending:
+                    return
+                self._pending[load.request_id] = pending
+                self._counts["loads_total"] += 1
+            if not self._admits(load):
+                self.end(pending, "weights")
+                pending = PendingLoad(Load(load.request_id, load.remote), None)
+        reason = "lost" if self._closed else self._submit(pending)
         if reason:
             self.end(pending, reason)
 
     def abort(self, request_id: str) -> None:
         """Let a load end soon, as its request has ended."""
         with self._lock:
-            pending = self._pending.get(request_id)
-            if pending is not None:
-                pending.aborted = True
-            else:
-                self._counts["aborts_unknown_total"] += 1
-
-    def release(self, remote: RemoteRequest) -> None:
-        """Release a remote request. If that does not arrive, its lease expires."""
-        self._submit(remote, remote.request_id)
+            if request_id in self._pending:
+                self._pending[request_id].aborted = True
 
     def end(self, pending: PendingLoad, reason: str | None) -> None:
         """End a load: nothing of it will be written any more. A second call does nothing.
@@ -248,34 +231,30 @@ class RemoteLoads:
         self.threads.shutdown()
         del self.pages
 
-    def _submit(self, remote: RemoteRequest, job: PendingLoad | str) -> str:
-        """Give a job to the client of a remote worker; return why that is impossible, or ``""``."""
-        if len(remote.addresses) != self.geometry.num_ranks:
+    def _submit(self, pending: PendingLoad) -> str:
+        """Give a load to the client of its worker; return why that is impossible, or ``""``."""
+        remote = pending.load.remote
+        if len(remote.remote_addresses) != self.geometry.num_ranks:
             text = "KV blocks of %r do not fit: num_ranks is %d there and %d here"
-            numbers = len(remote.addresses), self.geometry.num_ranks
-            self.warn("num_ranks", text, remote.engine_id, *numbers)
+            numbers = len(remote.remote_addresses), self.geometry.num_ranks
+            self.warn("num_ranks", text, remote.remote_engine_id, *numbers)
             return "layout"
-        address = remote.addresses[self.rank]
-        token = self._token or "".join(remote.tokens[self.rank : self.rank + 1])
+        address = remote.remote_addresses[self.rank]
+        token = self._token or "".join(remote.remote_tokens[self.rank : self.rank + 1])
         # By token, too: a request with a wrong one must not fail the requests with the right one.
         where = address, token
         client = self._clients.pop(where, None)
-        if client is not None and client.submit(job):
-            self._clients[where] = client
-            return ""
-        self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
-        if len(self._clients) >= MAX_CLIENTS:
-            idle = next((key for key, each in self._clients.items() if each.is_idle), None)
-            if idle is not None:
-                self._clients.pop(idle).fail(ClosedError("another instance needs its place"))
-        if self._closed or len(self._clients) >= MAX_CLIENTS:
-            return "lost"
-        try:
+        if client is None or not client.submit(pending):
+            self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
+            if len(self._clients) >= MAX_CLIENTS:
+                oldest = self._clients.pop(next(iter(self._clients)))
+                oldest.fail(ClosedError("another instance needs its place"))
             client = self._client_cls(address, token, self)
-            client.start(job)
-        except (WTransferError, OSError, RuntimeError) as error:
-            self.warn("unreachable", "no blocks from %s: %s", address, error)
-            return "lost"
+            try:
+                client.submit(pending)
+            except RuntimeError as error:
+                self.warn("unreachable", "no blocks from %s: %s", address, error)
+                return "lost"
         self._clients[where] = client
         return ""
 
@@ -317,59 +296,42 @@ class P2PClient:
     def __init__(self, address: str, token: str | None, loads: RemoteLoads) -> None:
         self.address = address
         self.loads = loads
+        self._token = token
+        self._thread = SerialThread("wtransfer-load")
         self._changed = threading.Condition()
-        self._jobs: deque[PendingLoad | str] = deque()
-        self._waits = False
-        self._hello: Hello | None = None
-        self._reply: LookupReply | None = None
-        self._numbers = itertools.count()
+        self._message: msgspec.Struct | None = None
         self._error: BaseException | None = None
-        self._dialer = Dialer(
-            CODEC,
-            address=address,
-            token=token,
-            on_open=lambda _connection: None,
-            on_message=self._on_message,
-            on_close=self._on_close,
-            on_refused=self.fail,
-            redial=False,
-        )
-        self._thread = threading.Thread(target=self._run, name="wtransfer-load", daemon=True)
-
-    def start(self, first: PendingLoad | str) -> None:
-        """Begin with a job, so that it fails for the same reason if the client ends at once."""
-        self._jobs.append(first)
-        try:
-            self._thread.start()
-        except BaseException:
-            # "can't start new thread"
-            self._dialer.close()
-            raise
+        self._dialer: Dialer | None = None
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes jobs."""
+        """Whether it takes loads."""
         return self._error is None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it has no job and waits for the next."""
-        with self._changed:
-            return self._waits and not self._jobs
+    def submit(self, job: PendingLoad) -> bool:
+        """Add a load, after those before; return False if the client has ended.
 
-    def submit(self, job: PendingLoad | str) -> bool:
-        """Add a load, or the id of a remote request to release; False: the client has ended."""
+        Raises:
+            RuntimeError: Its thread cannot be started.
+        """
         with self._changed:
             if self._error is None:
-                self._jobs.append(job)
-                self._changed.notify_all()
+                self._thread.submit(lambda: self._run(job))
             return self._error is None
 
     def fail(self, error: BaseException) -> None:
         """End the client. Any thread may call it; the first error counts."""
         with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+            is_first = self._error is None
+            if is_first:
+                self._error = error
+                # After every load that was added: none is added from here on.
+                self._thread.submit(self._end)
+                self._thread.stop()
+                self._changed.notify_all()
+        if is_first and not isinstance(error, ClosedError):
+            # Its text only: a log record would keep the frames, and with them the mapping.
+            self.loads.warn(_reason(error), "no more blocks from %s: %s", self.address, str(error))
         self.abort_transport()
 
     def check(self) -> None:
@@ -445,10 +407,7 @@ class P2PClient:
 
     def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:  # noqa: ARG002
         with self._changed:
-            if isinstance(message, Hello):
-                self._hello = self._hello or message
-            elif isinstance(message, LookupReply):
-                self._reply = message
+            self._message = message
             self._changed.notify_all()
 
     def _on_close(self, connection: Connection, error: WTransferError | None) -> None:  # noqa: ARG002
@@ -456,44 +415,32 @@ class P2PClient:
 
     # -- the thread
 
-    def _run(self) -> None:
+    def _run(self, job: PendingLoad) -> None:
+        reason: str | None = "error"
         try:
-            self._open()
-            while True:
-                with self._changed:
-                    self._waits = True
-                    while not self._jobs:
-                        self.check()
-                        self._changed.wait()
-                    self.check()
-                    self._waits = False
-                    job = self._jobs.popleft()
-                self._work(job)
-        except Exception as caught:
-            with self._changed:
-                error = self._error = self._error or caught
-        if not isinstance(error, ClosedError):
-            # Its text only: a log record would keep the frames, and with them the mapping.
-            self.loads.warn(_reason(error), "no more blocks from %s: %s", self.address, str(error))
-        self._dialer.close()
-        try:
-            self.close_transport()
+            self.check()
+            dialer = self._dialer or self._open()
+            reason = self._load(dialer, job)
+            dialer.send(ReleaseRequest(job.load.remote.remote_request_id))
+        except Exception as error:
+            self.fail(error)
+            reason = _reason(self._error)
         finally:
-            for job in self._jobs:
-                if isinstance(job, PendingLoad):
-                    self.loads.end(job, _reason(error))
+            self.loads.end(job, reason)
 
-    def _open(self) -> None:
-        reach = Deadline(REACH_S)
-
-        def hello_or_error() -> Hello | None:
-            if self._hello is None and reach.expired and self._dialer.last_error is not None:
-                raise self._dialer.last_error
-            return self._hello
-
-        hello = self._wait_for(
-            hello_or_error, f"the worker at {self.address}: it does not say hello"
+    def _open(self) -> Dialer:
+        """Connect, and compare layouts before the first lookup."""
+        self._dialer = Dialer(
+            CODEC,
+            address=self.address,
+            token=self._token,
+            on_open=lambda _connection: None,
+            on_message=self._on_message,
+            on_close=self._on_close,
+            on_refused=self.fail,
+            redial=False,
         )
+        hello = self._receive(Hello, f"the worker at {self.address}: it does not say hello")
         whose, rank = f"{hello.engine_id!r} ({self.address})", self.loads.rank
         self.loads.geometry.check_fits(hello.geometry, whose)
         if hello.rank != rank:
@@ -503,53 +450,43 @@ class P2PClient:
                 field="rank",
             )
         self.open_transport(hello)
+        return self._dialer
 
-    def _work(self, job: PendingLoad | str) -> None:
-        if isinstance(job, str):
-            self._dialer.send(ReleaseRequest(job))
-            return
-        reason: str | None = "error"
-        try:
-            reason = self._load(job)
-        except WTransferError as error:
-            reason = _reason(self._error or error)
-            raise
-        finally:
-            self.loads.end(job, reason)
-        self._dialer.send(ReleaseRequest(job.load.remote.request_id))
-
-    def _load(self, pending: PendingLoad) -> str | None:
+    def _load(self, dialer: Dialer, job: PendingLoad) -> str | None:
         """Load blocks up to the first that fails; return why it failed, or None."""
-        load = pending.load
+        load = job.load
         for start in range(0, len(load.keys), MAX_KEYS):
             keys = load.keys[start : start + MAX_KEYS]
-            number = next(self._numbers)
-            self._dialer.send(Lookup(number, load.remote.request_id, keys))
-            slots = self._wait_for_reply(number, len(keys))
-            reason = self.fetch(pending, slice(start, start + len(slots)), slots)
+            self._message = None
+            dialer.send(Lookup(load.remote.remote_request_id, keys))
+            slots = self._receive(LookupReply, f"an answer of {self.address}").slots
+            if len(slots) > len(keys):
+                raise ProtocolError(
+                    f"{self.address} named {len(slots)} slots for {len(keys)} blocks"
+                )
+            reason = self.fetch(job, slice(start, start + len(slots)), slots)
             self.check()
-            self._dialer.send(TransferDone(number))
-            if pending.num_loaded < start + len(keys):
+            if job.num_loaded < start + len(keys):
                 return reason or "absent"
         return None
 
-    def _wait_for_reply(self, number: int, count: int) -> list[int]:
-        """Return the slots of the blocks that can be fetched."""
-
-        def slots_of_reply() -> list[int] | None:
-            reply = self._reply
-            return reply.slots if reply is not None and reply.number == number else None
-
-        slots = self._wait_for(slots_of_reply, f"an answer of {self.address}")
-        if len(slots) != count:
-            raise ProtocolError(f"{self.address} named {len(slots)} slots for {count} blocks")
-        return until_missing(slots)
-
-    def _wait_for(self, look: Callable[[], T | None], what: str) -> T:
-        deadline = Deadline(self.loads.options.deadline_s)
+    def _receive(self, kind: type[TMessage], what: str) -> TMessage:
+        """Return the next message of a kind."""
+        reach, deadline = Deadline(REACH_S), Deadline(self.loads.options.deadline_s)
         with self._changed:
-            while (found := look()) is None:
+            while not isinstance(self._message, kind):
                 self.check()
                 deadline.check(what)
+                if (
+                    reach.expired
+                    and self._dialer is not None
+                    and self._dialer.last_error is not None
+                ):
+                    raise self._dialer.last_error
                 self._changed.wait(_POLL_S)
-            return found
+            return self._message
+
+    def _end(self) -> None:
+        if self._dialer is not None:
+            self._dialer.close()
+        self.close_transport()

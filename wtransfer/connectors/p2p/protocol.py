@@ -3,9 +3,9 @@
 A request carries `TransferParams` from P to D through routers and clients, so nothing in it is
 trusted: it only says where to look.
 
-Two workers talk over an authenticated channel. D connects, P sends `Hello`. Then D sends `Lookup`,
-P answers `LookupReply`, D copies and sends `TransferDone`; at the end of a request it sends
-`ReleaseRequest`. Unknown and repeated numbers are counted and change nothing.
+Two workers talk over an authenticated channel. D connects, P sends `Hello`. Then for one request
+after the other D sends `Lookup`, P answers `LookupReply`, and D copies; when all keys were looked
+up, D sends `ReleaseRequest`.
 
 The sides of one instance exchange metadata: plain data, which hosts move without pickle.
 
@@ -14,7 +14,6 @@ Source: the names in ``kv_transfer_params`` are those of vLLM's NIXL connector, 
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,7 @@ import msgspec
 
 from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata, KVConnectorWorkerMetadata
-from wtransfer.kv.header import BlockGeometry
+from wtransfer.kv.header import BlockGeometry  # noqa: TC001  (msgspec reads it)
 from wtransfer.transport.framing import Codec, MessageType
 
 if TYPE_CHECKING:
@@ -56,10 +55,11 @@ MAX_TEXT = 1024
 _MAX_RANKS = 65_536
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-Texts = Annotated[tuple[Text, ...], msgspec.Meta(max_length=_MAX_RANKS)]
+Texts = Annotated[list[Text], msgspec.Meta(max_length=_MAX_RANKS)]
 
 
-class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+@dataclass(kw_only=True)
+class TransferParams:
     """The ``kv_transfer_params`` of one request."""
 
     do_remote_decode: bool = False
@@ -70,9 +70,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """That instance."""
     remote_request_id: Text = ""
     """The request there."""
-    remote_addresses: Texts = ()
+    remote_addresses: Texts = field(default_factory=list)
     """Addresses of its workers, by rank."""
-    remote_tokens: Texts = ()
+    remote_tokens: Texts = field(default_factory=list)
     """Their tokens, by rank; empty: the options have the token."""
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Tokens of the prompt whose blocks are staged."""
@@ -81,13 +81,11 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a request carries; JSON can hold it."""
-        # Not `to_builtins`: it leaves tuples, which arrive as lists in another process.
-        plain: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(self))
-        return plain
+        return {name: value for name, value in vars(self).items() if value}
 
 
-def read_params(plain: Mapping[str, Any] | None) -> TransferParams | None:
-    """Return a request's parameters; None if they are not valid.
+def read_params(plain: Mapping[str, Any] | None) -> TransferParams:
+    """Return a request's parameters; those of an ordinary request if they are not valid.
 
     Args:
         plain: Its ``kv_transfer_params``; unknown names belong to other connectors.
@@ -97,7 +95,7 @@ def read_params(plain: Mapping[str, Any] | None) -> TransferParams | None:
         # JSON has texts that cannot be sent on: halves of surrogate pairs.
         msgspec.msgpack.encode(params)
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError):
-        return None
+        return TransferParams()
     return params
 
 
@@ -105,9 +103,6 @@ def read_params(plain: Mapping[str, Any] | None) -> TransferParams | None:
 
 MAX_KEYS = 4096
 """Keys of one `Lookup`."""
-MISSING = -1
-"""Stands for the slot of a block that is not staged."""
-_MAX_RELEASE_NBYTES = 4 * MAX_TEXT + 64
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -115,53 +110,29 @@ class Hello(msgspec.Struct, frozen=True):
 
     engine_id: str
     rank: int
-    block_size: int
-    pages: tuple[tuple[str, int], ...]
-    num_ranks: int
-    model: str
+    geometry: BlockGeometry
+    """Layout of its blocks."""
     transport: dict[str, int | str]
     """How to get at the bytes; each connector has its own."""
 
-    @property
-    def geometry(self) -> BlockGeometry:
-        """Layout of its blocks."""
-        return BlockGeometry(self.block_size, self.pages, self.num_ranks, self.model)
-
 
 class Lookup(msgspec.Struct, frozen=True):
-    """Look blocks up, and lease those that are staged."""
+    """Look blocks up, and lease those that are staged. Ends the lease of another request."""
 
-    number: int
-    """Rises with each lookup of a connection."""
     request_id: Text
     """Request on P that the blocks belong to."""
-    keys: list[bytes]
-
-    def num_entries(self) -> int:
-        """Return the number of entries, for the codec's limit."""
-        return len(self.keys)
+    keys: Annotated[list[bytes], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class LookupReply(msgspec.Struct, frozen=True):
     """Answer a lookup."""
 
-    number: int
-    slots: list[int]
-    """Slot of each key, or `MISSING`."""
-
-    def num_entries(self) -> int:
-        """Return the number of entries, for the codec's limit."""
-        return len(self.slots)
-
-
-class TransferDone(msgspec.Struct, frozen=True):
-    """End the lease of a lookup."""
-
-    number: int
+    slots: Annotated[list[int], msgspec.Meta(max_length=MAX_KEYS)]
+    """Slots of the blocks, up to the first that is not staged: those after a gap are of no use."""
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True):
-    """End the lease of a request: D needs nothing more of it."""
+    """End the lease of a request and of its lookups: D needs nothing more of it."""
 
     request_id: Text
 
@@ -169,42 +140,25 @@ class ReleaseRequest(msgspec.Struct, frozen=True):
 CODEC = Codec(
     [
         MessageType(1, Hello),
-        MessageType(2, Lookup, max_entries=MAX_KEYS),
-        MessageType(3, LookupReply, max_entries=MAX_KEYS),
-        MessageType(4, TransferDone, max_nbytes=64),
-        MessageType(5, ReleaseRequest, max_nbytes=_MAX_RELEASE_NBYTES),
+        MessageType(2, Lookup),
+        MessageType(3, LookupReply),
+        MessageType(4, ReleaseRequest),
     ]
 )
-
-
-def until_missing(slots: list[int]) -> list[int]:
-    """Return the slots before the first missing one: blocks after a gap are of no use."""
-    return list(itertools.takewhile(lambda slot: slot != MISSING, slots))
 
 
 # -- between the sides of one instance
 
 
 @dataclass
-class RemoteRequest:
-    """A request on another instance that has staged its blocks."""
-
-    engine_id: str
-    request_id: str
-    addresses: list[str]
-    """Addresses of the workers there, by rank."""
-    tokens: list[str]
-    """Their tokens, by rank; empty: the options have the token."""
-
-
-@dataclass
 class Load:
-    """Blocks to fetch for a request that waits for them."""
+    """Blocks to fetch for a request that waits for them; then the remote request is released."""
 
     request_id: str
-    remote: RemoteRequest
-    keys: list[bytes]
-    block_ids: list[int]
+    remote: TransferParams
+    keys: list[bytes] = field(default_factory=list)
+    """Empty: the request does not wait, it only releases the remote one."""
+    block_ids: list[int] = field(default_factory=list)
     versions: WeightVersions = ()
     """Weights that the request began with, by rank; empty: they have changed since."""
 
@@ -230,12 +184,9 @@ class P2PMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     aborted_loads: list[str] = field(default_factory=list)
     """Requests that ended while they were loading."""
-    remote_releases: list[RemoteRequest] = field(default_factory=list)
-    """Requests of other instances whose blocks are not needed here."""
-    expiring: list[str] = field(default_factory=list)
-    """Requests that were handed over: their leases expire from now on."""
-    released: list[str] = field(default_factory=list)
-    """Requests that no instance will fetch."""
+    ended: dict[str, float] = field(default_factory=dict)
+    """Requests that ended, and in how many seconds their leases expire: 0 if no other instance was
+    told of them."""
     invalidated: list[bytes] = field(default_factory=list)
     """Keys whose saved bytes are wrong: a load into the blocks had failed."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.connectors.fenced import WeightReport, reported_versions
@@ -16,7 +17,6 @@ from wtransfer.connectors.p2p.protocol import (
     P2PMetadata,
     P2POptions,
     P2PWorkerMetadata,
-    RemoteRequest,
     Save,
     TransferParams,
     read_params,
@@ -35,27 +35,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class _Request:
-    def __init__(self, request: Any, params: TransferParams, keys: RequestNames) -> None:
-        self.params = params
-        self.keys = keys
-        self.num_prompt_tokens = len(request.prompt_token_ids or ())
-        self.saved: list[tuple[int, bytes]] = []
-        """Block and key of each saved block, in order."""
-        self.has_saves = False
-        """Whether workers may have leased slots to it; stays set when `saved` is taken back."""
-        self.has_valid_params = True
-        self.refused_peers: list[str] = []
-        self.has_run = False
-        """Whether a step has computed it since it got its blocks."""
-        # Once: either its load is planned, or the other instance was told to release it.
-        self.is_settled = not params.do_remote_prefill
-
-    @property
-    def remote(self) -> RemoteRequest:
-        params = self.params
-        lists = list(params.remote_addresses), list(params.remote_tokens)
-        return RemoteRequest(params.remote_engine_id, params.remote_request_id, *lists)
+    params: TransferParams
+    keys: RequestNames
+    refused_peer: str
+    """Address of its blocks that must not be dialed, if there is one."""
+    # Once: either its load is planned, or the other instance was told to release it.
+    is_settled: bool
+    saved: list[tuple[int, bytes]] = field(default_factory=list)
+    """Block and key of each saved block, in order."""
+    has_run: bool = False
+    """Whether a step has computed it since it got its blocks."""
 
 
 class P2PScheduler(ConnectorScheduler):
@@ -117,9 +108,9 @@ class P2PScheduler(ConnectorScheduler):
         request_id = request.request_id
         known = self._requests.get(request_id) or self._read(request)
         if (
-            self._sends(known)
+            known.params.do_remote_decode
             and request_id not in self._postponed
-            and self._room < self._num_fitting(known.num_prompt_tokens)
+            and self._room < min(self._num_slots, self._num_prompt_blocks(request))
         ):
             self._postponed.add(request_id)
             return None, False
@@ -148,17 +139,15 @@ class P2PScheduler(ConnectorScheduler):
         if known.is_settled:
             return
         known.is_settled = True
-        if not num_external_tokens:
-            self._next.remote_releases.append(known.remote)
-            return
-        end = self._num_staged_tokens(request, known, fingerprint)
-        block_size = self.instance.block_size
-        part = slice((end - num_external_tokens) // block_size, end // block_size)
-        keys = [bytes(key) for key in known.keys.under(fingerprint)[part]]
-        block_ids = list(only_group(blocks.get_block_ids())[part])
-        self._loading.add(request_id)
-        self._counts["loads_total"] += 1
-        self._next.loads.append(Load(request_id, known.remote, keys, block_ids))
+        load = Load(request_id, known.params)
+        self._next.loads.append(load)
+        if num_external_tokens:
+            end = self._num_staged_tokens(request, known, fingerprint)
+            block_size = self.instance.block_size
+            part = slice((end - num_external_tokens) // block_size, end // block_size)
+            load.keys = [bytes(key) for key in known.keys.under(fingerprint)[part]]
+            load.block_ids = list(only_group(blocks.get_block_ids())[part])
+            self._loading.add(request_id)
 
     # -- a step
 
@@ -179,8 +168,7 @@ class P2PScheduler(ConnectorScheduler):
         if isinstance(told, WeightReport):
             self._fence.update(told.versions)
         for request_id in connector_output.finished_recving or ():
-            is_known = request_id in self._loading
-            self._counts["received_total" if is_known else "received_unknown_total"] += 1
+            self._counts["received_unknown_total"] += request_id not in self._loading
             self._loading.discard(request_id)
         if isinstance(told, P2PWorkerMetadata):
             if told.step >= self._reported_step:
@@ -199,9 +187,8 @@ class P2PScheduler(ConnectorScheduler):
     ) -> None:
         """Record the workers' weights and addresses."""
         self._fence.update(reported_versions(metadata))
-        for rank, each in metadata.items():
-            if isinstance(each, P2PHandshake) and each.address:
-                self._workers[rank] = each
+        given = {rank: each for rank, each in metadata.items() if isinstance(each, P2PHandshake)}
+        self._workers = {rank: each for rank, each in given.items() if each.address}
 
     # -- a request ends
 
@@ -215,7 +202,7 @@ class P2PScheduler(ConnectorScheduler):
         known = self._requests.pop(request_id, None)
         params = self._hand_over(request_id, known) if known is not None else None
         if known is not None and not known.is_settled:
-            self._next.remote_releases.append(known.remote)
+            self._next.loads.append(Load(request_id, known.params))
         if request_id in self._loading:
             self._next.aborted_loads.append(request_id)
         self._fence.forget(request_id)
@@ -228,12 +215,6 @@ class P2PScheduler(ConnectorScheduler):
         now = {"requests": len(self._requests), "loads_under_way": len(self._loading)}
         return {**self._counts, **now}
 
-    def shutdown(self) -> None:
-        """Forget everything."""
-        self._requests.clear()
-        self._loading.clear()
-        self._postponed.clear()
-
     # -- parameters
 
     def _register(self, request: Any) -> _Request:
@@ -241,8 +222,7 @@ class P2PScheduler(ConnectorScheduler):
         if known is None:
             known = self._requests[request.request_id] = self._read(request)
             self._progress.know(request)
-            self._counts["parameters_refused_total"] += not known.has_valid_params
-            if known.refused_peers:
+            if known.refused_peer:
                 self._counts["peers_refused_total"] += 1
                 # Once: clients can make addresses up.
                 if self._counts["peers_refused_total"] == 1:
@@ -251,14 +231,14 @@ class P2PScheduler(ConnectorScheduler):
                         "computed here and not fetched. If an instance of yours listens there, add "
                         "its address or network to allowed_peers in kv_connector_extra_config "
                         "(later requests of this kind are only counted)",
-                        known.refused_peers[0],
+                        known.refused_peer,
                     )
         return known
 
     def _read(self, request: Any) -> _Request:
         """Return a request with as much of its parameters as can be used."""
-        valid_params = read_params(getattr(request, "kv_transfer_params", None))
-        params = valid_params or TransferParams()
+        params = read_params(getattr(request, "kv_transfer_params", None))
+        params.do_remote_decode &= self.instance.sends
         addresses = params.remote_addresses
         can_fetch = (
             params.do_remote_prefill
@@ -267,11 +247,8 @@ class P2PScheduler(ConnectorScheduler):
             and all(map(self.is_address, addresses))
         )
         refused = [each for each in addresses if can_fetch and not self.allows(each)]
-        if not can_fetch or refused:
-            params = TransferParams(do_remote_decode=params.do_remote_decode)
-        known = _Request(request, params, self._naming.of(request))
-        known.has_valid_params, known.refused_peers = valid_params is not None, refused
-        return known
+        is_settled = not can_fetch or bool(refused)
+        return _Request(params, self._naming.of(request), "".join(refused[:1]), is_settled)
 
     # -- the staging buffers
 
@@ -290,14 +267,10 @@ class P2PScheduler(ConnectorScheduler):
         reported = self._num_slots if self._num_unleased is None else self._num_unleased
         return reported - len(self._unreported)
 
-    def _num_fitting(self, num_tokens: int) -> int:
-        """Return how many blocks of a prompt fit into empty staging buffers."""
-        return min(self._num_slots, num_tokens // self.instance.block_size)
+    def _num_prompt_blocks(self, request: Any) -> int:
+        return len(request.prompt_token_ids or ()) // self.instance.block_size
 
     # -- one request
-
-    def _sends(self, known: _Request) -> bool:
-        return self.instance.sends and known.params.do_remote_decode
 
     def _num_staged_tokens(self, request: Any, known: _Request, fingerprint: str) -> int:
         """Return how many tokens can be fetched, from the first on, whatever the weights.
@@ -314,12 +287,12 @@ class P2PScheduler(ConnectorScheduler):
         if known is None:
             return None
         known.has_run = True
-        if fingerprint is None or not self._sends(known):
+        if fingerprint is None or not known.params.do_remote_decode:
             return None
         # Generated tokens are computed by the other instance.
-        num_tokens = min(tracked.num_computed, known.num_prompt_tokens)
-        # What does not fit beside the prompt's own beginning would not be staged.
-        keys = known.keys.under(fingerprint, self._num_fitting(num_tokens))
+        num_computed = tracked.num_computed // self.instance.block_size
+        most = min(num_computed, self._num_prompt_blocks(tracked.request))
+        keys = known.keys.under(fingerprint, most)
         start = len(known.saved)
         new_keys: list[bytes] = []
         for key in map(bytes, keys[start:]):
@@ -331,7 +304,6 @@ class P2PScheduler(ConnectorScheduler):
             return None
         block_ids = tracked.block_ids[start : start + len(new_keys)]
         known.saved += zip(block_ids, new_keys, strict=True)
-        known.has_saves = True
         self._counts["blocks_to_save_total"] += len(new_keys)
         versions = self._fence.versions(request_id) or ()
         return Save(request_id, new_keys, block_ids, versions)
@@ -351,21 +323,22 @@ class P2PScheduler(ConnectorScheduler):
 
     def _hand_over(self, request_id: str, known: _Request) -> dict[str, Any] | None:
         """Return the parameters for the instance that decodes a request; None: none is staged."""
-        if not known.has_saves:
+        if not known.params.do_remote_decode:
             return None
         fingerprint = self._fence.fingerprint(request_id)
         knows_workers = len(self._workers) == self.instance.num_ranks
-        if not known.saved or fingerprint is None or not knows_workers:
-            self._next.released.append(request_id)
+        is_staged = bool(known.saved) and fingerprint is not None and knows_workers
+        # Also if all its saves were taken back: workers may have leased slots to it.
+        self._next.ended[request_id] = self.options.lease_s if is_staged else 0.0
+        if not is_staged:
             return None
-        self._next.expiring.append(request_id)
         workers = [self._workers[rank] for rank in range(self.instance.num_ranks)]
         return TransferParams(
             do_remote_prefill=True,
             remote_engine_id=self.instance.engine_id,
             remote_request_id=request_id,
-            remote_addresses=tuple(each.address for each in workers),
-            remote_tokens=tuple(each.token for each in workers if each.token),
+            remote_addresses=[each.address for each in workers],
+            remote_tokens=[each.token for each in workers if each.token],
             remote_num_tokens=len(known.saved) * self.instance.block_size,
-            remote_weights=fingerprint,
+            remote_weights=fingerprint or "",
         ).to_plain()

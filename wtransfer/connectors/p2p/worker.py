@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import Counter
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,12 +12,7 @@ import numpy as np
 from wtransfer.connectors.interface import ConnectorWorker
 from wtransfer.connectors.p2p.buffer import StagingBuffer
 from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads, start_threads
-from wtransfer.connectors.p2p.protocol import (
-    MISSING,
-    P2PHandshake,
-    P2POptions,
-    P2PWorkerMetadata,
-)
+from wtransfer.connectors.p2p.protocol import P2PHandshake, P2POptions, P2PWorkerMetadata
 from wtransfer.connectors.p2p.server import P2PServer
 from wtransfer.connectors.settings import Instance, read_options
 from wtransfer.kv.cache_view import CacheView
@@ -34,6 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from wtransfer.connectors.interface import KVConnectorMetadata
     from wtransfer.connectors.p2p.protocol import Load, Save
     from wtransfer.kv.slots import Headers
 
@@ -63,9 +58,9 @@ class P2PWorker(ConnectorWorker):
         """Secret of both instances; None: each server makes one, and requests carry it."""
         self.instance = Instance.of(config)
         self.fence = WorkerFence(self.instance.rank)
-        # Keys of the present step that are not staged; None: the step does not count.
-        self._not_saved: set[bytes] | None = None
-        self._staging_errors: Counter[type[Exception]] = Counter()
+        # Keys of the present step that are not staged.
+        self._not_saved: set[bytes] = set()
+        self._num_staging_errors = 0
         self._threads: ThreadPoolExecutor | None = None
         self._buffer: StagingBuffer | None = None
         self._saver: Copier | None = None
@@ -120,6 +115,11 @@ class P2PWorker(ConnectorWorker):
             version, self._server.address, self._server.new_token, self._buffer.num_slots
         )
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step; until it counts, nothing of it is staged."""
+        super().bind_connector_metadata(connector_metadata)
+        self._not_saved = {key for save in self.metadata.saves for key in save.keys}
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin to load, and end the leases of requests."""
         if self._loads is not None:
@@ -127,31 +127,20 @@ class P2PWorker(ConnectorWorker):
                 self._loads.start(load)
             for request_id in self.metadata.aborted_loads:
                 self._loads.abort(request_id)
-            for remote in self.metadata.remote_releases:
-                self._loads.release(remote)
         if self._buffer is not None:
-            for request_id in self.metadata.expiring:
-                self._buffer.expire_in(request_id, self.options.lease_s)
-            for request_id in self.metadata.released:
-                self._buffer.release(request_id)
+            for request_id, lease_s in self.metadata.ended.items():
+                self._buffer.lease(request_id, (), lease_s)
             self._buffer.invalidate(self.metadata.invalidated)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: no step computes with blocks that are still loading."""
 
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: Any,
-        **kwargs: Any,
-    ) -> None:
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are staged whole, once the step counts."""
 
     def wait_for_save(self) -> None:
         """Stage the blocks that this step has filled."""
         saves: list[Save] = self.metadata.saves
-        self._not_saved = {key for save in saves for key in save.keys}
         if self._buffer is not None and self._saver is not None and saves:
             # A host commits between two steps: the bytes are those of the weights compared here.
             admitted = [save for save in saves if self._admits(save)]
@@ -170,22 +159,13 @@ class P2PWorker(ConnectorWorker):
 
     def build_connector_worker_meta(self) -> P2PWorkerMetadata:
         """Return this worker's weights and room, and what of this step it has not staged."""
-        missing = self._not_saved
-        if missing is None:
-            missing = {key for save in self.metadata.saves for key in save.keys}
         num_unleased = self._buffer.num_unleased() if self._buffer is not None else 0
-        return P2PWorkerMetadata(self.fence.report(), missing, self.metadata.step, num_unleased)
-
-    def clear_connector_metadata(self) -> None:
-        """End the step."""
-        super().clear_connector_metadata()
-        self._not_saved = None
+        step = self.metadata.step
+        return P2PWorkerMetadata(self.fence.report(), self._not_saved, step, num_unleased)
 
     def get_stats(self) -> dict[str, int]:
         """Return counters (``_total``) and what there is now."""
-        stats: dict[str, int] = {}
-        if self.instance.sends:
-            stats["staging_errors_total"] = self._staging_errors.total()
+        stats = {"staging_errors_total": self._num_staging_errors}
         for part in (self._loads, self._buffer, self._server):
             stats |= part.get_stats() if part is not None else {}
         return stats
@@ -206,15 +186,15 @@ class P2PWorker(ConnectorWorker):
         for save in saves:
             # First, so that blocks that are staged already are not evicted for the others.
             buffer.lease(save.request_id, save.keys)
-        filling = [
-            (key, slot, block)
+        wanted = {
+            key: block
             for save in saves
             for key, block in zip(save.keys, save.block_ids, strict=True)
-            if (slot := buffer.reserve(key)) is not None
-        ]
-        if filling:
-            keys, slots, blocks = zip(*filling, strict=True)
-            chunks = Chunks(0, np.array(slots), keys, np.array(blocks).reshape(-1, 1))
+        }
+        slots = buffer.reserve(wanted)
+        if slots:
+            blocks = np.array([wanted[key] for key in slots]).reshape(-1, 1)
+            chunks = Chunks(0, np.array([*slots.values()]), [*slots], blocks)
             mark = saver.pages.mark()
             assert self._threads is not None
             copies: list[Future[Headers]] = []
@@ -224,28 +204,21 @@ class P2PWorker(ConnectorWorker):
                     self._threads.submit(saver.gather, task, mark)
                     for task in saver.tasks(chunks, self.options.num_threads)
                 )
-                headers = np.concatenate([copy.result() for copy in copies])
-            except Exception as error:
+                buffer.commit(slots, np.concatenate([copy.result() for copy in copies]))
+            except Exception:
                 # A slot may be filled again only when nothing is copied to it any more.
                 wait(copies)
-                kind = type(error)
-                if kind not in self._staging_errors:
+                buffer.abort(slots)
+                if not self._num_staging_errors:
                     # As text: a log record of the error would keep its frames, and the memory.
                     logger.warning(
-                        "KV blocks could not be staged (later errors of this kind are only "
-                        "counted): %s",
+                        "KV blocks could not be staged (later errors are only counted): %s",
                         traceback.format_exc(),
                     )
-                self._staging_errors[kind] += 1
-                for key in keys:
-                    buffer.abort(key)
-            else:
-                for key, header in zip(keys, headers, strict=True):
-                    buffer.commit(key, header)
-        staged = set()
+                self._num_staging_errors += 1
+        staged: set[bytes] = set()
         for save in saves:
-            leased = buffer.lease(save.request_id, save.keys)
-            staged |= {key for key, slot in zip(save.keys, leased, strict=True) if slot != MISSING}
+            staged.update(save.keys[: len(buffer.lease(save.request_id, save.keys))])
         return staged
 
     def _admits(self, planned: Load | Save) -> bool:
