@@ -75,6 +75,9 @@ class Gate(MemoryTier):
         self.call("remove")
         super().remove(keys)
 
+    def close(self):
+        self.call("close")
+
 
 class Rig:
     """A manager, and a worker and a cache of each rank, over one store."""
@@ -143,10 +146,11 @@ class Rig:
             assert time.monotonic() < end
             time.sleep(0.001)
 
-    def submit_store(self, keys, blocks):
+    def submit_store(self, keys, blocks, **more):
         job = next(self.jobs)
         for worker in self.workers:
-            assert worker.submit_store(job, GPULoadStoreSpec(blocks), TierLoadStoreSpec(keys))
+            source = GPULoadStoreSpec(blocks, **more)
+            assert worker.submit_store(job, source, TierLoadStoreSpec(keys))
         return job
 
     def submit_load(self, keys, blocks, **more):
@@ -209,6 +213,12 @@ def test_chunk_of_several_blocks_is_loaded_from_its_middle_on():
         assert rig.content(8) == before
 
 
+def test_part_of_a_chunk_is_not_stored():
+    with Rig(blocks_per_chunk=2) as rig:
+        job = rig.submit_store([key(1), key(2)], [1, 2, 3], block_indices=[1])
+        assert (rig.success(job), len(rig.kept)) == ([False], 1)
+
+
 def test_hit_needs_the_part_of_every_rank():
     with Rig(num_ranks=2) as rig:
         rig.store([1, 2])
@@ -233,6 +243,22 @@ def test_load_needs_a_hit(rig):
     assert rig.manager.prepare_load([key(1)], context).keys == [key(1)]
     with pytest.raises(BlockNotKeptError):
         rig.manager.prepare_load([key(1), key(2)], context)
+
+
+def test_end_of_a_prefix_is_put_first():
+    """A tier that evicts what was used longest ago keeps the head."""
+    with Rig(num_io_threads=1) as rig:
+        rig.store([1, 2, 3])
+        assert list(rig.kept) == [rank_key(key(n), 0) for n in (3, 2, 1)]
+
+
+def test_request_finds_what_it_has_stored(rig):
+    context = rig.request()
+    assert rig.lookup([key(1)], context) == [LookupResult.MISS]
+    rig.manager.prepare_store([key(1)], context)
+    rig.store([1])
+    rig.manager.complete_store([key(1)], context)
+    assert rig.lookup([key(1)], context) == [LookupResult.HIT]
 
 
 def test_store_takes_each_new_key_once(rig):
@@ -274,6 +300,8 @@ def test_damaged_block_fails_its_load_and_is_removed(rig):
     own = rank_key(key(1), 0)
     good, before = rig.kept[own], rig.content(5)
     cases = damages(rig)
+    # What a buffer holds of an earlier load is no block of a later one.
+    assert rig.success(rig.submit_load([key(1)], [6])) == [True]
     for name, data in cases.items():
         rig.kept[own] = data
         assert rig.success(rig.submit_load([key(1)], [5])) == [False], name
@@ -451,12 +479,17 @@ def test_stores_fail_at_once_while_all_buffers_are_held():
         assert time.monotonic() - begun < 1
         rig.tier_cls.gate.set()
         assert [rig.success(job) for job in held] == [[True], [True]]
-        assert rig.success(rig.submit_store([key(2)], [2])) == [True]
+        # From then on they wait for a moment again.
+        rig.tier_cls.gate.clear()
+        jobs = [rig.submit_store([key(n)], [n]) for n in range(2, 5)]
+        time.sleep(0.05)
+        rig.tier_cls.gate.set()
+        assert [rig.success(job) for job in jobs] == [[True]] * 3
 
 
 def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner():
     """A step may begin just before its job is given up; the host then reuses the block."""
-    with Rig(deadline_s=0.2) as rig:
+    with Rig(deadline_s=0.2, buffer_bytes=1) as rig:
         worker, begun, go_on = rig.workers[0], threading.Event(), threading.Event()
         take_buffer = worker._take_buffer
 
@@ -516,8 +549,8 @@ def test_more_blocks_than_buffers_are_stored():
         assert rig.lookup([key(n) for n in range(NUM_BLOCKS)]) == [LookupResult.HIT] * NUM_BLOCKS
 
 
-@pytest.mark.parametrize("call", ["contains", "put", "get"])
-def test_shutdown_ends_though_a_call_hangs(call):
+@pytest.mark.parametrize(("call", "num_closed"), [("contains", 0), ("put", 1), ("get", 1)])
+def test_shutdown_ends_though_a_call_hangs_and_closes_no_tier_under_it(call, num_closed):
     with Rig() as rig:
         rig.store([1])
         rig.held.add(call)
@@ -528,9 +561,11 @@ def test_shutdown_ends_though_a_call_hangs(call):
         while not rig.tier_cls.entered[call]:
             assert time.monotonic() < end
         begun = time.monotonic()
-        rig.manager.shutdown()
-        rig.workers[0].shutdown()
+        for _ in range(2):
+            rig.manager.shutdown()
+            rig.workers[0].shutdown()
         assert time.monotonic() - begun < 5
+        assert rig.tier_cls.entered["close"] == num_closed
         assert not rig.workers[0].submit_load(99, TierLoadStoreSpec([]), GPULoadStoreSpec([]))
 
 

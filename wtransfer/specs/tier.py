@@ -42,23 +42,14 @@ from wtransfer.specs.interface import (
     LookupResult,
     OffloadingManager,
     OffloadingSpec,
-    OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
-from wtransfer.specs.jobs import (
-    SHUTDOWN_S,
-    Bounds,
-    CopyThreads,
-    Job,
-    Jobs,
-    MalformedJobError,
-    chunks_of,
-)
+from wtransfer.specs.jobs import SHUTDOWN_S, CopyThreads, Jobs, JobWorker
 from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.cache_view import GroupPages
@@ -71,7 +62,6 @@ if TYPE_CHECKING:
         GPULoadStoreSpec,
         ReqContext,
         Tier,
-        TransferResult,
     )
     from wtransfer.specs.jobs import Kind
 
@@ -168,8 +158,11 @@ class TierLoadStoreSpec(LoadStoreSpec):
     def __init__(self, keys: Collection[OffloadKey]) -> None:
         self.keys = list(keys)
         """Keys, without rank."""
-        self.slots = range(len(self.keys))
-        """Their numbers: to the worker, each key is a slot."""
+
+    @property
+    def slots(self) -> range:
+        """Numbers of the keys: to the worker, each is a slot."""
+        return range(len(self.keys))
 
     @staticmethod
     def medium() -> str:
@@ -392,7 +385,7 @@ class _Buffers:
         """Do nothing: a damaged block is removed from the tier."""
 
 
-class TierWorker(OffloadingWorker):
+class TierWorker(JobWorker):
     """Copies between one rank's cache and the tier. Made by `TierSpec.get_worker`.
 
     Args:
@@ -401,6 +394,8 @@ class TierWorker(OffloadingWorker):
         config: Rank and chunk size.
         options: Buffers, threads and deadline.
     """
+
+    release_s = STALL_S
 
     def __init__(
         self,
@@ -413,7 +408,6 @@ class TierWorker(OffloadingWorker):
         self._rank = config.parallel.rank
         name = f"rank {self._rank} of engine {config.engine_id!r}"
         num_threads, deadline_s = options.num_io_threads, options.deadline_s
-        self._jobs = Jobs(name, 0, num_threads, 2 * deadline_s, give_up_s=deadline_s)
         self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
         nbytes = max(geometry.nbytes for _, geometry in groups)
         num_puts = max(1, options.buffer_bytes // (HEADER_NBYTES + nbytes))
@@ -422,7 +416,7 @@ class TierWorker(OffloadingWorker):
         self._free, self._free_for_loads = queue.LifoQueue[int](), queue.LifoQueue[int]()
         for number in range(num_puts + num_threads):
             (self._free if number < num_puts else self._free_for_loads).put(number)
-        self._copiers = [
+        copiers = [
             Copier(
                 self._buffers,
                 pages,
@@ -431,6 +425,8 @@ class TierWorker(OffloadingWorker):
             )
             for pages, geometry in groups
         ]
+        jobs = Jobs(name, None, num_threads, 2 * deadline_s, give_up_s=deadline_s)
+        super().__init__(name, copiers, jobs)
         # Keys that are there and of no use: they are put again all the same.
         self._unreadable: dict[bytes, None] = {}
         # By buffer, when the call began that runs.
@@ -438,39 +434,10 @@ class TierWorker(OffloadingWorker):
         self._num_threads, self._deadline_s = num_threads, deadline_s
         self._is_stalled = False
         self._counts = _Counts()
-        self._closed = False
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        """Begin to copy blocks to the buffers, from which they are put.
-
-        Returns:
-            False after `shutdown`, and while a job of this number runs.
-        """
-        return self._submit(job_id, "store", src_spec, dst_spec)
-
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
-    ) -> bool:
-        """Begin to load blocks; as `submit_store`."""
-        return self._submit(job_id, "load", dst_spec, src_spec)
-
-    def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that have ended since the last call, by success, failure or deadline."""
-        return self._jobs.finished()
 
     def get_released(self) -> set[int]:
         """Return stores whose blocks are in the buffers."""
         return self._jobs.released()
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended or are released; after `STALL_S` the others fail."""
-        self._jobs.wait(job_ids, release_s=STALL_S)
 
     def get_stats(self) -> Mapping[str, float]:
         """Return how many jobs, bytes and failures there were, the latter also by reason."""
@@ -481,40 +448,27 @@ class TierWorker(OffloadingWorker):
 
         A second call does nothing. A tier in which a call hangs is not closed.
         """
-        if self._closed:
+        if not self._copiers:
             return
-        self._closed = True
+        # They hold views of the cache.
+        self._copiers = ()
         ended = self._jobs.shutdown()
         self._puts.stop()
         if self._puts.join(Deadline(SHUTDOWN_S)) and ended:
             self._tier.close()
-        self._copiers = []
 
     # -- jobs
 
-    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, tier: Any) -> bool:
-        if self._closed:
-            return False
+    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, kept: Any) -> bool:
         if kind == "load" and self._hangs():
             return self._jobs.fail(job_id, kind, "slow")
-        try:
-            num_blocks = tuple(copier.pages.num_blocks for copier in self._copiers)
-            bounds = Bounds(len(tier.keys), num_blocks, self._copiers[0].blocks_per_chunk)
-            chunks_of_groups = chunks_of(cache, tier, bounds)
-        except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
-            logger.warning("%s job %d cannot be done: %s", kind, job_id, error)
-            return self._jobs.fail(job_id, kind, "malformed")
-        copy = self._store if kind == "store" else self._load
-        steps = []
-        for chunks in chunks_of_groups:
-            mark = self._copiers[chunks.group].pages.mark()
-            steps += [functools.partial(copy, job_id, each, mark) for each in chunks.split(1)]
-        # The end of a prefix first: a store that evicts what was used longest ago keeps its head.
-        return self._jobs.submit(Job(job_id, kind, steps[::-1] or [lambda: 0], np.empty(0, int)))
+        return super()._submit(job_id, kind, cache, kept)
 
-    def _store(self, job_id: int, chunk: Chunks, mark: object) -> int:
+    def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:  # noqa: ARG002
+        return chunks.split(1)
+
+    def _store(self, job_id: int, copier: Copier, chunk: Chunks, mark: object) -> int:
         """Copy a chunk to a buffer, and have it put from there."""
-        copier = self._copiers[chunk.group]
         if (chunk.blocks < 0).any():
             raise RefusedError("malformed")
         buffer = self._take_buffer(job_id)
@@ -554,9 +508,8 @@ class TierWorker(OffloadingWorker):
         self._is_stalled = False
         self._jobs.end_part(job_id, reason)
 
-    def _load(self, job_id: int, chunk: Chunks, mark: object) -> int:
+    def _load(self, job_id: int, copier: Copier, chunk: Chunks, mark: object) -> int:
         """Get a chunk, and load it into the cache if it is right and still wanted."""
-        copier = self._copiers[chunk.group]
         own = rank_key(chunk.keys[0], self._rank)
         # There are as many as threads that load.
         buffer = self._free_for_loads.get()
