@@ -152,17 +152,6 @@ def test_worker_that_cannot_be_made_releases_its_rank(make_rig, arena_rig, monke
 # -- jobs
 
 
-def test_every_job_is_reported_once(make_rig, arena_rig):
-    rig = make_rig().fill()
-    numbers = [rig.submit_store([n], [n], [arena_rig.key(n)]) for n in range(10)]
-    rig.worker.wait(set(numbers))
-    results = rig.worker.get_finished()
-    assert sorted(each.job_id for each in results) == numbers
-    assert all(each.success and each.transfer_time >= 0 for each in results)
-    assert rig.worker.get_finished() == []
-    rig.worker.wait({*numbers, 12345})
-
-
 def test_job_id_in_use_is_refused(hang, arena_rig):
     number = hang.submit_store([1], [1], [arena_rig.key(1)])
     again = ArenaLoadStoreSpec([2], [arena_rig.key(2)])

@@ -38,7 +38,6 @@ from wtransfer.specs.interface import (
     GPULoadStoreSpec,
     LookupResult,
     Medium,
-    OffloadingManager,
     OffloadingSpec,
     ReqContext,
     RequestOffloadingContext,
@@ -339,12 +338,8 @@ def looked_up(manager, *keys):
     return [manager.lookup(key, ONE) for key in keys]
 
 
-def test_series_lookup_is_called_with_one_block(manager):
-    assert manager.on_new_request(ONE) == RequestOffloadingContext()
-    assert looked_up(manager, A) == [MISS]
-    prepared = store(manager, A, A, B)
-    assert prepared.keys_to_store == [A, B]
-    assert looked_up(manager, A, B) == [HIT, HIT]
+def test_use_is_passed_on(manager):
+    store(manager, A, B)
     assert store(manager, C).evicted_keys == [A]
     manager.touch([B], ONE)
     assert store(manager, A).evicted_keys == [C]
@@ -457,9 +452,6 @@ def test_notifications_are_passed_on_where_the_manager_has_a_method(method, argu
 def test_stats_of_the_manager_are_included():
     manager = SeedManagerAdapter(SimpleNamespace(get_stats=lambda: {"hits_total": 3}))
     assert manager.get_stats() == {"hits_total": 3, "unknown_completions_total": 0}
-    assert (
-        SeedManagerAdapter(SimpleNamespace(has_pending_work=lambda: 1)).has_pending_work() is True
-    )
     odd = SeedManagerAdapter(SimpleNamespace(get_stats=object))
     assert odd.get_stats() == {"unknown_completions_total": 0}
 
@@ -476,21 +468,6 @@ def test_shutdown_is_passed_on_once():
 def test_seed_manager_may_subclass_the_current_base():
     assert not inspect.isabstract(seed.SeedManager)
     assert seed.SeedManager(1, 1).on_new_request(ONE) == RequestOffloadingContext()
-
-
-def test_current_manager_must_define_on_new_request():
-    class Unfinished(OffloadingManager):
-        def lookup(self, key, ctx): ...
-
-        def prepare_load(self, keys, req_context): ...
-
-        def prepare_store(self, keys, req_context): ...
-
-    class Odd(Unfinished):
-        lookup = property(int)
-
-    assert Odd.__abstractmethods__ == {"on_new_request"}
-    assert Unfinished.__abstractmethods__ == {"on_new_request"}
 
 
 # -- the worker
