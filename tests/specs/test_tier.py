@@ -549,24 +549,33 @@ def test_more_blocks_than_buffers_are_stored():
         assert rig.lookup([key(n) for n in range(NUM_BLOCKS)]) == [LookupResult.HIT] * NUM_BLOCKS
 
 
-@pytest.mark.parametrize(("call", "num_closed"), [("contains", 0), ("put", 1), ("get", 1)])
-def test_shutdown_ends_though_a_call_hangs_and_closes_no_tier_under_it(call, num_closed):
+@pytest.mark.parametrize(("call", "num_hung"), [("contains", 2), ("put", 1), ("get", 1)])
+def test_shutdown_ends_though_a_call_hangs_and_closes_no_tier_under_it(call, num_hung):
     with Rig() as rig:
         rig.store([1])
         rig.held.add(call)
+        due = rig.tier_cls.entered[call] + num_hung
         rig.manager.lookup(key(1), rig.request())
         rig.submit_store([key(2)], [2])
         rig.submit_load([key(1)], [5])
         end = time.monotonic() + PATIENCE_S
-        while not rig.tier_cls.entered[call]:
+        while rig.tier_cls.entered[call] < due:
             assert time.monotonic() < end
         begun = time.monotonic()
         for _ in range(2):
             rig.manager.shutdown()
             rig.workers[0].shutdown()
         assert time.monotonic() - begun < 5
-        assert rig.tier_cls.entered["close"] == num_closed
+        # Of the manager's tier and the worker's, those in which no call hangs.
+        assert rig.tier_cls.entered["close"] == 2 - num_hung
         assert not rig.workers[0].submit_load(99, TierLoadStoreSpec([]), GPULoadStoreSpec([]))
+
+
+def test_second_shutdown_closes_no_tier_again(rig):
+    for _ in range(2):
+        rig.manager.shutdown()
+        rig.workers[0].shutdown()
+    assert rig.tier_cls.entered["close"] == 2
 
 
 # -- names and options

@@ -286,9 +286,7 @@ class Jobs:
             RefusedError: The job was given up before.
         """
         with self._moved:
-            job = self._open.get(job_id)
-            if job is None or job.reason is not None:
-                raise RefusedError("slow")
+            job = self._wanted(job_id)
             job.num_committing += 1
         try:
             yield
@@ -300,13 +298,10 @@ class Jobs:
         """Add a part that outlasts the step that calls this, until `end_part`.
 
         Raises:
-            RefusedError: The job has ended.
+            RefusedError: The job was given up before.
         """
         with self._moved:
-            job = self._open.get(job_id)
-            if job is None:
-                raise RefusedError("shutdown")
-            job.num_left += 1
+            self._wanted(job_id).num_left += 1
 
     def end_part(self, job_id: int, reason: Reason | None) -> None:
         """End a part that `add_part` has added; a reason fails the job."""
@@ -403,6 +398,12 @@ class Jobs:
         return all(ended)
 
     # -- one job
+
+    def _wanted(self, job_id: int) -> Job:
+        job = self._open.get(job_id)
+        if job is None or job.reason is not None:
+            raise RefusedError("slow")
+        return job
 
     def _next_s(self, job_ids: Iterable[int]) -> float:
         """Return how long until the first of these jobs is to be given up, in seconds."""

@@ -5,7 +5,7 @@
     every rank.
 2.  W stores: a block is copied to a buffer, which releases it, and put from there. A tier that
     hangs holds buffers, and blocks of the cache for `STALL_S`: then stores fail until a buffer
-    comes free again. The copy is made only while the job has not ended, as the write of a load.
+    comes free again. A copy is put only if its job had not ended when it was made.
 3.  W loads: a thread gets a block into a buffer of its own, from which `Copier.load` verifies it
     and writes it to the cache, only while its job has not ended. A job that takes longer than
     ``deadline_s`` fails; bytes that arrive later are dropped.
@@ -473,9 +473,9 @@ class TierWorker(JobWorker):
             raise RefusedError("malformed")
         buffer = self._take_buffer(job_id)
         try:
-            with self._jobs.committing(job_id):
-                (header,) = copier.gather(_in_buffer(chunk, buffer), mark)
-                self._jobs.add_part(job_id)
+            (header,) = copier.gather(_in_buffer(chunk, buffer), mark)
+            # Refused if the job was given up meanwhile: the block may be another one by now.
+            self._jobs.add_part(job_id)
         except BaseException:
             self._free.put(buffer)
             raise
