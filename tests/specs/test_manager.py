@@ -246,6 +246,14 @@ def test_blocks_that_were_stored_one_a_step_give_way_from_the_tail(make):
     assert evicted_one_by_one(manager, 5) == [[E], [D], [C], [B], [A]]
 
 
+def test_blocks_that_are_touched_together_give_way_from_the_tail(make):
+    manager = make(3)
+    for key in (A, B, C):
+        store(manager, key)
+    manager.touch([A, B, C], ONE)
+    assert evicted_one_by_one(manager, 3) == [[C], [B], [A]]
+
+
 def test_the_last_store_may_end_after_its_request(make):
     manager = make(3)
     manager.on_new_request(ONE)

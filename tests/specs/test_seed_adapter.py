@@ -134,6 +134,11 @@ class PassesOnToSeed(Seed):
         super().__init__(*args, **kwargs)
 
 
+class PassesOnAll(Seed):
+    def __init__(*args, **kwargs):
+        Seed.__init__(*args, **kwargs)
+
+
 class FirstAndRest(Seed):
     def __init__(self, config, *rest):
         super().__init__(config, *rest)
@@ -175,7 +180,14 @@ class UndecidedWithHandlers(OffloadingSpec):
     def get_handlers(self, kv_caches, attn_backends): ...
 
 
-SEEDS = [Seed, SeedWithDefault, PassesOnToSeed, FirstAndRest, UndecidedWithHandlers]
+SEEDS = [
+    Seed,
+    SeedWithDefault,
+    PassesOnToSeed,
+    PassesOnAll,
+    FirstAndRest,
+    UndecidedWithHandlers,
+]
 CURRENTS = [Current, CurrentWithOptions, PassesOn, Decorated, AsDataclass, Undecided]
 
 

@@ -106,10 +106,10 @@ def _num_configs(cls: type[OffloadingSpec]) -> int:
         if "__init__" not in vars(base):
             continue
         signature = inspect.signature(vars(base)["__init__"])
-        _, *parameters = signature.parameters.values()
+        parameters = list(signature.parameters.values())
         required = [
             each.default is Parameter.empty
-            for each in parameters
+            for each in parameters[1:]
             if each.kind <= Parameter.POSITIONAL_OR_KEYWORD
         ]
         if sum(required) == _BOTH or "kv_cache_config" in signature.parameters:
