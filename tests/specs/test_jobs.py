@@ -109,18 +109,6 @@ def test_groups_have_their_own_pages(side, make_rig, arena_rig):
     assert rig.block(3, 0) == bytes(len(rig.block(3, 0)))
 
 
-def test_a_chunk_may_be_loaded_from_its_middle_on(side, make_rig, arena_rig):
-    rig = make_rig(blocks_per_chunk=4).fill()
-    keys = [arena_rig.key(n) for n in range(2)]
-    assert rig.store(list(range(8)), [3, 1], keys).success
-    before = rig.snapshot()[0]
-    rig.wipe()
-    # Blocks 2 to 6 of the sequence: the end of one chunk, the beginning of the next.
-    assert rig.load([10, 11, 12, 13], [3, 1], keys, block_indices=[2]).success
-    assert [rig.block(n) for n in (10, 11, 12, 13)] == before[2:6]
-    assert rig.block(14) == bytes(len(before[0]))
-
-
 def test_a_chunk_may_be_stored_from_its_middle_on_and_has_no_beginning_then(
     side, make_rig, arena_rig
 ):

@@ -26,7 +26,7 @@ from wtransfer.kv.keys import make_offload_key
 from wtransfer.specs.interface import LookupResult, ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
 
-KEYS = [make_offload_key(bytes([number]) * 8) for number in range(12)]
+KEYS = [make_offload_key(bytes([number]) * 8) for number in range(9)]
 REQUESTS = [ReqContext(name) for name in "xyz"]
 KEY_LISTS = st.lists(st.sampled_from(KEYS), max_size=5)
 REQUEST = st.sampled_from(REQUESTS)
@@ -127,6 +127,11 @@ class ManagerMachine(RuleBasedStateMachine):
         ctx = data.draw(st.sampled_from(busy))
         keys = sorted(self.storing[ctx.req_id])
         self.complete_store(data.draw(st.sampled_from([keys, keys[:1], keys * 2])), ctx, success)
+
+    @rule(keys=KEY_LISTS, ctx=REQUEST)
+    def store(self, keys, ctx):
+        self.prepare_store(keys, ctx)
+        self.complete_store(sorted(self.storing[ctx.req_id]), ctx, success=True)
 
     @rule(keys=KEY_LISTS, ctx=REQUEST)
     def prepare_load(self, keys, ctx):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-import urllib.request
 from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from wtransfer.kv.keys import make_offload_key
@@ -92,23 +91,6 @@ def test_what_is_forgotten_is_shown_no_more():
     collector.forget(gone)
     collector.forget(gone)
     assert list(read(collector)) == [("wtransfer_offloading_worker_a",)]
-
-
-def test_a_server_shows_them():
-    registry = CollectorRegistry()
-    collector = OffloadingCollector()
-    collector.watch(source(evictions_total=5), "manager", engine_id="e")
-    registry.register(collector)
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            text = answer.read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-    assert 'wtransfer_offloading_manager_evictions_total{engine_id="e"} 5.0' in text.splitlines()
 
 
 def test_without_prometheus_client_it_says_what_to_install():

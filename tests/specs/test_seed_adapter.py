@@ -33,13 +33,11 @@ from wtransfer.registry import registry as registry_module
 from wtransfer.registry.hooks import PluginManager
 from wtransfer.registry.registry import Host
 from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
     Medium,
-    OffloadingManager,
     OffloadingSpec,
     ReqContext,
     RequestOffloadingContext,
@@ -114,16 +112,6 @@ class SeedWithDefault(Base):
         self.got = (config, kv_cache_config)
 
 
-class SeedByName(Base):
-    def __init__(self, *, vllm_config, kv_cache_config):
-        self.got = (vllm_config, kv_cache_config)
-
-
-class SeedHalfByName(Base):
-    def __init__(self, config, *, kv_cache_config):
-        self.got = (config, kv_cache_config)
-
-
 class Current(Base):
     def __init__(self, config):
         self.got = (config,)
@@ -136,11 +124,6 @@ class CurrentWithOptions(Base):
         assert not verbose
 
 
-class CurrentByName(Base):
-    def __init__(self, *, config):
-        self.got = (config,)
-
-
 class PassesOn(Current):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -151,23 +134,14 @@ class PassesOnToSeed(Seed):
         super().__init__(*args, **kwargs)
 
 
-class PassesOnKeywords(CurrentByName):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
+class PassesOnAll(Seed):
+    def __init__(*args, **kwargs):
+        Seed.__init__(*args, **kwargs)
 
 
 class FirstAndRest(Seed):
     def __init__(self, config, *rest):
         super().__init__(config, *rest)
-
-
-class ByNew(Base):
-    def __new__(cls, config, kv_cache_config):
-        made = super().__new__(cls)
-        made.got = (config, kv_cache_config)
-        return made
-
-    def __init__(self, *_): ...
 
 
 def decorated(function):
@@ -184,25 +158,12 @@ class Decorated(Base):
         self.got = (config,)
 
 
-class Meta(type(OffloadingSpec)):
-    def __call__(cls, *args, **kwargs):
-        return super().__call__(*args, **kwargs)
-
-
-class WithMeta(Seed, metaclass=Meta):
-    """A metaclass whose call says nothing."""
-
-
 @dataclass
 class AsDataclass(Base):
     config: Any
 
     def __post_init__(self):
         self.got = (self.config,)
-
-
-class Unreadable(Current):
-    __signature__ = "no signature"
 
 
 class Undecided(Base):
@@ -222,25 +183,12 @@ class UndecidedWithHandlers(OffloadingSpec):
 SEEDS = [
     Seed,
     SeedWithDefault,
-    SeedByName,
-    SeedHalfByName,
     PassesOnToSeed,
+    PassesOnAll,
     FirstAndRest,
-    ByNew,
-    WithMeta,
     UndecidedWithHandlers,
 ]
-CURRENTS = [
-    Current,
-    CurrentWithOptions,
-    CurrentByName,
-    PassesOn,
-    PassesOnKeywords,
-    Decorated,
-    AsDataclass,
-    Unreadable,
-    Undecided,
-]
+CURRENTS = [Current, CurrentWithOptions, PassesOn, Decorated, AsDataclass, Undecided]
 
 
 @pytest.mark.parametrize("cls", SEEDS)
@@ -248,23 +196,16 @@ def test_constructor_of_the_seed_gets_the_serving_configs(cls):
     spec = create(cls, SERVING, CACHE)
     assert type(spec) is cls
     assert spec.got == (SERVING, CACHE)
-
-
-@pytest.mark.parametrize("cls", SEEDS)
-def test_constructor_of_the_seed_gets_converted_configs(cls):
-    spec = create(cls, CURRENT)
-    assert getattr(spec, "spec", spec).got == to_serving_config(CURRENT)
+    adapted = OffloadingSpecFactory.create_spec(CURRENT)
+    assert getattr(adapted, "spec", adapted).got == to_serving_config(CURRENT)
 
 
 @pytest.mark.parametrize("cls", CURRENTS)
 def test_current_constructor_gets_the_offloading_config(cls):
     (got,) = create(cls, CURRENT).got
     assert got is CURRENT
-
-
-@pytest.mark.parametrize("cls", CURRENTS)
-def test_current_constructor_gets_a_converted_config(cls):
-    assert create(cls, SERVING, CACHE).got == (to_offloading_config(SERVING, CACHE),)
+    converted = OffloadingSpecFactory.create_spec(SERVING, CACHE)
+    assert converted.got == (to_offloading_config(SERVING, CACHE),)
 
 
 def test_inherited_constructor_takes_an_offloading_config():
@@ -286,8 +227,12 @@ class TakesOwnName(Base):
     def __init__(self, config, *, folder): ...
 
 
-@pytest.mark.parametrize("cls", [TakesThree, TakesNone, TakesOwnName])
-def test_constructor_that_requires_more_is_refused_before_it_runs(cls):
+class TakesKeywords(Base):
+    def __init__(self, *, config, kv_cache_config): ...
+
+
+@pytest.mark.parametrize("cls", [TakesThree, TakesNone, TakesOwnName, TakesKeywords])
+def test_constructor_of_other_arguments_is_refused_before_it_runs(cls):
     with pytest.raises(PluginTypeError, match=f"{cls.__name__} takes ") as caught:
         create(cls, SERVING, CACHE)
     assert caught.value.kind == "specs"
@@ -372,7 +317,6 @@ def test_tokens_per_block_of_the_host_goes_first(in_config, beside, meant):
     assert to_offloading_config(config, holders[1]).groups[0].tokens_per_block == meant
 
 
-@pytest.mark.slow
 class TestSeedSpec(SpecConformance):
     """The kit, with real copies; what the seed's style cannot know is excused."""
 
@@ -406,12 +350,8 @@ def looked_up(manager, *keys):
     return [manager.lookup(key, ONE) for key in keys]
 
 
-def test_series_lookup_is_called_with_one_block(manager):
-    assert manager.on_new_request(ONE) == RequestOffloadingContext()
-    assert looked_up(manager, A) == [MISS]
-    prepared = store(manager, A, A, B)
-    assert prepared.keys_to_store == [A, B]
-    assert looked_up(manager, A, B) == [HIT, HIT]
+def test_use_is_passed_on(manager):
+    store(manager, A, B)
     assert store(manager, C).evicted_keys == [A]
     manager.touch([B], ONE)
     assert store(manager, A).evicted_keys == [C]
@@ -439,13 +379,6 @@ def test_current_manager_is_passed_through():
     manager.reset_cache()
     assert theirs.lookup(A, ONE) is MISS
     assert manager.has_pending_work() is False
-
-
-def test_load_of_a_missing_block_is_refused_and_pins_nothing(manager):
-    store(manager, A)
-    with pytest.raises(BlockNotKeptError, match=B.hex()):
-        manager.prepare_load([A, B], ONE)
-    assert store(manager, B, C).evicted_keys == [A]
 
 
 def test_duplicate_completions_are_counted_and_not_passed_on(manager):
@@ -531,9 +464,6 @@ def test_notifications_are_passed_on_where_the_manager_has_a_method(method, argu
 def test_stats_of_the_manager_are_included():
     manager = SeedManagerAdapter(SimpleNamespace(get_stats=lambda: {"hits_total": 3}))
     assert manager.get_stats() == {"hits_total": 3, "unknown_completions_total": 0}
-    assert (
-        SeedManagerAdapter(SimpleNamespace(has_pending_work=lambda: 1)).has_pending_work() is True
-    )
     odd = SeedManagerAdapter(SimpleNamespace(get_stats=object))
     assert odd.get_stats() == {"unknown_completions_total": 0}
 
@@ -550,21 +480,6 @@ def test_shutdown_is_passed_on_once():
 def test_seed_manager_may_subclass_the_current_base():
     assert not inspect.isabstract(seed.SeedManager)
     assert seed.SeedManager(1, 1).on_new_request(ONE) == RequestOffloadingContext()
-
-
-def test_current_manager_must_define_on_new_request():
-    class Unfinished(OffloadingManager):
-        def lookup(self, key, ctx): ...
-
-        def prepare_load(self, keys, req_context): ...
-
-        def prepare_store(self, keys, req_context): ...
-
-    class Odd(Unfinished):
-        lookup = property(int)
-
-    assert Odd.__abstractmethods__ == {"on_new_request"}
-    assert Unfinished.__abstractmethods__ == {"on_new_request"}
 
 
 # -- the worker
@@ -628,16 +543,9 @@ def test_handler_of_both_directions_is_called_once():
     assert (both.waited, both.shut_down) == ([{1}], 1)
 
 
-def test_handler_without_shutdown_is_accepted():
-    HandlersWorker([(Gpu, Cpu, SimpleNamespace())]).shutdown()
-
-
-def test_refused_job_is_false():
+def test_handler_that_refuses_or_raises_fails_the_job_and_is_logged(caplog):
     worker = HandlersWorker([(Gpu, Cpu, Handler(begins=False))])
     assert worker.submit_store(1, GPULoadStoreSpec([1]), Cpu()) is False
-
-
-def test_handler_that_raises_fails_the_job_and_is_logged(caplog):
     worker = HandlersWorker([(Gpu, Cpu, Handler(begins=RuntimeError("full")))])
     assert worker.submit_store(1, GPULoadStoreSpec([1]), Cpu()) is False
     assert "job 1 from GPU to CPU could not be begun" in caplog.text
@@ -682,28 +590,6 @@ def test_only_specs_without_a_worker_are_adapted():
 
     both = Both(config(), cache)
     assert adapt_spec(both) is both
-
-
-def test_adapted_spec_loads_what_it_stored():
-    spec = adapt_spec(seed.SeedSpec(config(), SimpleNamespace(bytes_per_block=64)))
-    cache = torch.arange(8 * 64, dtype=torch.int32).to(torch.uint8).view(8, 64)
-    page = CanonicalKVCacheTensor(cache, 64)
-    caches = CanonicalKVCaches([page], [[CanonicalKVCacheRef(0, 64)]])
-    manager, worker = spec.get_manager(), spec.get_worker(caches)
-    assert spec.get_manager() is manager
-    assert spec.get_worker(caches) is worker
-    prepared = manager.prepare_store([A], ONE)
-    assert worker.submit_store(1, GPULoadStoreSpec([1]), prepared.store_spec)
-    worker.wait({1})
-    assert worker.get_finished() == [TransferResult(1, True)]
-    manager.complete_store([A], ONE)
-    cache[1] = 0
-    assert worker.submit_load(2, manager.prepare_load([A], ONE), GPULoadStoreSpec([1]))
-    worker.wait({2})
-    assert cache[1].tolist() == list(range(64, 128))
-    manager.complete_load([A], ONE)
-    worker.shutdown()
-    manager.shutdown()
 
 
 def test_handlers_of_one_argument_get_canonical_caches():

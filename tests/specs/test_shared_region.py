@@ -335,7 +335,6 @@ ENGINE = {
 }
 FEW_AND_MANY = [
     4,
-    pytest.param(20, marks=pytest.mark.slow),
     pytest.param(100, marks=[pytest.mark.nightly, pytest.mark.timeout(600)]),
 ]
 

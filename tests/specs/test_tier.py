@@ -28,7 +28,6 @@ from wtransfer.specs.tier import (
     LOOKUP_S,
     STALL_S,
     TierLoadStoreSpec,
-    _Lookups,
     rank_key,
     tier_spec,
 )
@@ -75,6 +74,9 @@ class Gate(MemoryTier):
     def remove(self, keys):
         self.call("remove")
         super().remove(keys)
+
+    def close(self):
+        self.call("close")
 
 
 class Rig:
@@ -144,10 +146,11 @@ class Rig:
             assert time.monotonic() < end
             time.sleep(0.001)
 
-    def submit_store(self, keys, blocks):
+    def submit_store(self, keys, blocks, **more):
         job = next(self.jobs)
         for worker in self.workers:
-            assert worker.submit_store(job, GPULoadStoreSpec(blocks), TierLoadStoreSpec(keys))
+            source = GPULoadStoreSpec(blocks, **more)
+            assert worker.submit_store(job, source, TierLoadStoreSpec(keys))
         return job
 
     def submit_load(self, keys, blocks, **more):
@@ -210,6 +213,13 @@ def test_chunk_of_several_blocks_is_loaded_from_its_middle_on():
         assert rig.content(8) == before
 
 
+def test_part_of_a_chunk_is_not_stored():
+    with Rig(blocks_per_chunk=2) as rig:
+        job = rig.submit_store([key(1), key(2)], [1, 2, 3], block_indices=[1])
+        assert rig.success(job) == [False]
+        assert rank_key(key(1), 0) not in rig.kept
+
+
 def test_hit_needs_the_part_of_every_rank():
     with Rig(num_ranks=2) as rig:
         rig.store([1, 2])
@@ -234,6 +244,22 @@ def test_load_needs_a_hit(rig):
     assert rig.manager.prepare_load([key(1)], context).keys == [key(1)]
     with pytest.raises(BlockNotKeptError):
         rig.manager.prepare_load([key(1), key(2)], context)
+
+
+def test_end_of_a_prefix_is_put_first():
+    """A tier that evicts what was used longest ago keeps the head."""
+    with Rig(num_io_threads=1) as rig:
+        rig.store([1, 2, 3])
+        assert list(rig.kept) == [rank_key(key(n), 0) for n in (3, 2, 1)]
+
+
+def test_request_finds_what_it_has_stored(rig):
+    context = rig.request()
+    assert rig.lookup([key(1)], context) == [LookupResult.MISS]
+    rig.manager.prepare_store([key(1)], context)
+    rig.store([1])
+    rig.manager.complete_store([key(1)], context)
+    assert rig.lookup([key(1)], context) == [LookupResult.HIT]
 
 
 def test_store_takes_each_new_key_once(rig):
@@ -275,6 +301,8 @@ def test_damaged_block_fails_its_load_and_is_removed(rig):
     own = rank_key(key(1), 0)
     good, before = rig.kept[own], rig.content(5)
     cases = damages(rig)
+    # What a buffer holds of an earlier load is no block of a later one.
+    assert rig.success(rig.submit_load([key(1)], [6])) == [True]
     for name, data in cases.items():
         rig.kept[own] = data
         assert rig.success(rig.submit_load([key(1)], [5])) == [False], name
@@ -380,18 +408,22 @@ def test_lookup_in_a_tier_that_hangs_is_a_miss_soon(rig):
 
 def test_answer_is_used_once_however_long_the_steps_are(rig, monkeypatch):
     rig.store([1])
-    context, clock = rig.request(), time.monotonic
-    assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
-    while context.get_state(_Lookups).answers[key(1)].hit is None:
-        time.sleep(0.001)
+    context, clock, num_asked = rig.request(), time.monotonic, itertools.count(1)
+
+    def ask():
+        """Return once the tier has answered; the answer is not used yet."""
+        assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
+        due = next(num_asked)
+        while rig.manager.get_stats().get("lookup_hits_total", 0) < due:
+            time.sleep(0.001)
+
+    ask()
     for later_s in (0.9, 1.8):
         monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: clock() + later_s)
         assert rig.manager.lookup(key(1), context) is LookupResult.HIT
         assert rig.manager.lookup(key(1), context) is LookupResult.HIT
         monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: clock() + later_s + 0.6)
-        assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
-        while context.get_state(_Lookups).answers[key(1)].hit is None:
-            time.sleep(0.001)
+        ask()
 
 
 def test_lookup_that_no_thread_answers_is_a_miss(rig, monkeypatch):
@@ -448,12 +480,17 @@ def test_stores_fail_at_once_while_all_buffers_are_held():
         assert time.monotonic() - begun < 1
         rig.tier_cls.gate.set()
         assert [rig.success(job) for job in held] == [[True], [True]]
-        assert rig.success(rig.submit_store([key(2)], [2])) == [True]
+        # From then on they wait for a moment again.
+        rig.tier_cls.gate.clear()
+        jobs = [rig.submit_store([key(n)], [n]) for n in range(2, 5)]
+        time.sleep(0.05)
+        rig.tier_cls.gate.set()
+        assert [rig.success(job) for job in jobs] == [[True]] * 3
 
 
 def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner():
     """A step may begin just before its job is given up; the host then reuses the block."""
-    with Rig(deadline_s=0.2) as rig:
+    with Rig(deadline_s=0.2, buffer_bytes=1) as rig:
         worker, begun, go_on = rig.workers[0], threading.Event(), threading.Event()
         take_buffer = worker._take_buffer
 
@@ -513,22 +550,33 @@ def test_more_blocks_than_buffers_are_stored():
         assert rig.lookup([key(n) for n in range(NUM_BLOCKS)]) == [LookupResult.HIT] * NUM_BLOCKS
 
 
-@pytest.mark.parametrize("call", ["contains", "put", "get"])
-def test_shutdown_ends_though_a_call_hangs(call):
+@pytest.mark.parametrize(("call", "num_hung"), [("contains", 2), ("put", 1), ("get", 1)])
+def test_shutdown_ends_though_a_call_hangs_and_closes_no_tier_under_it(call, num_hung):
     with Rig() as rig:
         rig.store([1])
         rig.held.add(call)
+        due = rig.tier_cls.entered[call] + num_hung
         rig.manager.lookup(key(1), rig.request())
         rig.submit_store([key(2)], [2])
         rig.submit_load([key(1)], [5])
         end = time.monotonic() + PATIENCE_S
-        while not rig.tier_cls.entered[call]:
+        while rig.tier_cls.entered[call] < due:
             assert time.monotonic() < end
         begun = time.monotonic()
+        for _ in range(2):
+            rig.manager.shutdown()
+            rig.workers[0].shutdown()
+        assert time.monotonic() - begun < 5
+        # Of the manager's tier and the worker's, those in which no call hangs.
+        assert rig.tier_cls.entered["close"] == 2 - num_hung
+        assert not rig.workers[0].submit_load(99, TierLoadStoreSpec([]), GPULoadStoreSpec([]))
+
+
+def test_second_shutdown_closes_no_tier_again(rig):
+    for _ in range(2):
         rig.manager.shutdown()
         rig.workers[0].shutdown()
-        assert time.monotonic() - begun < 5
-        assert not rig.workers[0].submit_load(99, TierLoadStoreSpec([]), GPULoadStoreSpec([]))
+    assert rig.tier_cls.entered["close"] == 2
 
 
 # -- names and options

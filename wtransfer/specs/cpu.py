@@ -10,37 +10,29 @@ Linux, one host, one user. Nothing has a name in the file system, so nothing can
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
-import numpy as np
 
-from wtransfer.errors import ForkedError, OffloadingOptionError
+from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.cache_view import Pinned, geometries_of, pages_of
 from wtransfer.kv.copier import Copier, RefusedError
 from wtransfer.kv.slots import HeaderForm
-from wtransfer.specs.interface import OffloadingSpec, OffloadingWorker
-from wtransfer.specs.jobs import Bounds, Job, Jobs, MalformedJobError, chunks_of
+from wtransfer.specs.interface import OffloadingSpec
+from wtransfer.specs.jobs import Jobs, JobWorker
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.shared_region import ArenaLayout, SharedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from typing_extensions import Self
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.copier import Chunks
-    from wtransfer.specs.interface import (
-        CanonicalKVCaches,
-        GPULoadStoreSpec,
-        LoadStoreSpec,
-        TransferResult,
-    )
-    from wtransfer.specs.jobs import Kind
+    from wtransfer.specs.interface import CanonicalKVCaches
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +165,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-class CPUOffloadingWorker(OffloadingWorker):
+class CPUOffloadingWorker(JobWorker):
     """Copies between one rank's cache and the arena. Made by `CPUOffloadingSpec.get_worker`.
 
     Args:
@@ -193,67 +185,13 @@ class CPUOffloadingWorker(OffloadingWorker):
         layout = region.layout
         self.part = region
         """This rank's region of the arena; has no slots after `shutdown`."""
-        self._name = name
-        self._copiers = tuple(copiers)
         self._num_threads = options.num_copy_threads
-        self._jobs = Jobs(name, layout.num_slots, options.num_copy_threads, options.deadline_s)
+        jobs = Jobs(name, layout.num_slots, options.num_copy_threads, options.deadline_s)
+        super().__init__(name, copiers, jobs)
         self._pinned = [
             Pinned(device, region.address, layout.region_nbytes)
             for device in {copier.pages.device for copier in copiers}
         ]
-        self._bounds = Bounds(
-            layout.num_slots,
-            tuple(copier.pages.num_blocks for copier in copiers),
-            copiers[0].blocks_per_chunk,
-        )
-        self._pid = os.getpid()
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        """Begin to copy blocks of the cache into slots.
-
-        Returns:
-            False after `shutdown`, and while a job of this number runs. A malformed job is begun,
-            and fails.
-
-        Raises:
-            ForkedError: This is a forked child.
-        """
-        return self._submit(job_id, "store", src_spec, dst_spec)
-
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
-    ) -> bool:
-        """Begin to copy blocks from slots into the cache; as `submit_store`."""
-        return self._submit(job_id, "load", dst_spec, src_spec)
-
-    def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that have ended since the last call, each once.
-
-        Raises:
-            ForkedError: This is a forked child.
-        """
-        self._check_process()
-        return self._jobs.finished()
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended.
-
-        Raises:
-            StallError: They made no progress within the deadline.
-            ForkedError: This is a forked child.
-        """
-        self._check_process()
-        self._jobs.wait(job_ids)
-
-    def get_stats(self) -> Mapping[str, float]:
-        """Return how many jobs, bytes and failures there were, the latter also by reason."""
-        return self._jobs.counts()
 
     def shutdown(self) -> None:
         """End within a second; jobs that have not ended fail. A second call does nothing.
@@ -272,34 +210,11 @@ class CPUOffloadingWorker(OffloadingWorker):
             pinned.close()
         self.part.detach()
 
-    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, arena: object) -> bool:
-        self._check_process()
-        if not self._copiers:
-            return False
-        try:
-            job_chunks = chunks_of(cache, arena, self._bounds)
-            slots = np.concatenate([np.empty(0, np.int64), *(each.slots for each in job_chunks)])
-            if kind == "store":
-                if len(np.unique(slots)) != len(slots):
-                    raise MalformedJobError("two blocks for one slot")
-                if any((each.blocks[:, -1] < 0).any() for each in job_chunks):
-                    raise MalformedJobError("a chunk without its last block cannot be stored")
-        except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
-            logger.warning("%s: %s job %d cannot be done: %s", self._name, kind, job_id, error)
-            return self._jobs.fail(job_id, kind, "malformed")
-        steps: list[Callable[[], int]] = []
-        for chunks in job_chunks:
-            copier = self._copiers[chunks.group]
-            # The copy comes after all that the model was told to do until now.
-            mark = copier.pages.mark()
-            copy = self._store if kind == "store" else self._load
-            tasks = copier.tasks(chunks, self._num_threads)
-            steps += [functools.partial(copy, copier, task, mark) for task in tasks]
-        # A job of no blocks ends like any other.
-        return self._jobs.submit(Job(job_id, kind, steps or [lambda: 0], slots))
+    def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:
+        return copier.tasks(chunks, self._num_threads)
 
-    def _store(self, copier: Copier, chunks: Chunks, mark: object) -> int:
-        """Copy chunks into their slots; return how many bytes.
+    def _store(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:  # noqa: ARG002
+        """Copy chunks into their slots.
 
         Whenever it ends early the slots have no header, and their blocks are refused.
 
@@ -311,12 +226,6 @@ class CPUOffloadingWorker(OffloadingWorker):
             raise RefusedError("reused")
         return chunks.num_blocks * copier.pages.block_nbytes
 
-    def _load(self, copier: Copier, chunks: Chunks, mark: object) -> int:
+    def _load(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:  # noqa: ARG002
         copier.load(chunks, mark)
         return chunks.num_blocks * copier.pages.block_nbytes
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"{self._name} belongs to the parent process; make a worker after fork()"
-            )

@@ -3,9 +3,8 @@
 Everything is in one folder of its own, which belongs to this user alone::
 
     <shared_storage_path>/wtransfer-kv-2/
-        blocks/<key in hexadecimal>       whole blocks, never written to again
-        incoming/<process>.lock           held for as long as a process may write
-        incoming/<process>.<number>       blocks that are being written
+        blocks/<key in hexadecimal>    whole blocks, never written to again
+        incoming/<random name>         blocks that are being written, each locked by its writer
 
 A block gets its name when it is whole, so a reader sees all of it or nothing. No name contains
 anything that a user or a peer chose. Only plain files with one name are read: a link, a pipe, a
@@ -21,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
 import secrets
 import stat
@@ -45,8 +43,6 @@ _SLACK = 64
 _FREED = 8
 _ABANDONED_S = 3600.0
 _PRIVATE = 0o077
-_MAX_TRIES = 16
-_LOCK = ".lock"
 _WRITE = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 _PLANTED = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
@@ -135,9 +131,9 @@ class FileTier(Tier):
         try:
             self._write(self._current(), key.hex(), data)
         except StorageError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
+            if not isinstance(error.__cause__, (FileNotFoundError, BlockingIOError)):
                 raise
-            # A sweep of another host took it for a leftover, or the folder was just removed.
+            # A sweep came before the file's lock, or the folder was just removed.
             self._write(self._current(), key.hex(), data)
 
     def _current(self) -> _Folders:
@@ -189,16 +185,12 @@ class FileTier(Tier):
 class _Folders:
     """The folders, open. Leftovers of writers that have died are swept.
 
-    A process holds a lock on a file of its own, and the names of its temporary files begin with
-    that file's. The kernel frees the lock at the process's death. A sweep removes what belongs to a
-    lock that it can take, and the lock's file last. Between making that file and locking it, a
-    sweep may take it: the writer then finds it locked or without a name, and makes another one.
+    A writer locks the file that it writes, and the kernel frees the lock at the writer's death. A
+    sweep removes the files that it can lock. Where it comes between a file's creation and its lock,
+    the writer finds the file locked or without a name, and writes another one.
     """
 
     def __init__(self, path: str) -> None:
-        self._numbers = itertools.count()
-        self._locking = threading.Lock()
-        self._lock = -1
         with contextlib.ExitStack() as on_error:
             with storage_errors(f"making the folder {path!r}"):
                 os.makedirs(path, exist_ok=True)  # noqa: PTH103  # as everything here, by os
@@ -207,7 +199,6 @@ class _Folders:
                 """Whole blocks."""
                 self.incoming = on_error.enter_context(_private(base, "incoming"))
                 """Files that are being written."""
-            self._token = ""
             self._sweep()
             on_error.pop_all()
 
@@ -217,75 +208,42 @@ class _Folders:
             return not all(os.fstat(each.fd).st_nlink for each in (self.blocks, self.incoming))
 
     def close(self) -> None:
-        fd, self._lock = self._lock, -1
-        if fd >= 0:
-            with contextlib.suppress(WTransferError):
-                self.incoming.remove(self._token + _LOCK)
-            os.close(fd)
         self.blocks.close()
         self.incoming.close()
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[tuple[str, int]]:
         """Create a file that no sweep takes away; yield name and descriptor, leave nothing."""
-        with self._locking:
-            if self._lock < 0:
-                self._lock_token()
-        name = f"{self._token}.{next(self._numbers)}"
+        name = secrets.token_hex(8)
         fd = self.incoming.create_file(name)
         try:
-            with storage_errors(f"making {name!r} private"):
+            with storage_errors(f"locking {name!r}"):
                 os.fchmod(fd, 0o600)
+                if _locks(fd) is False:
+                    raise BlockingIOError(errno.EWOULDBLOCK, "another process holds its lock")
             yield name, fd
         finally:
-            os.close(fd)
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=self.incoming.fd)
-
-    def _lock_token(self) -> None:
-        for _ in range(_MAX_TRIES):
-            token = secrets.token_hex(8)
-            name = token + _LOCK
-            fd = self.incoming.create_file(name)
-            try:
-                with storage_errors(f"locking {name!r}"):
-                    os.fchmod(fd, 0o600)
-                    if _locks(fd) is not False and name in self.incoming.names():
-                        self._token, self._lock = token, fd
-                        return
-            except BaseException:
-                os.close(fd)
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=self.incoming.fd)
-                raise
             os.close(fd)
-        raise StorageError(
-            f"each of {_MAX_TRIES} new files in {self.incoming.path!r} was taken away; let only "
-            "wtransfer write there"
-        )
 
     def _sweep(self) -> None:
         """Remove leftovers; what cannot be removed, or is being removed by another sweep, stays."""
         names: list[str] = []
         with contextlib.suppress(WTransferError):
             names = self.incoming.names()
-        for token in {name.partition(".")[0] for name in names}:
-            own = [name for name in names if name.partition(".")[0] == token]
-            with contextlib.ExitStack() as closing:
-                is_dead = None
-                # Some file systems lock only what may be written to.
-                with contextlib.suppress(OSError):
-                    fd = os.open(token + _LOCK, _WRITE, dir_fd=self.incoming.fd)
+        for name in names:
+            with contextlib.suppress(WTransferError, OSError), contextlib.ExitStack() as closing:
+                found = os.stat(name, dir_fd=self.incoming.fd, follow_symlinks=False)
+                is_left = time.time() - found.st_mtime > _ABANDONED_S
+                if stat.S_ISREG(found.st_mode):
+                    # Some file systems lock only what may be written to.
+                    fd = os.open(name, _WRITE, dir_fd=self.incoming.fd)
                     closing.callback(os.close, fd)
-                    is_dead = _locks(fd)
-                for name in sorted(own, key=lambda name: name.endswith(_LOCK)):
-                    with contextlib.suppress(WTransferError, OSError):
-                        if is_dead or (is_dead is None and self._is_old(name)):
-                            self.incoming.remove(name)
-
-    def _is_old(self, name: str) -> bool:
-        found = os.stat(name, dir_fd=self.incoming.fd, follow_symlinks=False)
-        return time.time() - found.st_mtime > _ABANDONED_S
+                    is_locked = _locks(fd)
+                    is_left = is_left if is_locked is None else is_locked
+                if is_left:
+                    self.incoming.remove(name)
 
 
 def _locks(fd: int) -> bool | None:

@@ -31,7 +31,6 @@ the seed (``get_handlers``).
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -264,16 +263,13 @@ class OffloadingManager(ABC):
     of no requests; `wtransfer.specs.seed_adapter` adapts it to current hosts.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept managers of the seed's API, without `on_new_request`."""
-        super().__init_subclass__(**kwargs)
-        missing = getattr(cls.on_new_request, "__isabstractmethod__", False)
-        if missing and _looks_up_many(cls.lookup):
-            cls.on_new_request = _accept_request  # type: ignore[method-assign]
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        """Record a new request, before any other call about it.
 
-    @abstractmethod
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Hear of a request before anything else is asked about it."""
+        Returns:
+            Which of its blocks are offered. By default, those that it computes.
+        """
+        return RequestOffloadingContext()
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -358,20 +354,6 @@ class OffloadingManager(ABC):
 
     def shutdown(self) -> None:
         """Let go of everything. A second call does nothing."""
-
-
-def _looks_up_many(lookup: Any) -> bool:
-    """Return whether a method takes hashes alone, and no request."""
-    try:
-        parameters = inspect.signature(lookup).parameters
-    except (TypeError, ValueError):
-        return False
-    return len(parameters) == len(("self", "block_hashes"))
-
-
-def _accept_request(self: OffloadingManager, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG001
-    """Ask for what a request computes."""
-    return RequestOffloadingContext()
 
 
 # -- a tier: a store of bytes by key --------------------------------------------------------------

@@ -15,26 +15,28 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import queue
 import threading
 import time
+from abc import abstractmethod
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import StallError
+from wtransfer.errors import ForkedError, StallError
 from wtransfer.kv.copier import Chunks, RefusedError
-from wtransfer.specs.interface import TransferResult
+from wtransfer.specs.interface import OffloadingWorker, TransferResult
 from wtransfer.transport.niceness import NICENESS, step_back
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from wtransfer.kv.copier import Reason
+    from wtransfer.kv.copier import Copier, Reason
     from wtransfer.kv.slots import Numbers
+    from wtransfer.specs.interface import GPULoadStoreSpec, LoadStoreSpec
 
     Step = Callable[[], int]
     """Copies some blocks and returns how many bytes; raises RefusedError, or anything."""
@@ -56,47 +58,39 @@ class MalformedJobError(ValueError):
     """A job whose two sides do not belong together; stays within the worker that was given it."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Which numbers there are."""
-
-    num_slots: int
-    """Slots of the arena."""
-    num_blocks: tuple[int, ...]
-    """Blocks of each group's cache."""
-    blocks_per_chunk: int = 1
-    """Blocks in a slot."""
-
-
-def chunks_of(cache: Any, arena: Any, bounds: Bounds) -> list[Chunks]:
+def chunks_of(
+    cache: Any, kept: Any, num_slots: int, num_blocks: Sequence[int], blocks_per_chunk: int
+) -> list[Chunks]:
     """Bring both sides of a job together.
 
     Args:
         cache: Blocks of the cache, as a `GPULoadStoreSpec` or vLLM's.
-        arena: Slots of the arena, as an `ArenaLoadStoreSpec`.
-        bounds: Which numbers there are.
+        kept: Slots and keys, as an `ArenaLoadStoreSpec`.
+        num_slots: Slots that there are.
+        num_blocks: Blocks of each group's cache.
+        blocks_per_chunk: Blocks in a slot.
 
     Raises:
         MalformedJobError: They do not belong together, or there are no such blocks or slots.
     """
     blocks = np.asarray(cache.block_ids, np.int64)
-    slots = np.asarray(arena.slots, np.int64)
-    _check_numbers(slots, bounds.num_slots, "slots")
-    if len(arena.keys) != len(slots):
-        raise MalformedJobError(f"{len(arena.keys)} keys for {len(slots)} slots")
-    if not len(cache.group_sizes) == len(cache.block_indices) == len(bounds.num_blocks):
+    slots = np.asarray(kept.slots, np.int64)
+    _check_numbers(slots, num_slots, "slots")
+    if len(kept.keys) != len(slots):
+        raise MalformedJobError(f"{len(kept.keys)} keys for {len(slots)} slots")
+    if not len(cache.group_sizes) == len(cache.block_indices) == len(num_blocks):
         raise MalformedJobError(
-            f"blocks of {len(cache.group_sizes)} groups; the cache has {len(bounds.num_blocks)}"
+            f"blocks of {len(cache.group_sizes)} groups; the cache has {len(num_blocks)}"
         )
     found, block, slot = [], 0, 0
     for group, (size, index) in enumerate(zip(cache.group_sizes, cache.block_indices, strict=True)):
         if not size:
             continue
         own = blocks[block : block + size]
-        _check_numbers(own, bounds.num_blocks[group], f"blocks of group {group}")
-        grid = _grid(own, int(index), bounds.blocks_per_chunk)
+        _check_numbers(own, num_blocks[group], f"blocks of group {group}")
+        grid = _grid(own, int(index), blocks_per_chunk)
         part = slice(slot, slot + len(grid))
-        found.append(Chunks(group, slots[part], arena.keys[part], grid))
+        found.append(Chunks(group, slots[part], kept.keys[part], grid))
         block, slot = block + size, slot + len(grid)
     if (block, slot) != (len(blocks), len(slots)):
         raise MalformedJobError(
@@ -217,7 +211,7 @@ class Jobs:
 
     Args:
         name: Whose they are, for errors.
-        num_slots: Slots of the arena.
+        num_slots: Slots of the arena. None: jobs share no slots, and none waits for another.
         num_threads: Threads for each direction.
         deadline_s: Longest time without progress while somebody waits, in seconds.
         give_up_s: Time after which a job fails, in seconds, whatever its steps still do: they use
@@ -227,11 +221,13 @@ class Jobs:
     def __init__(
         self,
         name: str,
-        num_slots: int,
+        num_slots: int | None,
         num_threads: int,
         deadline_s: float,
         give_up_s: float | None = None,
     ) -> None:
+        self.num_slots = num_slots
+        """As given."""
         self._name = name
         self._deadline_s = deadline_s
         self._give_up_s = give_up_s
@@ -243,7 +239,7 @@ class Jobs:
         # Guards everything below. A condition, so that `wait` hears of every step.
         self._moved = threading.Condition()
         self._open: dict[int, Job] = {}
-        self._last_user = np.full(num_slots, -1, np.int64)
+        self._last_user = np.full(num_slots or 0, -1, np.int64)
         self._users: dict[int, Job] = {}
         self._num_jobs = 0
         self._num_steps = 0
@@ -290,9 +286,7 @@ class Jobs:
             RefusedError: The job was given up before.
         """
         with self._moved:
-            job = self._open.get(job_id)
-            if job is None or job.reason is not None:
-                raise RefusedError("slow")
+            job = self._wanted(job_id)
             job.num_committing += 1
         try:
             yield
@@ -304,13 +298,10 @@ class Jobs:
         """Add a part that outlasts the step that calls this, until `end_part`.
 
         Raises:
-            RefusedError: The job has ended.
+            RefusedError: The job was given up before.
         """
         with self._moved:
-            job = self._open.get(job_id)
-            if job is None:
-                raise RefusedError("shutdown")
-            job.num_left += 1
+            self._wanted(job_id).num_left += 1
 
     def end_part(self, job_id: int, reason: Reason | None) -> None:
         """End a part that `add_part` has added; a reason fails the job."""
@@ -408,6 +399,12 @@ class Jobs:
 
     # -- one job
 
+    def _wanted(self, job_id: int) -> Job:
+        job = self._open.get(job_id)
+        if job is None or job.reason is not None:
+            raise RefusedError("slow")
+        return job
+
     def _next_s(self, job_ids: Iterable[int]) -> float:
         """Return how long until the first of these jobs is to be given up, in seconds."""
         deadlines = (self._open[each].deadline for each in job_ids)
@@ -427,13 +424,14 @@ class Jobs:
     def _line_up(self, job: Job) -> int:
         """Enter a job as the last user of its slots; return how many it must wait for."""
         serial, self._num_jobs = self._num_jobs, self._num_jobs + 1
-        earlier = np.unique(self._last_user[job.slots]).tolist()
-        before = [self._users[each] for each in earlier if each in self._users]
-        for each in before:
-            each.behind.append(job)
-        job.num_before = len(before)
         job.serial = serial
-        self._last_user[job.slots] = serial
+        if self.num_slots is not None:
+            earlier = np.unique(self._last_user[job.slots]).tolist()
+            before = [self._users[each] for each in earlier if each in self._users]
+            for each in before:
+                each.behind.append(job)
+            job.num_before = len(before)
+            self._last_user[job.slots] = serial
         self._users[serial] = job
         return job.num_before
 
@@ -494,3 +492,118 @@ class Jobs:
         if job.reason is not None:
             self._counts[f"{job.kind}s_failed_total"] += 1
             self._counts[f"{job.kind}s_failed_{job.reason}_total"] += 1
+
+
+# -- the worker
+
+
+class JobWorker(OffloadingWorker):
+    """A worker that copies by copiers, in jobs. A subclass says how chunks are stored and loaded.
+
+    Args:
+        name: Of the rank, for errors.
+        copiers: For each group of the cache; none after `shutdown`.
+        jobs: Runs them.
+    """
+
+    release_s: float | None = None
+    """As `Jobs.wait` takes it."""
+
+    def __init__(self, name: str, copiers: Sequence[Copier], jobs: Jobs) -> None:
+        self._name, self._copiers, self._jobs = name, tuple(copiers), jobs
+        self._pid = os.getpid()
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Begin to copy blocks of the cache to where they are kept.
+
+        Returns:
+            False after `shutdown`, and while a job of this number runs. A malformed job is begun,
+            and fails.
+
+        Raises:
+            ForkedError: This is a forked child.
+        """
+        return self._submit(job_id, "store", src_spec, dst_spec)
+
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
+    ) -> bool:
+        """Begin to copy blocks into the cache; as `submit_store`."""
+        return self._submit(job_id, "load", dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that have ended since the last call, each once.
+
+        Raises:
+            ForkedError: This is a forked child.
+        """
+        self._check_process()
+        return self._jobs.finished()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these jobs have ended, or are released where `release_s` is set.
+
+        Raises:
+            StallError: They made no progress within the deadline.
+            ForkedError: This is a forked child.
+        """
+        self._check_process()
+        self._jobs.wait(job_ids, self.release_s)
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return how many jobs, bytes and failures there were, the latter also by reason."""
+        return self._jobs.counts()
+
+    @abstractmethod
+    def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:
+        """Divide the chunks of a job into steps."""
+
+    @abstractmethod
+    def _store(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:
+        """Store the chunks of one step; return how many bytes."""
+
+    @abstractmethod
+    def _load(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:
+        """Load the chunks of one step; return how many bytes."""
+
+    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, kept: Any) -> bool:
+        self._check_process()
+        if not self._copiers:
+            return False
+        try:
+            num_blocks = [copier.pages.num_blocks for copier in self._copiers]
+            num_slots = len(kept.slots) if self._jobs.num_slots is None else self._jobs.num_slots
+            blocks_per_chunk = self._copiers[0].blocks_per_chunk
+            job_chunks = chunks_of(cache, kept, num_slots, num_blocks, blocks_per_chunk)
+            slots = np.concatenate([np.empty(0, np.int64), *(each.slots for each in job_chunks)])
+            if kind == "store":
+                if len(np.unique(slots)) != len(slots):
+                    raise MalformedJobError("two blocks for one slot")
+                if any((each.blocks[:, -1] < 0).any() for each in job_chunks):
+                    raise MalformedJobError("a chunk without its last block cannot be stored")
+        except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
+            logger.warning("%s: %s job %d cannot be done: %s", self._name, kind, job_id, error)
+            return self._jobs.fail(job_id, kind, "malformed")
+        steps: list[Step] = []
+        for chunks in job_chunks:
+            copier = self._copiers[chunks.group]
+            # The copy comes after all that the model was told to do until now.
+            mark = copier.pages.mark()
+            copy = self._store if kind == "store" else self._load
+            tasks = self._tasks(copier, chunks)
+            steps += [functools.partial(copy, job_id, copier, task, mark) for task in tasks]
+        # The end of a prefix first: a store that evicts what was used longest ago keeps its head.
+        # A job of no blocks ends like any other.
+        return self._jobs.submit(Job(job_id, kind, steps[::-1] or [lambda: 0], slots))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"{self._name} belongs to the parent process; make a worker after fork()"
+            )

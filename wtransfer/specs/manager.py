@@ -13,6 +13,7 @@ not unpin what another request holds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
@@ -43,25 +44,21 @@ _COUNTERS = (
 )
 
 
+@dataclass(slots=True)
 class _Jobs:
     """What one request has under way."""
 
-    __slots__ = ("loads", "stores")
-
-    def __init__(self) -> None:
-        self.loads: dict[OffloadKey, int] = {}
-        self.stores: set[OffloadKey] = set()
+    loads: dict[OffloadKey, int] = field(default_factory=dict)
+    stores: set[OffloadKey] = field(default_factory=set)
 
 
+@dataclass(slots=True)
 class _Sequence:
     """Blocks of one request in the order of their places in it, the head first."""
 
-    __slots__ = ("ended", "keys", "num_ordered")
-
-    def __init__(self) -> None:
-        self.keys: dict[OffloadKey, None] = {}
-        self.num_ordered = 0
-        self.ended = False
+    keys: dict[OffloadKey, None] = field(default_factory=dict)
+    num_ordered: int = 0
+    ended: bool = False
 
 
 class CPUOffloadingManager(OffloadingManager):

@@ -22,6 +22,7 @@ import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -331,29 +332,25 @@ STORING = -1
 """`Block.num_loads` of a block that cannot be loaded yet."""
 
 
+@dataclass(slots=True, eq=False)
 class Cohort:
     """Blocks between two changes of the weights, and the policy that orders them."""
 
-    __slots__ = ("num_idle", "policy")
-
-    def __init__(self, policy: CachePolicy) -> None:
-        self.policy = policy
-        self.num_idle = 0
-        """How many of the blocks are candidates."""
+    policy: CachePolicy
+    num_idle: int = 0
+    """How many of the blocks are candidates."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One block that is kept or being stored."""
 
-    __slots__ = ("cohort", "forgotten", "num_loads", "slot")
-
-    def __init__(self, slot: int, cohort: Cohort) -> None:
-        self.slot = slot
-        self.cohort = cohort
-        self.num_loads = STORING
-        """How many loads are under way; 0: the block is idle, a candidate."""
-        self.forgotten = False
-        """Whether the block goes as soon as no job holds it."""
+    slot: int
+    cohort: Cohort
+    num_loads: int = STORING
+    """How many loads are under way; 0: the block is idle, a candidate."""
+    forgotten: bool = False
+    """Whether the block goes as soon as no job holds it."""
 
 
 class EvictionOrder:

@@ -58,7 +58,7 @@ from wtransfer.specs.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable
 
     import torch
 
@@ -77,85 +77,59 @@ logger = logging.getLogger(__name__)
 _BOTH = 2
 
 
-def constructor_of(cls: type[OffloadingSpec]) -> tuple[int, tuple[str, ...]]:
-    """Return how a spec is constructed, by its signature.
-
-    A constructor that passes its arguments on (``*args, **kwargs``), or has no signature, is judged
-    by the one that it inherits. Where none decides, a spec with ``get_handlers`` is of the seed's
-    API, any other of the current one.
-
-    Returns:
-        How many arguments go by position, and the keywords of the others. One argument in all is an
-        `OffloadingConfig`, two are a serving engine's configs, as in the seed.
+def construct(spec_cls: type[OffloadingSpec], config: Any, kv_cache_config: Any) -> OffloadingSpec:
+    """Make a spec of either API from the configs of either.
 
     Raises:
-        PluginTypeError: It requires more arguments than specs are given.
+        PluginTypeError: Its constructor requires other arguments than specs are given.
     """
-    for signature in _signatures(cls):
-        parameters = signature.parameters
-        kinds = {each.kind for each in parameters.values()}
+    arguments: tuple[Any, ...]
+    if _num_configs(spec_cls) == _BOTH:
+        arguments = (config, kv_cache_config)
+        if not is_serving_config(config):
+            arguments = to_serving_config(config)
+    else:
+        if is_serving_config(config):
+            config = to_offloading_config(config, kv_cache_config)
+        arguments = (config,)
+    return spec_cls(*arguments)
+
+
+def _num_configs(cls: type[OffloadingSpec]) -> int:
+    """Return 2 where a constructor takes a serving engine's configs, 1 for an `OffloadingConfig`.
+
+    A constructor that passes its arguments on (``*args``) is judged by the one that it inherits.
+    Where none decides, a spec with ``get_handlers`` is of the seed's API, any other of the current
+    one.
+    """
+    for base in cls.__mro__[: cls.__mro__.index(OffloadingSpec)]:
+        if "__init__" not in vars(base):
+            continue
+        signature = inspect.signature(vars(base)["__init__"])
+        parameters = list(signature.parameters.values())
         required = [
             each.default is Parameter.empty
-            for each in parameters.values()
+            for each in parameters[1:]
             if each.kind <= Parameter.POSITIONAL_OR_KEYWORD
         ]
-        keywords = [name for name in ("config", "vllm_config") if name in parameters][:1]
-        if required:
-            keywords = []
-        num_positional = 1 - len(keywords)
-        if sum(required) == _BOTH:
-            num_positional = _BOTH
-        elif "kv_cache_config" in parameters:
-            keywords.append("kv_cache_config")
-        elif Parameter.VAR_POSITIONAL in kinds or (
-            Parameter.VAR_KEYWORD in kinds and not required and not keywords
-        ):
+        if sum(required) == _BOTH or "kv_cache_config" in signature.parameters:
+            number = _BOTH
+        elif any(each.kind is Parameter.VAR_POSITIONAL for each in parameters):
             continue
+        else:
+            number = 1
         try:
-            signature.bind(*[None] * num_positional, **dict.fromkeys(keywords))
+            signature.bind(*[None] * (1 + number))
         except TypeError as error:
             raise PluginTypeError(
                 f"The constructor of the offloading spec {cls.__module__}.{cls.__qualname__} takes "
-                f"{signature}; expected (config) with an OffloadingConfig, or (config, "
+                f"{signature}; expected (self, config) with an OffloadingConfig, or (self, config, "
                 "kv_cache_config).",
                 kind="specs",
                 name=cls.__qualname__,
             ) from error
-        return num_positional, tuple(keywords)
-    return (_BOTH if hasattr(cls, "get_handlers") else 1), ()
-
-
-def _signatures(cls: type) -> Iterator[inspect.Signature]:
-    """Yield the signature of a class, then those of its own constructors and inherited ones."""
-    own: list[Any] = []
-    for base in cls.__mro__[: cls.__mro__.index(OffloadingSpec)]:
-        own += [vars(base)[name] for name in ("__new__", "__init__") if name in vars(base)]
-    # The class first, where it has a constructor: a decorator or a metaclass may say more.
-    for function in [cls, *own] if own else ():
-        try:
-            signature = inspect.signature(getattr(function, "__func__", function))
-        except (TypeError, ValueError):
-            continue
-        if function is not cls:
-            parameters = list(signature.parameters.values())[1:]
-            signature = signature.replace(parameters=parameters)
-        yield signature
-
-
-def construct(spec_cls: type[OffloadingSpec], config: Any, kv_cache_config: Any) -> OffloadingSpec:
-    """Make a spec of either API from the configs of either."""
-    num_positional, keywords = constructor_of(spec_cls)
-    arguments: tuple[Any, ...]
-    if num_positional + len(keywords) == _BOTH:
-        arguments = (config, kv_cache_config)
-        if not is_serving_config(config):
-            arguments = to_serving_config(config)
-    elif is_serving_config(config):
-        arguments = (to_offloading_config(config, kv_cache_config),)
-    else:
-        arguments = (config,)
-    named = dict(zip(keywords, arguments[num_positional:], strict=True))
-    return spec_cls(*arguments[:num_positional], **named)
+        return number
+    return _BOTH if hasattr(cls, "get_handlers") else 1
 
 
 # -- configs ------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@
     every rank.
 2.  W stores: a block is copied to a buffer, which releases it, and put from there. A tier that
     hangs holds buffers, and blocks of the cache for `STALL_S`: then stores fail until a buffer
-    comes free again. The copy is made only while the job has not ended, as the write of a load.
-3.  W loads: a thread gets a block into memory of its own, compares header and checksum, and writes
-    it to the cache only while its job has not ended. A job that takes longer than ``deadline_s``
-    fails; bytes that arrive later are dropped.
+    comes free again. A copy is put only if its job had not ended when it was made.
+3.  W loads: a thread gets a block into a buffer of its own, from which `Copier.load` verifies it
+    and writes it to the cache, only while its job has not ended. A job that takes longer than
+    ``deadline_s`` fails; bytes that arrive later are dropped.
 4.  A block that is not what it should be is removed from the tier, and one that cannot be read is
     replaced by the next store. A key whose load has failed is a miss until then, or for `FAILED_S`.
 
@@ -18,15 +18,14 @@ added. What stands under it is a `BlockHeader` and the block's pages, one after 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import logging
 import queue
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -34,49 +33,37 @@ import numpy as np
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
 from wtransfer.kv.cache_view import geometries_of, pages_of
-from wtransfer.kv.copier import RefusedError
+from wtransfer.kv.copier import Copier, RefusedError
 from wtransfer.kv.fence import InvalidatedKeys
-from wtransfer.kv.header import HEADER_NBYTES, BlockHeader, checksum
+from wtransfer.kv.header import HEADER_NBYTES
+from wtransfer.kv.slots import HeaderForm, Look
 from wtransfer.specs.interface import (
     LoadStoreSpec,
     LookupResult,
     OffloadingManager,
     OffloadingSpec,
-    OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
-from wtransfer.specs.jobs import (
-    SHUTDOWN_S,
-    Bounds,
-    CopyThreads,
-    Job,
-    Jobs,
-    MalformedJobError,
-    chunks_of,
-)
+from wtransfer.specs.jobs import SHUTDOWN_S, CopyThreads, Jobs, JobWorker
 from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    import numpy.typing as npt
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.cache_view import GroupPages
     from wtransfer.kv.copier import Chunks, Reason
     from wtransfer.kv.header import BlockGeometry
     from wtransfer.kv.keys import OffloadKey
+    from wtransfer.kv.slots import Headers, Numbers
     from wtransfer.specs.interface import (
         CanonicalKVCaches,
         GPULoadStoreSpec,
         ReqContext,
         Tier,
-        TransferResult,
     )
     from wtransfer.specs.jobs import Kind
-
-    Buffer = npt.NDArray[np.uint8]
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +159,11 @@ class TierLoadStoreSpec(LoadStoreSpec):
         self.keys = list(keys)
         """Keys, without rank."""
 
+    @property
+    def slots(self) -> range:
+        """Numbers of the keys: to the worker, each is a slot."""
+        return range(len(self.keys))
+
     @staticmethod
     def medium() -> str:
         """Return ``"STORAGE"``."""
@@ -211,7 +203,7 @@ class _Counts:
 # -- the scheduler's side ---------------------------------------------------------------------
 
 
-@dataclass
+@dataclasses.dataclass
 class _Answer:
     """What the tier has said of one key."""
 
@@ -223,11 +215,15 @@ class _Answer:
     """When the answer was first used: it ages from then on, as steps may be long."""
 
 
-@dataclass
-class _Lookups:
+class _Answers(dict["OffloadKey", _Answer]):
     """Answers for one request, by key."""
 
-    answers: dict[OffloadKey, _Answer] = field(default_factory=dict)
+    @classmethod
+    def of(cls, req_context: ReqContext) -> _Answers:
+        answers = req_context.get_state(cls)
+        if answers is None:
+            req_context.set_state(answers := cls())
+        return answers
 
 
 class TierManager(OffloadingManager):
@@ -252,12 +248,12 @@ class TierManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for the blocks that a request computes."""
-        req_context.set_state(_Lookups())
+        req_context.set_state(_Answers())
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the tier has answered, *RETRY* until then; a late answer is a miss."""
-        answers, now = _answers(req_context), time.monotonic()
+        answers, now = _Answers.of(req_context), time.monotonic()
         known, busy_since = answers.get(key), self._busy_since
         # A tier that hangs is not asked: the answer would wait behind.
         is_late = busy_since is not None and now - busy_since > LOOKUP_S
@@ -272,7 +268,8 @@ class TierManager(OffloadingManager):
         if known.hit is None:
             return LookupResult.RETRY
         known.read = known.read or now
-        return LookupResult.HIT if known.hit and not self._has_failed(key) else LookupResult.MISS
+        has_failed = self._failed.get(key, 0.0) > now
+        return LookupResult.HIT if known.hit and not has_failed else LookupResult.MISS
 
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -282,7 +279,7 @@ class TierManager(OffloadingManager):
         Raises:
             BlockNotKeptError: One was no hit.
         """
-        answers = _answers(req_context)
+        answers = _Answers.of(req_context)
         for key in keys:
             if key not in answers or not answers[key].hit:
                 raise BlockNotKeptError(f"The block {key.hex()} is no hit; look it up first.")
@@ -292,7 +289,7 @@ class TierManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """Take all blocks but those that are being stored, or that this request has found."""
-        answers = _answers(req_context)
+        answers = _Answers.of(req_context)
         found = {key for key in keys if key in answers and answers[key].hit}
         taken = (found - self._failed.keys()) | self._storing
         new = [key for key in dict.fromkeys(keys) if key not in taken]
@@ -307,7 +304,7 @@ class TierManager(OffloadingManager):
     ) -> None:
         """Let the tier be asked again about these keys, and take them again."""
         self._storing.difference_update(keys)
-        answers = _answers(req_context)
+        answers = _Answers.of(req_context)
         for key in keys:
             answers.pop(key, None)
             if success:
@@ -367,21 +364,28 @@ class TierManager(OffloadingManager):
         self._counts.add("lookups", len(asked))
         self._counts.add("lookup_hits", sum(bool(answer.hit) for _, answer in asked))
 
-    def _has_failed(self, key: OffloadKey) -> bool:
-        return self._failed.get(key, 0.0) > time.monotonic()
-
-
-def _answers(req_context: ReqContext) -> dict[OffloadKey, _Answer]:
-    lookups = req_context.get_state(_Lookups)
-    if lookups is None:
-        req_context.set_state(lookups := _Lookups())
-    return lookups.answers
-
 
 # -- the worker's side ------------------------------------------------------------------------
 
 
-class TierWorker(OffloadingWorker):
+class _Buffers:
+    """What stands under a key, in a row each: the slots of blocks on their way."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        # The system takes memory for a row when it is first written to.
+        self.rows = np.empty((number, HEADER_NBYTES + nbytes), np.uint8)
+        self.headers, self.slots = self.rows[:, :HEADER_NBYTES], self.rows[:, HEADER_NBYTES:]
+        self._openings = np.zeros(number, np.int64)
+
+    def look(self, slots: Numbers) -> Look:
+        """Return copies of headers; a row has one user at a time, so it is never opened."""
+        return Look(self.headers[slots], self._openings[slots])
+
+    def quarantine(self, slot: int, seen: Headers) -> None:
+        """Do nothing: a damaged block is removed from the tier."""
+
+
+class TierWorker(JobWorker):
     """Copies between one rank's cache and the tier. Made by `TierSpec.get_worker`.
 
     Args:
@@ -391,6 +395,8 @@ class TierWorker(OffloadingWorker):
         options: Buffers, threads and deadline.
     """
 
+    release_s = STALL_S
+
     def __init__(
         self,
         tier: Tier,
@@ -399,59 +405,39 @@ class TierWorker(OffloadingWorker):
         options: TierOptions,
     ) -> None:
         self._tier = tier
-        self._groups = list(groups)
         self._rank = config.parallel.rank
-        self._blocks_per_chunk = config.cache.blocks_per_chunk
         name = f"rank {self._rank} of engine {config.engine_id!r}"
         num_threads, deadline_s = options.num_io_threads, options.deadline_s
-        self._jobs = Jobs(name, 0, num_threads, 2 * deadline_s, give_up_s=deadline_s)
         self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
-        nbytes = HEADER_NBYTES + max(geometry.nbytes for _, geometry in groups)
-        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        # Buffers that have not been made yet.
-        self._spare = itertools.repeat(nbytes, max(1, options.buffer_bytes // nbytes))
+        nbytes = max(geometry.nbytes for _, geometry in groups)
+        num_puts = max(1, options.buffer_bytes // (HEADER_NBYTES + nbytes))
+        self._buffers = _Buffers(num_puts + num_threads, nbytes)
+        # Numbers of buffers, the one used last first. A load never waits for those of puts.
+        self._free, self._free_for_loads = queue.LifoQueue[int](), queue.LifoQueue[int]()
+        for number in range(num_puts + num_threads):
+            (self._free if number < num_puts else self._free_for_loads).put(number)
+        copiers = [
+            Copier(
+                self._buffers,
+                pages,
+                HeaderForm(geometry.digest, self._rank),
+                config.cache.blocks_per_chunk,
+            )
+            for pages, geometry in groups
+        ]
+        jobs = Jobs(name, None, num_threads, 2 * deadline_s, give_up_s=deadline_s)
+        super().__init__(name, copiers, jobs)
         # Keys that are there and of no use: they are put again all the same.
         self._unreadable: dict[bytes, None] = {}
-        # By thread, when the call began that runs.
+        # By buffer, when the call began that runs.
         self._gets: dict[int, float] = {}
         self._num_threads, self._deadline_s = num_threads, deadline_s
-        self._of_thread = threading.local()
-        self._buffer_nbytes = nbytes
         self._is_stalled = False
         self._counts = _Counts()
-        self._closed = False
-
-    def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
-    ) -> bool:
-        """Begin to copy blocks to the buffers, from which they are put.
-
-        Returns:
-            False after `shutdown`, and while a job of this number runs.
-        """
-        return self._submit(job_id, "store", src_spec, dst_spec)
-
-    def submit_load(
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        dst_spec: GPULoadStoreSpec,
-        expedited: bool = False,  # noqa: ARG002  # loads have threads of their own in any case
-    ) -> bool:
-        """Begin to load blocks; as `submit_store`."""
-        return self._submit(job_id, "load", dst_spec, src_spec)
-
-    def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that have ended since the last call, by success, failure or deadline."""
-        return self._jobs.finished()
 
     def get_released(self) -> set[int]:
         """Return stores whose blocks are in the buffers."""
         return self._jobs.released()
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended or are released; after `STALL_S` the others fail."""
-        self._jobs.wait(job_ids, release_s=STALL_S)
 
     def get_stats(self) -> Mapping[str, float]:
         """Return how many jobs, bytes and failures there were, the latter also by reason."""
@@ -462,128 +448,103 @@ class TierWorker(OffloadingWorker):
 
         A second call does nothing. A tier in which a call hangs is not closed.
         """
-        if self._closed:
+        if not self._copiers:
             return
-        self._closed = True
+        # They hold views of the cache.
+        self._copiers = ()
         ended = self._jobs.shutdown()
         self._puts.stop()
         if self._puts.join(Deadline(SHUTDOWN_S)) and ended:
             self._tier.close()
-        self._groups = []
 
     # -- jobs
 
-    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, tier: object) -> bool:
-        keys: list[OffloadKey] = getattr(tier, "keys", [])
-        if self._closed:
-            return False
+    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, kept: Any) -> bool:
         if kind == "load" and self._hangs():
             return self._jobs.fail(job_id, kind, "slow")
-        bounds = Bounds(
-            len(keys), tuple(pages.num_blocks for pages, _ in self._groups), self._blocks_per_chunk
-        )
-        try:
-            chunks_of_groups = chunks_of(cache, _Numbered(keys), bounds)
-        except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
-            logger.warning("%s job %d cannot be done: %s", kind, job_id, error)
-            return self._jobs.fail(job_id, kind, "malformed")
-        copy = self._store if kind == "store" else self._load
-        steps = []
-        for chunks in chunks_of_groups:
-            mark = self._groups[chunks.group][0].mark()
-            steps += [functools.partial(copy, job_id, each, mark) for each in chunks.split(1)]
-        # The end of a prefix first: a store that evicts what was used longest ago keeps its head.
-        return self._jobs.submit(Job(job_id, kind, steps[::-1] or [lambda: 0], np.empty(0, int)))
+        return super()._submit(job_id, kind, cache, kept)
 
-    def _store(self, job_id: int, chunk: Chunks, mark: object) -> int:
+    def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:  # noqa: ARG002
+        return chunks.split(1)
+
+    def _store(self, job_id: int, copier: Copier, chunk: Chunks, mark: object) -> int:
         """Copy a chunk to a buffer, and have it put from there."""
-        pages, geometry = self._groups[chunk.group]
         if (chunk.blocks < 0).any():
             raise RefusedError("malformed")
         buffer = self._take_buffer(job_id)
         try:
-            with self._jobs.committing(job_id):
-                self._copy(pages.gather, pages, chunk, buffer, mark)
-                self._jobs.add_part(job_id)
+            (header,) = copier.gather(_in_buffer(chunk, buffer), mark)
+            # Refused if the job was given up meanwhile: the block may be another one by now.
+            self._jobs.add_part(job_id)
         except BaseException:
-            self._buffers.put(buffer)
+            self._free.put(buffer)
             raise
-        self._puts.submit(functools.partial(self._put, job_id, chunk.keys[0], geometry, buffer))
-        return geometry.nbytes
+        self._buffers.headers[buffer] = header
+        own = rank_key(chunk.keys[0], self._rank)
+        self._puts.submit(functools.partial(self._put, job_id, own, copier.chunk_nbytes, buffer))
+        return copier.chunk_nbytes
 
-    def _take_buffer(self, job_id: int) -> Buffer:
+    def _take_buffer(self, job_id: int) -> int:
+        wait_s = 0.0 if self._is_stalled else min(STALL_S, self._jobs.seconds_left(job_id))
         try:
-            return self._buffers.get_nowait()
-        except queue.Empty:
-            for nbytes in self._spare:
-                return np.empty(nbytes, np.uint8)
-        try:
-            wait_s = 0.0 if self._is_stalled else min(STALL_S, self._jobs.seconds_left(job_id))
-            return self._buffers.get(timeout=wait_s)
+            return self._free.get(timeout=wait_s)
         except queue.Empty:
             self._is_stalled = True
             raise RefusedError("slow") from None
 
-    def _put(self, job_id: int, key: bytes, geometry: BlockGeometry, buffer: Buffer) -> None:
+    def _put(self, job_id: int, own: bytes, nbytes: int, buffer: int) -> None:
         reason: Reason | None = None
-        data = buffer[: HEADER_NBYTES + geometry.nbytes]
-        payload = data[HEADER_NBYTES:]
         try:
-            own = rank_key(key, self._rank)
             if own not in self._unreadable and self._tier.contains([own]) == [True]:
                 self._counts.add("puts_skipped")
             else:
-                parts = (key, geometry.digest, geometry.nbytes, checksum(payload), self._rank)
-                data[:HEADER_NBYTES] = np.frombuffer(BlockHeader(*parts).pack(), np.uint8)
-                self._tier.put(own, data.data)
+                self._tier.put(own, self._buffers.rows[buffer, : HEADER_NBYTES + nbytes].data)
                 self._unreadable.pop(own, None)
                 self._counts.add("puts")
         except Exception as error:
             self._counts.fail("put_failures", type(error).__name__, error)
             reason = "error"
-        self._buffers.put(buffer)
+        self._free.put(buffer)
         self._is_stalled = False
         self._jobs.end_part(job_id, reason)
 
-    def _load(self, job_id: int, chunk: Chunks, mark: object) -> int:
-        """Get a chunk, verify it, and write it to the cache if the job is still wanted."""
-        pages, geometry = self._groups[chunk.group]
-        key = chunk.keys[0]
-        buffer: Buffer | None = getattr(self._of_thread, "buffer", None)
-        if buffer is None:
-            buffer = self._of_thread.buffer = np.empty(self._buffer_nbytes, np.uint8)
-        data = buffer[: HEADER_NBYTES + geometry.nbytes]
-        own = rank_key(key, self._rank)
-        self._gets[thread := threading.get_ident()] = time.monotonic()
+    def _load(self, job_id: int, copier: Copier, chunk: Chunks, mark: object) -> int:
+        """Get a chunk, and load it into the cache if it is right and still wanted."""
+        own = rank_key(chunk.keys[0], self._rank)
+        # There are as many as threads that load.
+        buffer = self._free_for_loads.get()
         try:
-            found = self._tier.get(own, data.data)
+            self._get(own, copier.chunk_nbytes, buffer)
+            refused = None
+            with self._jobs.committing(job_id):
+                try:
+                    copier.load(_in_buffer(chunk, buffer), mark)
+                except RefusedError as error:
+                    refused = error
+        finally:
+            self._free_for_loads.put(buffer)
+        if refused is not None:
+            self._counts.fail("blocks_refused", refused.reason, f"{own.hex()} is removed")
+            try:
+                self._tier.remove([own])
+            except Exception as error:
+                self._counts.fail("remove_failures", type(error).__name__, error)
+                self._mark_unreadable(own)
+            raise refused
+        return chunk.num_blocks * copier.pages.block_nbytes
+
+    def _get(self, own: bytes, nbytes: int, buffer: int) -> None:
+        """Fill a buffer; one without a header is refused as an absent block."""
+        self._gets[buffer] = time.monotonic()
+        try:
+            if not self._tier.get(own, self._buffers.rows[buffer, : HEADER_NBYTES + nbytes].data):
+                self._buffers.headers[buffer] = 0
         except Exception as error:
             self._counts.fail("get_failures", type(error).__name__, error)
             self._mark_unreadable(own)
             raise RefusedError("error") from error
         finally:
-            del self._gets[thread]
-        header = BlockHeader.unpack(data[:HEADER_NBYTES].tobytes()) if found else "absent"
-        if isinstance(header, BlockHeader):
-            reason = header.mismatch(key, geometry.digest, geometry.nbytes, self._rank)
-            if reason is None and header.checksum != checksum(data[HEADER_NBYTES:]):
-                reason = "checksum"
-        else:
-            reason = header
-        if reason is not None:
-            self._refuse(own, reason)
-        with self._jobs.committing(job_id):
-            self._copy(pages.scatter, pages, chunk, buffer, mark)
-        return chunk.num_blocks * pages.block_nbytes
-
-    def _refuse(self, own: bytes, reason: Reason) -> NoReturn:
-        self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
-        try:
-            self._tier.remove([own])
-        except Exception as error:
-            self._counts.fail("remove_failures", type(error).__name__, error)
-            self._mark_unreadable(own)
-        raise RefusedError(reason)
+            del self._gets[buffer]
 
     def _mark_unreadable(self, own: bytes) -> None:
         self._unreadable[own] = None
@@ -596,20 +557,6 @@ class TierWorker(OffloadingWorker):
         calls = list(self._gets.values())
         return len(calls) == self._num_threads and max(calls) < since
 
-    def _copy(
-        self, copy: Any, pages: GroupPages, chunk: Chunks, buffer: Buffer, mark: object
-    ) -> None:
-        """Copy the blocks of one chunk between cache and buffer."""
-        shape = (1, self._blocks_per_chunk, pages.block_nbytes)
-        nbytes = self._blocks_per_chunk * pages.block_nbytes
-        places = buffer[HEADER_NBYTES : HEADER_NBYTES + nbytes].reshape(shape)
-        rows, at = np.nonzero(chunk.blocks >= 0)
-        copy(mark, chunk.blocks[rows, at], places, rows, at)
 
-
-class _Numbered:
-    """Keys as `chunks_of` takes them: each is in the slot of its number."""
-
-    def __init__(self, keys: Sequence[OffloadKey]) -> None:
-        self.keys = keys
-        self.slots = range(len(keys))
+def _in_buffer(chunk: Chunks, buffer: int) -> Chunks:
+    return dataclasses.replace(chunk, slots=np.array([buffer]))

@@ -31,7 +31,7 @@ from wtransfer.errors import (
     ProtocolError,
     StallError,
 )
-from wtransfer.kv.copier import SHARE_NBYTES, TASK_CHUNKS, Chunks, Copier, RefusedError
+from wtransfer.kv.copier import Chunks, Copier, RefusedError
 from wtransfer.kv.slots import HeaderForm
 from wtransfer.transport.channel import Dialer
 
@@ -369,8 +369,7 @@ class P2PClient:
         """Copy blocks, in order up to the first that is refused; arguments as for `fetch`."""
         blocks = np.array(job.load.block_ids[part]).reshape(-1, 1)
         chunks = Chunks(0, np.array(slots), job.load.keys[part], blocks)
-        size = max(1, min(TASK_CHUNKS, SHARE_NBYTES // copier.chunk_nbytes))
-        tasks = list(chunks.split(size))
+        tasks = list(copier.tasks(chunks, self.loads.options.num_threads))
 
         def copy(task: Chunks) -> tuple[int, str | None]:
             if self._error is not None or job.aborted:
