@@ -1,7 +1,5 @@
 """Engines that are broken in one way each. `test_kits.py` runs this file as a test module."""
 
-# ruff: noqa: N801 - classes that stand where the kit expects an attribute
-
 import threading
 
 import pytest
@@ -12,8 +10,19 @@ from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 
 
 class Kit(EngineConformance):
+    engine_cls = MemoryEngine
     deadline_s = 1.5
     ends_within_s = 0.5
+
+
+def broken(caught_by=None, **attributes):
+    """Have the kit run with a class that overrides a part of a healthy engine."""
+
+    def make(cls):
+        side = "engine_cls" if issubclass(cls, MemoryEngine) else "trainer_cls"
+        return type(cls.__name__, (Kit,), {"caught_by": caught_by, side: cls, **attributes})
+
+    return make
 
 
 def per_tensor(change):
@@ -29,60 +38,44 @@ def per_tensor(change):
     return Changing
 
 
-class TestDeliversNothing(Kit):
-    caught_by = "test_one_round_is_committed"
-    engine_cls = per_tensor(lambda name, tensor: [])
+without_empty = per_tensor(lambda name, tensor: [(name, tensor)] if tensor.numel() else [])
 
-
-class TestDropsEmptyTensors(Kit):
-    caught_by = "test_empty_and_scalar_tensors_arrive"
-    passes = ("test_two_workers_get_the_same",)
-    engine_cls = per_tensor(lambda name, tensor: [(name, tensor)] if tensor.numel() else [])
-
-
-class TestReshapesScalars(Kit):
-    caught_by = "test_empty_and_scalar_tensors_arrive"
-    engine_cls = per_tensor(lambda name, tensor: [(name, tensor.reshape(tensor.shape or (1,)))])
-
-
-class TestWidensHalfFloats(Kit):
-    caught_by = "test_every_dtype_arrives[torch.bfloat16]"
-    passes = ("test_every_dtype_arrives[torch.float16]",)
-    engine_cls = per_tensor(
+TestDeliversNothing = broken("test_one_round_is_committed")(per_tensor(lambda name, tensor: []))
+TestDropsEmptyTensors = broken(
+    "test_empty_and_scalar_tensors_arrive", passes=("test_two_workers_get_the_same",)
+)(without_empty)
+TestReshapesScalars = broken("test_empty_and_scalar_tensors_arrive")(
+    per_tensor(lambda name, tensor: [(name, tensor.reshape(tensor.shape or (1,)))])
+)
+TestWidensHalfFloats = broken(
+    "test_every_dtype_arrives[torch.bfloat16]", passes=("test_every_dtype_arrives[torch.float16]",)
+)(
+    per_tensor(
         lambda name, tensor: [(name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor)]
     )
-
-
-class TestStripsNames(Kit):
-    caught_by = "test_names_of_any_characters_arrive"
-    engine_cls = per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)])
-
-
-class TestZeroesBigTensors(Kit):
-    caught_by = "test_one_big_tensor_arrives"
-    engine_cls = per_tensor(
+)
+TestStripsNames = broken("test_names_of_any_characters_arrive")(
+    per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)])
+)
+TestZeroesBigTensors = broken("test_one_big_tensor_arrives")(
+    per_tensor(
         lambda name, tensor: [(name, tensor if tensor.nbytes < 2**24 else tensor.clone().zero_())]
     )
+)
 
 
-class TestDropsTensorsAfterAThousand(Kit):
-    caught_by = "test_many_small_tensors_arrive"
-
-    class engine_cls(MemoryEngine):
-        def receive_weights(self, update_info, load_weights):
-            update_info.names = update_info.names[:1000]
-            super().receive_weights(update_info, load_weights)
+@broken("test_many_small_tensors_arrive")
+class TestDropsTensorsAfterAThousand(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        update_info.names = update_info.names[:1000]
+        super().receive_weights(update_info, load_weights)
 
 
-class TestIgnoresStrides(Kit):
-    caught_by = "test_tensors_of_any_strides_arrive"
-
-    class trainer_cls(MemoryTrainerEngine):
-        def send_weights(self):
-            self.source = Flat(self.source)
-            super().send_weights()
-
-    engine_cls = MemoryEngine
+@broken("test_tensors_of_any_strides_arrive")
+class TestIgnoresStrides(MemoryTrainerEngine):
+    def send_weights(self):
+        self.source = Flat(self.source)
+        super().send_weights()
 
 
 class Flat:
@@ -97,175 +90,144 @@ class Flat:
             yield name, torch.as_strided(tensor, (tensor.numel(),), (1,), offset).view(tensor.shape)
 
 
-class TestResendsNothing(Kit):
+@broken("test_a_late_joiner_gets_the_current_version")
+class TestResendsNothing(MemoryTrainerEngine):
     """It says that it can resend."""
 
-    caught_by = "test_a_late_joiner_gets_the_current_version"
-
-    class trainer_cls(MemoryTrainerEngine):
-        def resend(self, client):
-            client.update_weights({"names": []})
-
-    engine_cls = MemoryEngine
+    def resend(self, client):
+        client.update_weights({"names": []})
 
 
-class TestSendsOldWeights(Kit):
-    caught_by = "test_one_round_after_another_arrives"
+@broken("test_one_round_after_another_arrives")
+class TestSendsOldWeights(MemoryTrainerEngine):
+    kept = None
 
-    class trainer_cls(MemoryTrainerEngine):
-        kept = None
-
-        def send_weights(self):
-            if self.kept is None:
-                super().send_weights()
-                self.kept = True
-            else:
-                list(self.source.iter_full())
-                self.client.update_weights({"names": []})
-
-    engine_cls = MemoryEngine
+    def send_weights(self):
+        if self.kept is None:
+            super().send_weights()
+            self.kept = True
+        else:
+            list(self.source.iter_full())
+            self.client.update_weights({"names": []})
 
 
-class TestDeliversToOneWorkerOnly(Kit):
-    caught_by = "test_two_workers_get_the_same"
-    passes = ("test_an_aborted_round_changes_nothing",)
-
-    class engine_cls(MemoryEngine):
-        def receive_weights(self, update_info, load_weights):
-            if self.parallel_config.data_parallel_index == 0:
-                super().receive_weights(update_info, load_weights)
+@broken("test_two_workers_get_the_same", passes=("test_an_aborted_round_changes_nothing",))
+class TestDeliversToOneWorkerOnly(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        if self.parallel_config.data_parallel_index == 0:
+            super().receive_weights(update_info, load_weights)
 
 
-class TestOverwritesReturnedTensors(Kit):
+@broken("test_tensors_keep_their_bytes_for_as_long_as_declared")
+class TestOverwritesReturnedTensors(MemoryEngine):
     """Its buffer is overwritten, which it denies."""
 
-    caught_by = "test_tensors_keep_their_bytes_for_as_long_as_declared"
-
-    class engine_cls(MemoryEngine):
-        tensors_valid_until = "round"
+    tensors_valid_until = "round"
 
 
-class TestOverwritesTensorsNextRound(Kit):
+@broken("test_tensors_keep_their_bytes_for_as_long_as_declared")
+class TestOverwritesTensorsNextRound(MemoryEngine):
     """Its buffer is overwritten by the next round, which it denies."""
 
-    caught_by = "test_tensors_keep_their_bytes_for_as_long_as_declared"
+    tensors_valid_until = "round"
 
-    class engine_cls(MemoryEngine):
-        tensors_valid_until = "round"
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.buffers = {}
 
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            self.buffers = {}
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            for name, tensor in pairs:
+                if name not in self.buffers:
+                    self.buffers[name] = tensor.clone()
+                load_weights([(name, self.buffers[name].copy_(tensor))])
 
-        def receive_weights(self, update_info, load_weights):
-            def load(pairs):
-                for name, tensor in pairs:
-                    if name not in self.buffers:
-                        self.buffers[name] = tensor.clone()
-                    load_weights([(name, self.buffers[name].copy_(tensor))])
-
-            super().receive_weights(update_info, load)
+        super().receive_weights(update_info, load)
 
 
-class TestStaysBrokenAfterFault(Kit):
-    caught_by = "test_a_round_that_fails_on_one_worker_changes_none[1]"
-    passes = ("test_one_round_after_another_arrives",)
+@broken(
+    "test_a_round_that_fails_on_one_worker_changes_none[1]",
+    passes=("test_one_round_after_another_arrives",),
+)
+class TestStaysBrokenAfterFault(MemoryEngine):
+    broken = False
 
-    class engine_cls(MemoryEngine):
-        broken = False
-
-        def receive_weights(self, update_info, load_weights):
-            if self.broken:
-                raise RuntimeError("I gave up")
-            try:
-                super().receive_weights(update_info, load_weights)
-            except BaseException:
-                self.broken = True
-                raise
-
-
-class TestStaysBrokenAfterAbort(Kit):
-    caught_by = "test_an_aborted_round_changes_nothing"
-
-    class trainer_cls(MemoryTrainerEngine):
-        sending = False
-
-        def send_weights(self):
-            if self.sending:
-                raise RuntimeError("I am sending already")
-            self.sending = True
-            super().send_weights()
-            self.sending = False
-
-    engine_cls = MemoryEngine
+    def receive_weights(self, update_info, load_weights):
+        if self.broken:
+            raise RuntimeError("I gave up")
+        try:
+            super().receive_weights(update_info, load_weights)
+        except BaseException:
+            self.broken = True
+            raise
 
 
-class TestLeaksThread(Kit):
-    caught_by = "test_shutdown_leaves_nothing"
-    passes = ("test_two_workers_get_the_same",)
+@broken("test_an_aborted_round_changes_nothing")
+class TestStaysBrokenAfterAbort(MemoryTrainerEngine):
+    sending = False
 
-    class engine_cls(MemoryEngine):
-        def init_transfer_engine(self, init_info):
-            super().init_transfer_engine(init_info)
-            threading.Thread(target=threading.Event().wait, daemon=True).start()
+    def send_weights(self):
+        if self.sending:
+            raise RuntimeError("I am sending already")
+        self.sending = True
+        super().send_weights()
+        self.sending = False
+
+
+@broken("test_shutdown_leaves_nothing", passes=("test_two_workers_get_the_same",))
+class TestLeaksThread(MemoryEngine):
+    def init_transfer_engine(self, init_info):
+        super().init_transfer_engine(init_info)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 KEPT_OPEN = []
 
 
-class TestLeaksFile(Kit):
-    caught_by = "test_shutdown_leaves_nothing"
-
-    class engine_cls(MemoryEngine):
-        def init_transfer_engine(self, init_info):
-            super().init_transfer_engine(init_info)
-            KEPT_OPEN.append(open("/dev/null"))  # noqa: SIM115, PTH123
+@broken("test_shutdown_leaves_nothing")
+class TestLeaksFile(MemoryEngine):
+    def init_transfer_engine(self, init_info):
+        super().init_transfer_engine(init_info)
+        KEPT_OPEN.append(open("/dev/null"))  # noqa: SIM115, PTH123
 
 
-class TestDeclaresDevicesAsText(Kit):
-    caught_by = "test_declared_attributes_are_valid"
-
-    class engine_cls(MemoryEngine):
-        devices = "cpu"
+@broken("test_declared_attributes_are_valid")
+class TestDeclaresDevicesAsText(MemoryEngine):
+    devices = "cpu"
 
 
-class TestSendsSets(Kit):
-    caught_by = "test_infos_are_plain_data"
-
-    class trainer_cls(MemoryTrainerEngine):
-        def worker_init_info(self):
-            return {**super().worker_init_info(), "shelf": self._shelf, "tags": {"a"}}
-
-    class engine_cls(MemoryEngine):
-        def parse_init_info(self, init_dict):
-            init_dict.pop("tags", None)
-            return super().parse_init_info(init_dict)
+class TagEngine(MemoryEngine):
+    def parse_init_info(self, init_dict):
+        init_dict.pop("tags", None)
+        return super().parse_init_info(init_dict)
 
 
-class TestRewordsParseErrors(Kit):
-    caught_by = "test_infos_that_do_not_fit_are_refused[update_info]"
-
-    class engine_cls(MemoryEngine):
-        def parse_update_info(self, update_dict):
-            try:
-                return super().parse_update_info(update_dict)
-            except ValueError:
-                raise ValueError("bad info") from None
+@broken("test_infos_are_plain_data", engine_cls=TagEngine)
+class TestSendsSets(MemoryTrainerEngine):
+    def worker_init_info(self):
+        return {**super().worker_init_info(), "shelf": self._shelf, "tags": {"a"}}
 
 
-class TestReceivesBeforeInit(Kit):
-    caught_by = "test_receiving_before_init_raises"
+@broken("test_infos_that_do_not_fit_are_refused[update_info]")
+class TestRewordsParseErrors(MemoryEngine):
+    def parse_update_info(self, update_dict):
+        try:
+            return super().parse_update_info(update_dict)
+        except ValueError:
+            raise ValueError("bad info") from None
 
-    class engine_cls(MemoryEngine):
-        def receive_weights(self, update_info, load_weights):
-            if hasattr(self, "_shelf"):
-                super().receive_weights(update_info, load_weights)
+
+@broken("test_receiving_before_init_raises")
+class TestReceivesBeforeInit(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        if hasattr(self, "_shelf"):
+            super().receive_weights(update_info, load_weights)
 
 
 class TestExcused(Kit):
     passes = ("test_two_workers_get_the_same",)
     excused = "test_empty_and_scalar_tensors_arrive"
-    engine_cls = per_tensor(lambda name, tensor: [(name, tensor)] if tensor.numel() else [])
+    engine_cls = without_empty
 
     @pytest.mark.xfail(reason="empty tensors are lost")
     def test_empty_and_scalar_tensors_arrive(self, fleet):

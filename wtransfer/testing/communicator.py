@@ -4,8 +4,9 @@ For tests of engines that move tensors by collectives, and for authors of such e
 a mistake as two processes that hang, or as bytes in the wrong place. This one names the
 ranks, the operations and the mistake:
 
-* ranks that begin operations in another order, or with another root, peer or size;
-* a rank that is missing when the time is over, or that closes while others wait for it;
+* ranks that begin operations with another root, peer or size;
+* ranks that begin them in another order, or do not begin them, when the time is over; a rank that
+  closes while others wait for it;
 * memory that is not what the contract says, or is changed, or used by a second operation, before
   the first has been waited for;
 * operations that are never waited for.
@@ -16,8 +17,8 @@ a read that comes too early sees it. A mistake breaks the group for all ranks, a
 
 from __future__ import annotations
 
-import collections
 import threading
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -40,22 +41,22 @@ def memory_group(size: int, timeout_s: float = 10.0) -> list[MemoryCommunicator]
     Returns:
         One communicator for each rank; give each to a thread of its own.
     """
-    table = _Table(size, timeout_s)
-    return [MemoryCommunicator(table, rank) for rank in range(size)]
+    group = _Group(size, timeout_s)
+    return [MemoryCommunicator(group, rank) for rank in range(size)]
 
 
 class MemoryCommunicator:
     """One rank. Made by `memory_group`; any thread may call it.
 
     Args:
-        table: What the ranks share.
+        group: What the ranks share.
         rank: This rank.
     """
 
-    def __init__(self, table: _Table, rank: int) -> None:
+    def __init__(self, group: _Group, rank: int) -> None:
         self.rank = rank
-        self.size = table.size
-        self._table = table
+        self.size = group.size
+        self._group = group
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> MemoryPending:
         """Begin to copy from rank `root` to all.
@@ -83,8 +84,8 @@ class MemoryCommunicator:
 
     def abort(self) -> None:
         """Break the group: every wait in it ends with an error."""
-        with self._table.lock:
-            self._table.break_up(f"rank {self.rank} aborted the group")
+        with self._group.lock:
+            self._group.break_up(f"rank {self.rank} aborted the group")
 
     def close(self) -> None:
         """Leave the group.
@@ -93,29 +94,28 @@ class MemoryCommunicator:
             GroupError: Something that this rank began was not waited for, others wait for it, or
                 it was closed before. Not in a group that is broken already.
         """
-        with self._table.lock:
-            self._table.leave(self.rank)
+        with self._group.lock:
+            self._group.leave(self.rank)
 
     def _begin(
         self, kind: str, tensor: torch.Tensor, source: int, ranks: range | tuple[int, int]
     ) -> MemoryPending:
-        with self._table.lock:
-            return self._table.begin(self.rank, kind, tensor, source, tuple(sorted(ranks)))
+        with self._group.lock:
+            return self._group.begin(self.rank, kind, tensor, source, tuple(sorted(ranks)))
 
 
+@dataclass(eq=False)
 class MemoryPending:
     """One rank's part in an operation. Made by `MemoryCommunicator`."""
 
-    def __init__(
-        self, table: _Table, rank: int, operation: _Operation, tensor: torch.Tensor
-    ) -> None:
-        self.rank = rank
-        """The rank whose part it is."""
-        self.operation = operation
-        """What all ranks do."""
-        self.tensor = tensor
-        """This rank's memory."""
-        self._table = table
+    group: _Group
+    """What the ranks share."""
+    rank: int
+    """The rank whose part it is."""
+    operation: _Operation
+    """What all ranks do."""
+    tensor: torch.Tensor
+    """This rank's memory."""
 
     def wait(self) -> None:
         """Wait until every rank has got here; then the bytes arrive. A second call does nothing.
@@ -123,8 +123,8 @@ class MemoryPending:
         Raises:
             GroupError: A rank is late, or the group is broken.
         """
-        with self._table.lock:
-            self._table.wait(self)
+        with self.group.lock:
+            self.group.wait(self)
 
     @property
     def sends(self) -> bool:
@@ -157,8 +157,43 @@ class MemoryPending:
             self.tensor.copy_(self.operation.payload)
 
 
-class _Table:
-    """What the ranks of a group share; its caller holds the lock.
+@dataclass(eq=False)
+class _Operation:
+    """One broadcast or message, as all its ranks see it."""
+
+    kind: str
+    """``"broadcast"`` or ``"message"``."""
+    number: int
+    """Of this kind, and for a message between these two ranks; counted from 1."""
+    source: int
+    """Rank that has the bytes."""
+    ranks: tuple[int, ...]
+    """Participants, in ascending order."""
+    nbytes: int
+    begun_by: list[int] = field(default_factory=list)
+    payload: torch.Tensor | None = None
+    """A copy of the bytes, from the moment at which the source began."""
+    complete: bool = False
+    """Whether every rank has got to it."""
+
+    def __str__(self) -> str:
+        what = f"{self.kind} {self.number} of {self.nbytes} bytes from rank {self.source}"
+        if self.kind == "broadcast":
+            return what
+        (target,) = set(self.ranks) - {self.source}
+        return f"{what} to rank {target}"
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not begun it."""
+        return [rank for rank in self.ranks if rank not in self.begun_by]
+
+
+class _Group:
+    """What the ranks share; callers hold the lock.
+
+    The order of operations is NCCL's: a rank's operations run in the order in which it began them;
+    a broadcast runs when it is every rank's turn, a message when it is that of both its ranks.
 
     Args:
         size: How many ranks.
@@ -169,8 +204,11 @@ class _Table:
         self.size = size
         self.lock = threading.Condition()
         self._timeout_s = timeout_s
-        self._schedule = _Schedule(size)
         self._under_way: list[list[MemoryPending]] = [[] for _ in range(size)]
+        self._queues: list[deque[_Operation]] = [deque() for _ in range(size)]
+        self._counts: list[Counter[object]] = [Counter() for _ in range(size)]
+        # Those that not every rank has got to.
+        self._open: dict[object, _Operation] = {}
         self._closed: set[int] = set()
         self._fault: str | None = None
 
@@ -183,14 +221,20 @@ class _Table:
             self._fail(rank, f"began {what} after it had closed")
         self._check_ranks(rank, what, {source, *ranks}, ranks)
         self._check_memory(rank, what, tensor, receives=rank != source)
-        try:
-            operation = self._schedule.begin(rank, kind, source, ranks, tensor.nbytes)
-            pending = MemoryPending(self, rank, operation, tensor)
-            pending.prepare()
-            self._under_way[rank].append(pending)
-            self._schedule.advance()
-        except GroupError as error:
-            self._fail(rank, f"{error}")
+        # A message's place in the order of its two ranks; a broadcast's in that of all.
+        stream = kind if kind == "broadcast" else (source, ranks)
+        self._counts[rank][stream] += 1
+        number = self._counts[rank][stream]
+        mine = _Operation(kind, number, source, ranks, tensor.nbytes)
+        operation = self._open.setdefault((stream, number), mine)
+        if str(operation) != str(mine):
+            self._fail(rank, f"began {mine}, ranks {operation.begun_by} {operation}")
+        operation.begun_by.append(rank)
+        self._queues[rank].append(operation)
+        pending = MemoryPending(self, rank, operation, tensor)
+        pending.prepare()
+        self._under_way[rank].append(pending)
+        self._complete_ready()
         self.lock.notify_all()
         return pending
 
@@ -212,7 +256,7 @@ class _Table:
     def leave(self, rank: int) -> None:
         left = self._under_way[rank]
         unwaited = [f"{pending.operation}" for pending in left]
-        awaited = [f"{each}" for each in self._schedule.operations if rank in each.missing]
+        awaited = [f"{each}" for each in self._open.values() if rank in each.missing]
         closed = rank in self._closed
         self._closed.add(rank)
         left.clear()
@@ -229,6 +273,28 @@ class _Table:
         # What broke it first is the reason; all else follows from that.
         self._fault = self._fault or fault
         self.lock.notify_all()
+
+    def _complete_ready(self) -> None:
+        while ready := [key for key, each in self._open.items() if self._is_next(each)]:
+            for key in ready:
+                operation = self._open.pop(key)
+                operation.complete = True
+                for rank in operation.ranks:
+                    self._queues[rank].popleft()
+
+    def _is_next(self, operation: _Operation) -> bool:
+        queues = [self._queues[rank] for rank in operation.ranks]
+        return all(queue and queue[0] is operation for queue in queues)
+
+    def _why_late(self, operation: _Operation) -> str:
+        late = operation.missing or list(operation.ranks)
+        places = "; ".join(
+            f"rank {rank} is at {self._queues[rank][0]}"
+            if self._queues[rank]
+            else f"rank {rank} has nothing under way"
+            for rank in late
+        )
+        return f"no progress on {operation} within {self._timeout_s:g} s: {places}"
 
     def _fail(self, rank: int, fault: str) -> NoReturn:
         self.break_up(f"rank {rank} of {self.size}: {fault}")
@@ -263,138 +329,3 @@ class _Table:
                     rank,
                     f"began {what} in memory of {other.operation}, which was not waited for",
                 )
-
-    def _why_late(self, operation: _Operation) -> str:
-        late = operation.missing or list(operation.ranks)
-        places = "; ".join(self._schedule.place(rank) for rank in late)
-        return f"no progress on {operation} within {self._timeout_s:g} s: {places}"
-
-
-@dataclass(eq=False)
-class _Operation:
-    """One broadcast or message, as all its ranks see it."""
-
-    kind: str
-    """``"broadcast"`` or ``"message"``."""
-    number: int
-    """Of this kind, and for a message between these two ranks; counted from 1."""
-    source: int
-    """Rank that has the bytes."""
-    ranks: tuple[int, ...]
-    """Participants, in ascending order."""
-    nbytes: int
-    """Size."""
-    begun_by: list[int] = field(default_factory=list)
-    """Ranks that have begun it."""
-    payload: torch.Tensor | None = None
-    """A copy of the bytes, from the moment at which the source began."""
-    complete: bool = False
-    """Whether every rank has got to it."""
-
-    def __str__(self) -> str:
-        if self.kind == "broadcast":
-            return f"broadcast {self.number} of {self.nbytes} bytes from rank {self.source}"
-        (target,) = set(self.ranks) - {self.source}
-        return (
-            f"message {self.number} of {self.nbytes} bytes from rank {self.source} to rank {target}"
-        )
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have not begun it."""
-        return [rank for rank in self.ranks if rank not in self.begun_by]
-
-
-class _Schedule:
-    """What every rank has begun; its caller holds the lock.
-
-    The rules are NCCL's: a rank's operations run in the order in which it began them; a broadcast
-    runs when it is every rank's turn, a message when it is that of both its ranks. So ranks that
-    disagree about the order would deadlock; here an error says so at once.
-
-    Args:
-        size: Ranks of the group.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._queues: list[collections.deque[_Operation]] = [
-            collections.deque() for _ in range(size)
-        ]
-        self._counts: list[collections.Counter[object]] = [
-            collections.Counter() for _ in range(size)
-        ]
-        self._open: dict[object, _Operation] = {}
-
-    @property
-    def operations(self) -> list[_Operation]:
-        """What is under way."""
-        return list(self._open.values())
-
-    def begin(
-        self, rank: int, kind: str, source: int, ranks: tuple[int, ...], nbytes: int
-    ) -> _Operation:
-        """Note that a rank begins its next operation of a kind.
-
-        Raises:
-            GroupError: Another rank began it as something else.
-        """
-        # A message's place in the order of its two ranks; a broadcast's in that of all.
-        stream = kind if kind == "broadcast" else (source, ranks)
-        self._counts[rank][stream] += 1
-        number = self._counts[rank][stream]
-        mine = _Operation(kind, number, source, ranks, nbytes)
-        operation = self._open.setdefault((stream, number), mine)
-        if str(operation) != str(mine):
-            raise GroupError(f"rank {rank} began {mine}, ranks {operation.begun_by} {operation}")
-        operation.begun_by.append(rank)
-        self._queues[rank].append(operation)
-        return operation
-
-    def advance(self) -> None:
-        """Complete what can be.
-
-        Raises:
-            GroupError: Ranks wait for each other.
-        """
-        while ready := [each for each in self.operations if self._is_ready(each)]:
-            for operation in ready:
-                self._complete(operation)
-        circle = self._circle()
-        if circle:
-            places = "; ".join(f"rank {rank} is at {self._queues[rank][0]}" for rank in circle)
-            raise GroupError(f"these ranks wait for each other for ever: {places}")
-
-    def place(self, rank: int) -> str:
-        """Say what a rank is at."""
-        queue = self._queues[rank]
-        return f"rank {rank} is at {queue[0]}" if queue else f"rank {rank} has nothing under way"
-
-    def _is_ready(self, operation: _Operation) -> bool:
-        queues = [self._queues[rank] for rank in operation.ranks]
-        return all(queue and queue[0] is operation for queue in queues)
-
-    def _complete(self, operation: _Operation) -> None:
-        operation.complete = True
-        for rank in operation.ranks:
-            self._queues[rank].popleft()
-        self._open = {key: each for key, each in self._open.items() if each is not operation}
-
-    def _circle(self) -> list[int]:
-        """Return ranks of which each waits for the next and the last for the first."""
-        # A rank that waits for one that is free, or that waits for such a one, can still go on.
-        # What is left when those are taken away stands in circles, or waits for them.
-        stuck = {rank: self._awaited(rank) for rank, queue in enumerate(self._queues) if queue}
-        while free := [rank for rank, awaited in stuck.items() if not awaited & stuck.keys()]:
-            for rank in free:
-                del stuck[rank]
-        if not stuck:
-            return []
-        path = [min(stuck)]
-        while (following := min(stuck[path[-1]] & stuck.keys())) not in path:
-            path.append(following)
-        return path[path.index(following) :]
-
-    def _awaited(self, rank: int) -> set[int]:
-        first = self._queues[rank][0]
-        queues = {each: self._queues[each] for each in first.ranks}
-        return {each for each, queue in queues.items() if not queue or queue[0] is not first}

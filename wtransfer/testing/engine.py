@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from wtransfer.config import ParallelConfig, WeightTransferConfig
+from wtransfer.deadline import Deadline
 from wtransfer.engines.factory import WeightTransferTrainerFactory
 from wtransfer.errors import RoundAbortedError
 from wtransfer.registry.registry import registry
@@ -207,11 +208,12 @@ class EngineConformance(ConformanceKit):
         _publish(made, "v1")
         before = member.contents
         source.tensors["weight"] += 1
-        source.close_gate()
+        source.reached.clear()
+        source.gate.clear()
         round_ = made.publisher.publish("v2", wait=False)
         source.reached.wait(self.deadline_s)
         round_.abort("the test says so")
-        source.open_gate()
+        source.gate.set()
         with pytest.raises(RoundAbortedError, match="the test says so"):
             made.finish(round_)
         assert (member.session.version, member.contents) == ("v1", before)
@@ -281,7 +283,10 @@ class EngineConformance(ConformanceKit):
         assert contents(ledger.held) == first
         source["weight"] += 1
         round_ = made.publisher.publish("v2", wait=False)
-        _await(lambda: made.members[0].session.state == "pending", self.deadline_s)
+        deadline = Deadline(self.deadline_s)
+        while made.members[0].session.state != "pending":
+            deadline.check("an update to be committed")
+            time.sleep(0.002)
         assert contents(ledger.held) == first, "the next round wrote to tensors in use"
         made.finish(round_)
         assert contents(ledger.held) == contents(source)
@@ -327,27 +332,20 @@ class _Ledger(StateDictTarget):
 
 
 class _GatedSource(StateDictSource):
-    """A source whose iteration waits at its second tensor while the gate is closed."""
+    """A source whose iteration waits for the gate at its second tensor."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(tensors)
         self.tensors = tensors
         self.reached = threading.Event()
-        self._gate = threading.Event()
-        self._gate.set()
-
-    def close_gate(self) -> None:
-        self.reached.clear()
-        self._gate.clear()
-
-    def open_gate(self) -> None:
-        self._gate.set()
+        self.gate = threading.Event()
+        self.gate.set()
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, pair in enumerate(super().iter_full()):
             if number == 1:
                 self.reached.set()
-                self._gate.wait()
+                self.gate.wait()
             yield pair
 
 
@@ -409,10 +407,3 @@ def _sent_infos(fleet: MakeFleet, twin_cls: Any) -> list[dict[str, Any]]:
     made.join()
     _publish(made, "v1")
     return sent
-
-
-def _await(condition: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {timeout_s} s"
-        time.sleep(0.002)

@@ -9,7 +9,7 @@ Ranks must call the same collectives in the same order with the same sizes: byte
 A rank's operations are carried out one after the other, in the order in which it began them; also
 those that it does not wait for yet. So two ranks that each begin to receive from the other, and to
 send after that, wait for each other, and each for itself: one of the two must send first. The group
-in memory refuses what would wait so.
+in memory names them, and what they are at, when its time is over.
 """
 
 from __future__ import annotations

@@ -1,40 +1,20 @@
-"""What the tests of the mini engine share: conversations, and their reference outputs."""
+"""What the tests of the mini engine share: reference outputs, tiers, a trainer."""
 
 from __future__ import annotations
 
-import json
-import random
-import secrets
-import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from wtransfer.connectors.naming import BlockNaming
+from wtransfer import Publisher
 from wtransfer.specs.shared_region import ArenaLayout
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
-from wtransfer.testing.mini_engine.reference import (  # noqa: F401
-    reference_model,
-    reference_output,
-)
+from wtransfer.testing.mini_engine.model import PagedTransformer
+from wtransfer.testing.mini_engine.reference import reference_output
 
 NEW_TOKENS = 4
 PATIENCE_S = 30.0
 MODEL = ModelShape()
-
-
-def prompts(block_size, count=6, seed=0):
-    """Return prompts of three whole blocks or more, which begin alike and part after some."""
-    drawn = random.Random(seed)
-
-    def text(length):
-        return [drawn.randrange(MODEL.vocabulary) for _ in range(length)]
-
-    unit = max(block_size, 16)
-    common = text(2 * unit)
-    return [
-        common[: drawn.randrange(unit // 2, 2 * unit)] + text(2 * unit + drawn.randrange(unit))
-        for _ in range(count)
-    ]
 
 
 def reference(prompt, seed=0, count=NEW_TOKENS):
@@ -45,79 +25,34 @@ def references(all_prompts, seed=0, count=NEW_TOKENS):
     return [reference(prompt, seed, count) for prompt in all_prompts]
 
 
-def blocks_for(prompt, block_size, count=NEW_TOKENS):
-    return -(-(len(prompt) + count) // block_size)
+def nbytes_per_block(block_size):
+    return EngineConfig(cache=CacheShape(block_size, 1)).kv_cache_config.bytes_per_block
 
 
-def nbytes_per_block(block_size, num_ranks=1):
-    settings = EngineConfig(cache=CacheShape(block_size, 1), num_ranks=num_ranks)
-    return settings.kv_cache_config.bytes_per_block
-
-
-def cpu_tier(block_size, num_blocks, num_ranks=1, **options):
+def cpu_tier(block_size, num_blocks):
     """Return options of the arena, for so many blocks."""
-    layout = ArenaLayout(num_blocks, nbytes_per_block(block_size, num_ranks), num_ranks)
-    nbytes = layout.used_nbytes
-    return {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": nbytes, **options}
+    layout = ArenaLayout(num_blocks, nbytes_per_block(block_size), 1)
+    return {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": layout.used_nbytes}
 
 
-def shelf_tier(num_blocks, **place):
-    """Return options of the third party's spec; its place is a shelf in memory, or a folder."""
-    place = place or {"shelf": secrets.token_hex(4)}
-    named = {"spec_name": "ShelfSpec", "spec_module_path": "shelf_spec"}
-    return {**named, "num_blocks": num_blocks, **place}
-
-
-def seed_tier(block_size, num_chunks, per_chunk=1):
-    """Return options of a spec in the seed's style, for so many chunks of several blocks."""
-    return {
-        "spec_name": "SeedSpec",
-        "spec_module_path": "seed_spec",
-        "cpu_bytes_to_use": num_chunks * per_chunk * nbytes_per_block(block_size),
-        "block_size": per_chunk * block_size,
-    }
-
-
-def publisher_of(trainer):
-    """Return the settings of an engine whose weights a trainer publishes."""
-    return dict(zip(("join", "token"), trainer.where, strict=True))
-
-
-def offloading(tier):
-    """Return the settings of a host that keeps KV cache in a tier; None: it has none."""
-    return {} if tier is None else {"connector": "OffloadingConnector", "options": tier}
-
-
-def scheduler_side(host):
-    """Return the scheduler's side of a built-in connector."""
-    return host.scheduler.connector.side
-
-
-def worker_side(host):
-    """Return the worker's side of a built-in connector, on the only rank."""
-    return host.executor.worker.connector.side
+def offloading(block_size, num_blocks):
+    """Return settings of a host that keeps KV cache in the arena."""
+    return {"connector": "OffloadingConnector", "options": cpu_tier(block_size, num_blocks)}
 
 
 def manager_of(host):
     """Return the manager of the spec."""
-    return scheduler_side(host)._manager
+    return host.scheduler.connector.side._manager
 
 
 def tier_worker_of(host):
     """Return the worker of the spec."""
-    return worker_side(host)._made
+    return host.executor.worker.connector.side._made
 
 
 def tier_stats(host):
     """Return the numbers of the scheduler's side."""
     return host.scheduler.connector.get_stats()
-
-
-def name_by(host, hash_function):
-    """Let the connector name blocks by another hash, as `make_local_host` lets the host."""
-    side = scheduler_side(host)
-    naming = side._naming
-    side._naming = BlockNaming(naming.block_size, naming._root, hash_function)
 
 
 def record(host):
@@ -127,9 +62,9 @@ def record(host):
     return plans
 
 
-def contents(host, request, count=None):
-    """Return the keys and values that the only rank has of a request's first tokens, as bytes."""
-    count = request.num_computed_tokens if count is None else count
+def contents(host, request):
+    """Return the keys and values that the only rank has of a request, as bytes."""
+    count = request.num_computed_tokens
     cache, table = host.executor.worker.cache, torch.tensor(request.block_ids)
     layers = [cache.read(layer, table, count, count) for layer in range(MODEL.num_layers)]
     return [each.numpy().tobytes() for each in layers]
@@ -144,35 +79,24 @@ def check_pool(pool):
 
 
 class Trainer:
-    """A publisher in a process of its own."""
+    """Publishes the weights of any seed."""
 
-    def __init__(self, zygote, log):
-        address = f"\0wtransfer-test-{secrets.token_hex(8)}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(address)
-            listener.listen(1)
-            listener.settimeout(PATIENCE_S)
-            self.child = zygote.spawn("serving_trainer:main", address, stdout=log, stderr=log)
-            self._socket, _ = listener.accept()
-        self._socket.settimeout(PATIENCE_S)
-        self.where = self._answer()
+    def __init__(self):
+        self._model = PagedTransformer(MODEL, 0)
+        self._publisher = Publisher(self._model, engine="shm")
+        self._threads = ThreadPoolExecutor(1)
 
-    def begin(self, label, seed, num_workers=1):
-        """Publish the weights of a seed, in the background."""
-        order = {"label": label, "seed": seed, "num_workers": num_workers}
-        self._socket.send(json.dumps(order).encode())
+    @property
+    def settings(self):
+        """Settings of an engine that gets these weights."""
+        return {"join": self._publisher.address, "token": self._publisher.token}
 
-    def result(self):
-        """Return whether all workers committed, and the fingerprint."""
-        return self._answer()
+    def publish(self, version, seed):
+        """Publish the weights of a seed in the background; return the future report."""
+        self._publisher.wait_for_workers(1, PATIENCE_S)
+        self._model.draw_weights(seed)
+        return self._threads.submit(self._publisher.publish, version)
 
-    def end(self):
-        """Close the publisher; the rest is the interpreter's exit, a second of CPU, and spared."""
-        self._socket.send(b"null")
-        assert self._answer() == []
-        self._socket.close()
-        self.child.kill()
-        self.child.wait(PATIENCE_S)
-
-    def _answer(self):
-        return json.loads(self._socket.recv(1 << 16))
+    def close(self):
+        self._publisher.close()
+        self._threads.shutdown()

@@ -1,39 +1,27 @@
-"""Requests, steps and forward passes have vLLM's names; plans and results round-trip."""
+"""Requests, steps and forward passes have vLLM's names."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
-from wtransfer.specs.interface import GPULoadStoreSpec
-from wtransfer.specs.shared_region import ArenaLoadStoreSpec
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
-from wtransfer.testing.mini_engine.contract import (
-    ConnectorOutput,
-    KVCacheBlocks,
-    Request,
-    Span,
-    StepPlan,
-    StepResult,
-)
-from wtransfer.testing.mini_engine.serialize import deserialize, serialize
-from wtransfer.weight_version import WeightVersion
+from wtransfer.testing.mini_engine.contract import KVCacheBlocks, Request
+from wtransfer.testing.mini_engine.reference import some_prompts
 
 ABSENT = ("cache_salt", "lora_request", "pooling_params", "prompt_embeds", "sampling_params")
 
 
 @pytest.fixture
 def served(kit, serve, tmp_path):
-    """A host that is too small for two requests, and all that its connector has heard."""
-    prompts = [[number, *prompt] for number, prompt in enumerate(kit.prompts(16, 2))]
+    """A host that is too small for two requests, and all that its connector was given."""
+    prompts = [[number, *prompt] for number, prompt in enumerate(some_prompts(2))]
+    num_blocks = (max(map(len, prompts)) + 40) // 16 + 3
     host = serve(
         EngineConfig(
-            cache=CacheShape(16, max(kit.blocks_for(each, 16, 40) for each in prompts) + 3),
-            seed=3,
-            connector="FolderConnector",
-            module_path="folder_connector",
-            options={"folder": str(tmp_path)},
+            cache=CacheShape(16, num_blocks),
+            connector="MemoryConnector",
+            module_path="wtransfer.testing.fakes",
+            options={"shelf": str(tmp_path)},
         )
     )
     outputs, contexts = [], []
@@ -41,9 +29,7 @@ def served(kit, serve, tmp_path):
     build, load = scheduler.build_connector_meta, worker.start_load_kv
     scheduler.build_connector_meta = lambda output: outputs.append(output) or build(output)
     worker.start_load_kv = lambda context: contexts.append(context) or load(context)
-    requests = [host.submit(each, 40) for each in prompts]
-    host.run()
-    assert [each.output for each in requests] == kit.references(prompts, 3, 40)
+    assert host.generate(prompts, 40) == kit.references(prompts, count=40)
     return host, outputs, contexts
 
 
@@ -84,42 +70,8 @@ def test_scheduler_output_has_vllm_names(served):
 
 def test_forward_context_has_vllm_names(served):
     host, _, contexts = served
-    caches = host.executor.worker.connector.caches
+    caches = host.executor.worker.connector.side.caches
     for context in contexts:
         assert context.no_compile_layers.keys() == caches.keys()
         for name, layer in context.no_compile_layers.items():
             assert layer.kv_cache is caches[name]
-
-
-VERSIONS = [WeightVersion("A", 1), WeightVersion("B", 2)]
-
-
-def over_the_wire(message):
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
-
-
-def test_step_plan_round_trips():
-    tier = ArenaLoadStoreSpec([3, 1], [b"k", b"\xff\0"])
-    blocks = GPULoadStoreSpec([5, 6, 7], [2, 1], [4, 0])
-    loads = [Job(1, "r", blocks, tier, tuple(VERSIONS))]
-    metadata = OffloadingMetadata(loads=loads, gone={"s": [4]}, preempted=["t"])
-    plan = StepPlan(VERSIONS, [Span("r", [1], 4, [5])], serialize(metadata), True, {"u"})
-    arrived = over_the_wire(plan)
-    assert arrived == plan
-    assert all(isinstance(each, WeightVersion) for each in arrived.versions)
-    got = deserialize(arrived.connector_metadata)
-    (job,) = got.loads
-    assert (got.gone, got.preempted, got.stores) == ({"s": [4]}, ["t"], [])
-    assert (type(job), job.job_id, job.request_id) == (Job, 1, "r")
-    assert vars(job.blocks) == vars(blocks)
-    assert job.versions == tuple(VERSIONS)
-    assert all(isinstance(each, WeightVersion) for each in job.versions)
-    assert (type(job.tier), vars(job.tier)) == (ArenaLoadStoreSpec, vars(tier))
-
-
-def test_step_result_round_trips():
-    output = ConnectorOutput({"r"}, {"s"}, {3, 4}, serialize(b"\xff\0"))
-    result = StepResult(WeightVersion("A", 1 << 40), {"r": 7}, output)
-    assert over_the_wire(result) == result
-    refused = StepResult(None, None)
-    assert over_the_wire(refused) == refused

@@ -9,16 +9,22 @@ import torch
 
 from wtransfer.testing.communicator import memory_group
 from wtransfer.testing.mini_engine.cache import PagedCache
-from wtransfer.testing.mini_engine.config import CacheShape, ModelShape
+from wtransfer.testing.mini_engine.config import CacheShape
 from wtransfer.testing.mini_engine.contract import Span
 from wtransfer.testing.mini_engine.model import TILE, TensorParallelRank
+from wtransfer.testing.mini_engine.reference import reference_model, some_prompts
 
 LENGTH = 3 * TILE + 3
 
 
 @pytest.fixture
-def tokens(kit):
-    return kit.prompts(128, 1)[0][:LENGTH]
+def tokens():
+    return some_prompts(1, unit=128)[0][:LENGTH]
+
+
+@pytest.fixture
+def model():
+    return reference_model(0)
 
 
 def compute(model, tokens, block_size, cuts=(), *, tp=None, garbage=0.0):
@@ -40,27 +46,16 @@ def compute(model, tokens, block_size, cuts=(), *, tp=None, garbage=0.0):
 
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 @pytest.mark.parametrize("cuts", [(), (TILE,), (1, TILE + 5, TILE + 6, LENGTH - 1)])
-def test_output_does_not_depend_on_block_size_or_chunks(kit, tokens, block_size, cuts):
-    model = kit.reference_model(0)
+def test_output_does_not_depend_on_block_size_or_chunks(model, tokens, block_size, cuts):
     token, known = compute(model, tokens, 16)
     other_token, other_known = compute(model, tokens, block_size, cuts, garbage=3.0)
     assert token == other_token
     assert torch.equal(known, other_known)
 
 
-def test_seed_determines_the_weights(kit):
-    one, other = kit.reference_model(0), kit.reference_model(1)
-    again = type(one)(kit.MODEL, 0)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
-    again.draw_weights(1)
-    for a, b in zip(other.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert not torch.equal(one.head.weight, other.head.weight)
-
-
-def test_changed_key_changes_the_output(kit, tokens):
+def test_changed_key_changes_the_output(model, tokens):
     """The witness of all comparisons of tokens: attention looks at the cache, all of it."""
-    model, shape = kit.reference_model(0), CacheShape(16, 8)
+    shape = CacheShape(16, 8)
     tp = TensorParallelRank(model.shape)
     answers = set()
     for spoiled in (None, 0, 2, 4):
@@ -76,8 +71,7 @@ def test_changed_key_changes_the_output(kit, tokens):
     assert len(answers) == 4
 
 
-def test_two_ranks_compute_the_same_bits_as_one(kit, tokens):
-    model = kit.reference_model(0)
+def test_two_ranks_compute_the_same_bits_as_one(model, tokens):
     token, known = compute(model, tokens, 16)
     found = {}
 
@@ -91,11 +85,3 @@ def test_two_ranks_compute_the_same_bits_as_one(kit, tokens):
         thread.join(30.0)
     assert [found[rank][0] for rank in range(2)] == [token, token]
     assert torch.equal(known, torch.cat([found[rank][1] for rank in range(2)], dim=2))
-
-
-def test_indivisible_heads_are_refused():
-    class Three:
-        rank, size = 0, 3
-
-    with pytest.raises(ValueError, match="4 key heads cannot be divided among 3 ranks"):
-        TensorParallelRank(ModelShape(num_kv_heads=4), Three())

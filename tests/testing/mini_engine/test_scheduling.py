@@ -1,65 +1,71 @@
-"""Which tokens are computed when, and on which blocks: limits, chunks, preemption."""
+"""Which tokens are computed when, and on which blocks: limits, chunks, preemption, refusals."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
+import msgspec
 import pytest
 
+from wtransfer.errors import StallError
+from wtransfer.specs.interface import LookupResult
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
-from wtransfer.testing.mini_engine.serialize import deserialize
+from wtransfer.testing.mini_engine.model import LocalWeights
+from wtransfer.testing.mini_engine.reference import some_prompts
 from wtransfer.weight_version import process_weights
 
 BLOCK_SIZE = 16
+ONE, OTHER = ([number, *prompt] for number, prompt in enumerate(some_prompts(2)))
+"""Two prompts that have nothing in common."""
+LARGE = [2, *some_prompts(1, unit=32)[0][:63]]
+"""A prompt of four blocks."""
 
 
 @pytest.fixture
 def make(kit, serve):
-    def make(num_blocks, tier=None, **limits):
-        return serve(
-            EngineConfig(
-                cache=CacheShape(BLOCK_SIZE, num_blocks),
-                limits=Limits(**limits),
-                seed=3,
-                **kit.offloading(tier),
-            )
+    def make(num_blocks, num_kept=0, num_ranks=1, **limits):
+        config = EngineConfig(
+            cache=CacheShape(BLOCK_SIZE, num_blocks),
+            limits=Limits(**limits),
+            seed=3,
+            num_ranks=num_ranks,
+            **(kit.offloading(BLOCK_SIZE, num_kept) if num_kept else {}),
         )
+        return serve(config)
 
     return make
 
 
-@pytest.fixture
-def prompts(kit):
-    return kit.prompts(BLOCK_SIZE, 4)
+def num_blocks_for(prompt, count):
+    return -(-(len(prompt) + count) // BLOCK_SIZE)
 
 
-@pytest.fixture
-def apart(prompts):
-    """Prompts that have nothing in common."""
-    return [[number, *prompt] for number, prompt in enumerate(prompts)]
-
-
-# -- prompts in pieces
+def keep(host, *prompts):
+    """Have the tier keep prompts that the host's own cache does not have."""
+    for prompt in prompts:
+        host.generate([prompt], 1)
+    host.scheduler.pool.reset()
 
 
 @pytest.mark.parametrize("budget", [1, 7, 16, 33])
-def test_chunked_prefill_gives_the_same_bits(kit, make, prompts, budget):
+def test_chunked_prefill_gives_the_same_bits(kit, make, budget):
     hosts = [make(16), make(16, max_num_batched_tokens=budget)]
-    requests = [host.submit(prompts[0], kit.NEW_TOKENS) for host in hosts]
+    requests = [host.submit(ONE, kit.NEW_TOKENS) for host in hosts]
     plans = kit.record(hosts[1])
     for host in hosts:
         host.run()
     whole, pieces = requests
-    assert whole.output == pieces.output == kit.reference(prompts[0], 3)
+    assert whole.output == pieces.output == kit.reference(ONE, 3)
     assert kit.contents(hosts[0], whole) == kit.contents(hosts[1], pieces)
     lengths = [len(span.tokens) for plan in plans for span in plan.spans]
-    rest = len(prompts[0]) % budget or budget
-    assert lengths == [budget] * ((len(prompts[0]) - 1) // budget) + [rest, 1, 1, 1]
+    rest = len(ONE) % budget or budget
+    assert lengths == [budget] * ((len(ONE) - 1) // budget) + [rest, 1, 1, 1]
 
 
 def test_steps_keep_to_token_budget_and_max_num_seqs(kit, make):
-    prompts = kit.prompts(BLOCK_SIZE, 7)
-    host = make(64, kit.shelf_tier(64), max_num_seqs=3, max_num_batched_tokens=40)
+    prompts = some_prompts(7)
+    host = make(64, 64, max_num_seqs=3, max_num_batched_tokens=40)
     plans = kit.record(host)
     for _ in range(2):
         assert host.generate(prompts, kit.NEW_TOKENS) == kit.references(prompts, 3)
@@ -69,139 +75,73 @@ def test_steps_keep_to_token_budget_and_max_num_seqs(kit, make):
         assert len({span.request_id for span in plan.spans}) == len(plan.spans)
 
 
-def test_chunks_are_stored_as_blocks_fill(kit, make, prompts):
-    host = make(16, kit.cpu_tier(BLOCK_SIZE, 32), max_num_batched_tokens=24)
-    plans = kit.record(host)
-    request = host.submit(prompts[0], 1)
-    host.run()
-    stores = [deserialize(plan.connector_metadata).stores for plan in plans]
-    stored = [job.blocks.block_ids for jobs in stores for job in jobs]
-    # 24, 48, 72 tokens, and the rest.
-    assert [len(each) for each in stored] == [1, 2, 1]
-    assert list(itertools.chain(*stored)) == request.block_ids[:4]
-    indices = [job.blocks.block_indices for jobs in stores for job in jobs]
-    assert indices == [[0], [1], [3]]
-
-
 # -- too few blocks
 
 
 def test_last_request_is_preempted_and_all_finish(kit, make):
-    prompts = kit.prompts(BLOCK_SIZE, 5)
-    largest = max(kit.blocks_for(prompt, BLOCK_SIZE, 24) for prompt in prompts)
-    host = make(largest + 2)
+    prompts = some_prompts(5)
+    num_blocks = max(num_blocks_for(prompt, 24) for prompt in prompts) + 2
+    host = make(num_blocks)
     requests = [host.submit(prompt, 24) for prompt in prompts]
     ended = []
     while host.scheduler.is_busy:
         ended += host.step()
         kit.check_pool(host.scheduler.pool)
-    assert host.scheduler.counts["preemptions"] > 0
+    assert host.counts["preemptions"] > 0
     assert [each.output for each in requests] == kit.references(prompts, 3, 24)
     assert ended[0] is requests[0], "the first never gives way"
-    assert host.scheduler.pool.num_free == largest + 2
-    assert set(host.scheduler.pool._num_pins) == {0}
+    assert host.scheduler.pool.num_free == num_blocks
 
 
-def test_preempted_request_is_loaded_from_the_tier(kit, make, apart):
-    """Nothing is asked twice, so whatever is loaded is of somebody who has lost it."""
-    largest = max(kit.blocks_for(prompt, BLOCK_SIZE, 40) for prompt in apart)
-    host = make(largest + 4, kit.cpu_tier(BLOCK_SIZE, 128))
-    plans = kit.record(host)
-    assert host.generate(apart, 40) == kit.references(apart, 3, 40)
-    counts = host.scheduler.counts
-    assert counts["preemptions"] > 0
-    assert counts["tokens_loaded"] > 0
-    said = [deserialize(plan.connector_metadata) for plan in plans]
-    lost = {name for each in said for name in each.preempted}
-    assert {job.request_id for each in said for job in each.loads} <= lost
-    assert kit.tier_stats(host)["load_jobs_failed_total"] == 0
-    assert host.scheduler.pool.num_free == largest + 4
-
-
-def test_preemption_after_a_weight_change_restarts_with_the_new_weights(kit, make, prompts):
-    """All that it builds on afterwards is of the new weights, so it is kept under them."""
-    host = make(12, kit.cpu_tier(BLOCK_SIZE, 64))
-    worker = host.executor.worker
-    held = process_weights.hold("seed 3", worker.model)
-    try:
-        _, request = [host.submit(prompt, 40) for prompt in prompts[:2]]
-        while not request.began:
-            host.step()
-        with held.changing(lambda: "seed 4"):
-            worker.model.draw_weights(4)
-        host.run()
-        assert host.scheduler.counts["preemptions"] > 0
-        stored = kit.tier_stats(host)["stores_total"]
-        before = host.scheduler.counts.copy()
-        text = request.all_token_ids
-        assert host.generate([text], kit.NEW_TOKENS) == [kit.reference(text, 4)]
-        found = host.scheduler.counts - before
-        assert found["tokens_cached"] + found["tokens_loaded"] > len(prompts[1])
-        host.scheduler.pool.reset()
-        assert host.generate([text], kit.NEW_TOKENS) == [kit.reference(text, 4)]
-        assert host.scheduler.counts["tokens_loaded"] > len(prompts[1])
-        assert stored > 0
-    finally:
-        held.close()
-
-
-def test_loaded_request_is_preempted_before_running_ones(kit, make, apart):
+def test_loaded_request_is_preempted_before_running_ones(kit, make):
     """One runs, another's blocks have come and are not used yet: no two wait for each other."""
-    blocks = kit.blocks_for(apart[0], BLOCK_SIZE, 60)
-    host = make(blocks + 2, kit.cpu_tier(BLOCK_SIZE, 64), max_num_seqs=1)
-    host.generate(apart[1:2], 1)
-    host.scheduler.pool.reset()
+    host = make(num_blocks_for(ONE, 60) + 2, 64, max_num_seqs=1)
+    keep(host, OTHER)
     # The second is loaded beside the first, and gets no seat.
-    second, first = host.submit(apart[1], 60), host.submit(apart[0], 60)
+    second, first = host.submit(OTHER, 60), host.submit(ONE, 60)
     host.step()
     assert second.state in ("loading", "loaded")
     assert first.state == "running"
     host.run()
-    assert [first.output, second.output] == kit.references(apart[:2], 3, 60)
-    assert host.scheduler.counts["preemptions"] == 1
-    assert second.state == first.state == "finished"
+    assert [first.output, second.output] == kit.references([ONE, OTHER], 3, 60)
+    assert host.counts["preemptions"] == 1
 
 
-def test_first_request_waits_for_blocks_that_are_being_loaded(kit, make, apart):
-    """It does not give up its own: whoever took them would have to give them up again."""
-    host = make(kit.blocks_for(apart[0], BLOCK_SIZE, 60) + 2, kit.cpu_tier(BLOCK_SIZE, 64))
-    host.generate(apart[1:2], 1)
-    host.scheduler.pool.reset()
+def test_first_request_waits_for_blocks_that_are_being_loaded(kit, make):
+    """It keeps its own: a request that took them would have to give them up again."""
+    host = make(num_blocks_for(ONE, 60) + 2, 64)
+    keep(host, OTHER)
     worker = kit.tier_worker_of(host)
     get_finished, worker.get_finished = worker.get_finished, list
-    second, first = host.submit(apart[1], 60), host.submit(apart[0], 60)
+    second, first = host.submit(OTHER, 60), host.submit(ONE, 60)
     for _ in range(100):
         host.step()
     assert (second.state, first.state) == ("loading", "running")
     assert host.scheduler.pool.num_free == 0
-    assert host.scheduler.counts["preemptions"] == 0
+    assert host.counts["preemptions"] == 0
     worker.get_finished = get_finished
     host.run()
-    assert [first.output, second.output] == kit.references(apart[:2], 3, 60)
-    assert host.scheduler.counts["preemptions"] == 1
+    assert [first.output, second.output] == kit.references([ONE, OTHER], 3, 60)
+    assert host.counts["preemptions"] == 1
 
 
-def test_two_loaded_requests_do_not_deadlock(kit, make, prompts):
+def test_two_loaded_requests_do_not_deadlock(kit, make):
     """Both are loaded, they have all blocks among them, and neither can compute its last tokens."""
-    one, other = [1, *prompts[0][:79]], [2, *prompts[1][:79]]
-    host = make(8, kit.cpu_tier(BLOCK_SIZE, 64))
-    texts = [one[:64] + [7] * 20, other[:64] + [7] * 20]
-    for text in (one, other):
-        host.generate([text[:64]], 2)
-    host.scheduler.pool.reset()
+    host = make(8, 64)
+    texts = [LARGE, [1, *LARGE[:63]]]
+    keep(host, *texts)
+    texts = [[*text, *[7] * 20] for text in texts]
     requests = [host.submit(text, kit.NEW_TOKENS) for text in texts]
     host.run()
     assert [each.output for each in requests] == kit.references(texts, 3)
-    assert host.scheduler.counts["preemptions"] == 1
+    assert host.counts["preemptions"] == 1
     kit.check_pool(host.scheduler.pool)
 
 
-def test_loaded_request_is_not_starved_by_later_ones(kit, make, apart):
+def test_loaded_request_is_not_starved_by_later_ones(kit, make):
     """Small ones would take each block that comes free, and a large one needs two."""
-    host = make(8, kit.cpu_tier(BLOCK_SIZE, 64))
-    large = [1, *apart[0][:63]]
-    host.generate([[*large, 1]], 1)
-    host.scheduler.pool.reset()
+    host = make(8, 64)
+    keep(host, [*LARGE, 1])
     numbers = itertools.count()
 
     def small():
@@ -213,7 +153,7 @@ def test_loaded_request_is_not_starved_by_later_ones(kit, make, apart):
         live.append(small())
         for _ in range(3):
             host.step()
-    request = host.submit([*large, *[9] * 30], 2)
+    request = host.submit([*LARGE, *[9] * 30], 2)
     for _ in range(200):
         live = [each for each in live if each.state != "finished"]
         live += [small() for _ in range(6 - len(live))]
@@ -225,158 +165,105 @@ def test_loaded_request_is_not_starved_by_later_ones(kit, make, apart):
     host.run()
 
 
-# -- beginnings that are known
+def test_tail_of_a_cached_prompt_is_evicted_first(make):
+    """Its head is of use without it."""
+    host = make(6)
+    for prompt in (LARGE, [8] * (2 * BLOCK_SIZE + 1), LARGE):
+        host.generate([prompt], 1)
+    # The second prompt took the two blocks that were unused, and one of the four of the first.
+    assert host.counts["tokens_cached"] == 3 * BLOCK_SIZE
 
 
-def test_cached_prefix_is_not_computed(kit, make, prompts):
-    host = make(32)
-    host.generate(prompts[:1], kit.NEW_TOKENS)
-    text = [*prompts[0][: 2 * BLOCK_SIZE + 5], 9, 9, 9]
-    plans = kit.record(host)
-    assert host.generate([text], kit.NEW_TOKENS) == [kit.reference(text, 3)]
-    assert host.scheduler.counts["tokens_cached"] == 2 * BLOCK_SIZE
-    assert plans[0].spans[0].start == 2 * BLOCK_SIZE
+# -- what is waited for
 
 
-def test_cached_prefix_is_continued_from_the_tier(kit, make, prompts):
-    host = make(7, kit.cpu_tier(BLOCK_SIZE, 64))
-    text = prompts[0][: 5 * BLOCK_SIZE + 3]
-    text += [5] * (5 * BLOCK_SIZE + 3 - len(text))
-    host.generate([text], 1)
-    # Takes the last blocks first; the first ones stay.
-    host.generate([[8] * (3 * BLOCK_SIZE)], 1)
-    before, plans = host.scheduler.counts.copy(), kit.record(host)
-    request = host.submit([*text, 6], kit.NEW_TOKENS)
+def test_lookup_that_is_retried_delays_the_request_by_a_step(kit, make):
+    host = make(12, 64)
+    keep(host, ONE)
+    manager, asked = kit.manager_of(host), []
+    lookup = manager.lookup
+
+    def slow(key, context):
+        asked.append(key)
+        return LookupResult.RETRY if asked.count(key) < 4 else lookup(key, context)
+
+    manager.lookup = slow
+    request = host.submit(ONE, kit.NEW_TOKENS)
+    for times in range(1, 4):
+        host.step()
+        # All keys at once: a manager that has to ask does so once for a request.
+        assert request.state == "waiting"
+        assert {asked.count(key) for key in asked} == {times}
     host.run()
-    assert request.output == kit.reference([*text, 6], 3)
-    found = host.scheduler.counts - before
-    (job,) = [job for plan in plans for job in deserialize(plan.connector_metadata).loads]
-    (first,) = job.blocks.block_indices
-    assert 0 < first < 5
-    assert (found["tokens_cached"], found["tokens_loaded"]) == (
-        first * BLOCK_SIZE,
-        (5 - first) * BLOCK_SIZE,
-    )
-    assert found["tokens_computed"] == 4 + kit.NEW_TOKENS - 1
-    # And it is the same as if nothing had been known.
-    fresh = make(16)
-    same = fresh.submit([*text, 6], kit.NEW_TOKENS)
-    fresh.run()
-    assert kit.contents(host, request) == kit.contents(fresh, same)
+    assert request.output == kit.reference(ONE, 3)
+    assert host.counts["tokens_loaded"] > 0
 
 
-# -- the end before its time
+def test_run_without_progress_raises_at_its_deadline(kit, make):
+    host = make(12, 64)
+    kit.manager_of(host).lookup = lambda key, context: LookupResult.RETRY
+    host.submit(ONE, 1)
+    with pytest.raises(StallError, match="the requests of this engine"):
+        host.run(0.1)
 
 
-STATES = ["waiting", "loading", "loaded", "prefill", "decode", "preempted", "finished"]
+# -- steps that are refused
 
 
-def bring(host, kit, state, prompts):
-    """Return a request that is in a state, and others that are not done."""
-    if state in ("loading", "loaded"):
-        host.generate(prompts[:2], 1)
+def test_nothing_is_computed_while_weights_change(kit, make):
+    host = make(12)
+    model = host.executor.worker.model
+    with contextlib.closing(process_weights.hold("seed 3", model)) as held:
+        host.generate([ONE], kit.NEW_TOKENS)
+        request = host.submit(OTHER, kit.NEW_TOKENS)
+        with held.changing(lambda: "seed 4"):
+            for _ in range(5):
+                host.step()
+            assert (request.state, request.began) == ("waiting", False)
+            model.draw_weights(4)
+        host.run()
+        assert request.output == kit.reference(OTHER, 4)
+
+
+def test_preemption_after_a_weight_change_restarts_with_the_new_weights(kit, make):
+    """All that it builds on afterwards is of the new weights, so it is kept under them."""
+    host = make(12, 64)
+    with contextlib.closing(LocalWeights(3, host.executor.worker.model)) as weights:
+        _, request = [host.submit(prompt, 40) for prompt in (ONE, OTHER)]
+        while not request.began:
+            host.step()
+        weights.change(4)
+        host.run()
+        assert host.counts["preemptions"] > 0
         host.scheduler.pool.reset()
-        others = [host.submit(prompts[1], 30)]
-        request = host.submit(prompts[0], 30)
-    elif state == "waiting":
-        others = [host.submit(prompt, 30) for prompt in prompts[1:]]
-        host.step()
-        return host.submit(prompts[0], 30), others
-    else:
-        others = [host.submit(prompts[1], 60)] if state == "preempted" else []
-        request = host.submit(prompts[0], 2 if state == "finished" else 60)
-
-    def reached():
-        where = {
-            "prefill": 0 < request.num_computed_tokens < request.num_prompt_tokens,
-            "decode": bool(request.output) and request.state == "running",
-            "preempted": request.began and request.state == "waiting",
-        }
-        return where.get(state, request.state == state)
-
-    while not reached():
-        host.step()
-    return request, others
+        text = request.all_token_ids
+        assert host.generate([text], kit.NEW_TOKENS) == [kit.reference(text, 4)]
+        assert host.counts["tokens_loaded"] > len(OTHER)
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_request_can_be_aborted_in_every_state(kit, make, prompts, state):
-    num_blocks = 10 if state == "preempted" else 24
-    host = make(
-        num_blocks,
-        kit.cpu_tier(BLOCK_SIZE, 128),
-        max_num_batched_tokens=32,
-        max_num_seqs=1 if state == "loaded" else 8,
-    )
-    request, others = bring(host, kit, state, prompts)
-    ended = state == "finished"
-    for _ in range(2):
-        host.scheduler.abort(request)
-        assert request.state == ("finished" if ended else "aborted")
-        kit.check_pool(host.scheduler.pool)
-    before = list(request.output)
-    host.run()
-    assert request.output == before, "nothing more is computed for it"
-    assert [each.output for each in others] == [
-        kit.reference(each.prompt_token_ids, 3, each.max_new_tokens) for each in others
-    ]
-    assert host.scheduler.pool.num_free == num_blocks
-    side = kit.scheduler_side(host)
-    assert (side._requests, side._in_flight) == ({}, {})
-    assert side._progress._known == side._progress._tracked == {}
-    stats = kit.tier_stats(host)
-    assert stats["blocks_loading"] == stats["blocks_storing"] == 0
-    # And the blocks that it had are as good as any.
-    assert host.generate(prompts, kit.NEW_TOKENS) == kit.references(prompts, 3)
-
-
-def test_blocks_being_loaded_stay_pinned_after_an_abort(kit, make, prompts):
-    """FAULTS 26: the request is gone, the copy into its blocks is not."""
-    host = make(8, kit.shelf_tier(64))
-    host.generate(prompts[:1], 1)
-    host.scheduler.pool.reset()
-    worker = kit.tier_worker_of(host)
-    get_finished, worker.get_finished = worker.get_finished, list
-    request = host.submit(prompts[0], 1)
+def test_step_that_one_rank_refuses_is_executed_by_none(kit, make):
+    """FAULTS 31: a rank that computed alone would wait for the other, or save wrong blocks."""
+    host = make(12, 64, num_ranks=2)
     host.step()
-    assert request.state == "loading"
-    held = len(request.block_ids)
-    host.scheduler.abort(request)
-    for _ in range(3):
-        host.step()
-    assert host.scheduler.pool.num_free == 8 - held
-    assert host.scheduler.is_busy
-    worker.get_finished = get_finished
-    host.run()
-    assert host.scheduler.pool.num_free == 8
-
-
-# -- what could not be loaded
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_failed_load_follows_the_policy_and_spares_other_requests(kit, serve, apart, policy):
-    host = serve(
-        EngineConfig(
-            cache=CacheShape(BLOCK_SIZE, 24),
-            seed=3,
-            on_load_failure=policy,
-            **kit.offloading(kit.cpu_tier(BLOCK_SIZE, 64)),
+    request = host.submit(ONE, kit.NEW_TOKENS)
+    plan = host.scheduler.plan()
+    assert plan.spans
+    changed = plan.versions[1]._replace(epoch=plan.versions[1].epoch + 1)
+    refused = msgspec.structs.replace(plan, versions=[plan.versions[0], changed])
+    versions = []
+    for worker in host.executor.workers:
+        load = worker.connector.start_load_kv
+        worker.connector.start_load_kv = lambda context, load=load: (
+            versions.append(process_weights.version()) or load(context)
         )
-    )
-    host.generate(apart[:1], 1)
-    host.scheduler.pool.reset()
-    kit.tier_worker_of(host).part.slots[:, 100] ^= 1
-    request, other = host.submit(apart[0], 4), host.submit(apart[1], 4)
+    assert host.execute(refused) == []
+    assert versions == [None, None]
+    assert (request.began, host.counts["steps_refused"]) == (False, 1)
     host.run()
-    assert other.output == kit.reference(apart[1], 3)
-    assert host.scheduler.counts["loads_failed"] == 1
-    if policy == "recompute":
-        assert (request.state, request.output) == ("finished", kit.reference(apart[0], 3))
-    else:
-        assert (request.state, request.output) == ("failed", [])
-        assert request.error == "4 KV blocks could not be loaded"
-    assert host.scheduler.pool.num_free == 24
-    # Who asks next has no part in it.
-    assert host.generate(apart[:1], kit.NEW_TOKENS) == kit.references(apart[:1], 3)
-    assert host.scheduler.counts["loads_failed"] == 1
+    assert request.output == kit.reference(ONE, 3)
+    assert None not in versions[2:]
+
+
+def test_unknown_load_failure_policy_is_refused(serve):
+    with pytest.raises(ValueError, match="kv_load_failure_policy='perhaps'"):
+        serve(EngineConfig(on_load_failure="perhaps"))

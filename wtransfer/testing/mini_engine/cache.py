@@ -136,10 +136,6 @@ class BlockPool:
         if self._blocks.setdefault(key, block) == block:
             self._keys[block] = key
 
-    def has_cached(self, blocks: Iterable[int]) -> bool:
-        """Return whether any of these blocks can be found by a key."""
-        return not self._keys.keys().isdisjoint(blocks)
-
     def reset(self) -> None:
         """Empty the prefix cache."""
         self._blocks.clear()

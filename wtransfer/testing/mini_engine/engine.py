@@ -190,21 +190,16 @@ class MiniEngine:
         self.close()
 
 
-def make_engine(
-    config: EngineConfig,
-    executor: Executor | None = None,
-    hash_function: Callable[[bytes], bytes] | None = None,
-) -> MiniEngine:
+def make_engine(config: EngineConfig, executor: Executor | None = None) -> MiniEngine:
     """Return an engine whose scheduler is in this process.
 
     Args:
         config: Configuration.
         executor: Its ranks; None: all of them in this process.
-        hash_function: Hash of the prefix cache; None: the default of `BlockNaming`.
     """
     executor = executor or LocalExecutor.make(config.num_ranks, partial(make_worker, config))
     connector = config.make_connector(KVConnectorRole.SCHEDULER)
-    return MiniEngine(Scheduler(config, connector, hash_function), executor)
+    return MiniEngine(Scheduler(config, connector), executor)
 
 
 # -- ranks in processes

@@ -61,7 +61,7 @@ class _Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Abort(msgspec.Struct, frozen=True, tag=True):
-    """End a request early; its `Answer` follows, unless it was sent already."""
+    """End a request early; no `Answer` follows."""
 
     number: int
 
@@ -90,7 +90,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     state: str
-    """``finished``, ``aborted`` or ``failed``; ``refused`` if it was never served."""
+    """``finished`` or ``failed``; ``refused`` if it was never served."""
     tokens: list[int] = []
     """The generated tokens."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -139,8 +139,6 @@ class Instance:
         """The instance's process, then those of its ranks if there are several."""
         self._spawn_process = spawn
         self._numbers = itertools.count()
-        self._open: set[int] = set()
-        self._answers: dict[int, Answer] = {}
         self._is_ready = False
         self._lost: WTransferError | None = None
         self._closing = contextlib.ExitStack()
@@ -151,76 +149,12 @@ class Instance:
             self._closing.callback(self._channel.close)
             self._channel.send(config)
             deadline = Deadline(2 * PATIENCE_S)  # contains the instance's own wait for its ranks
-            while not self._is_ready:
-                self._receive(deadline, f"the start of {self.name}")
+            while not isinstance(self._receive(deadline, f"the start of {self.name}"), _Ready):
+                pass
+            self._is_ready = True
         except BaseException:
             self.close()
             raise
-
-    def submit(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        kv_transfer_params: dict[str, Any] | None = None,
-    ) -> int:
-        """Send a request without waiting for its answer.
-
-        Args:
-            prompt: Tokens.
-            max_new_tokens: Number of tokens to generate.
-            kv_transfer_params: Parameters for the connector.
-
-        Returns:
-            Number of the request, for `collect`.
-
-        Raises:
-            ValueError: The arguments are not tokens and numbers.
-            PeerLostError: The instance is lost.
-        """
-        now = time.monotonic()
-        # Replies are read first, so that two full sockets never wait for each other.
-        while self._lost is None and self._channel.poll(0.0):
-            self._receive(Deadline(PATIENCE_S), f"a reply of {self.name}")
-        request = _Submit(next(self._numbers), prompt, max_new_tokens, kv_transfer_params, now)
-        try:
-            # What the instance cannot decode would end it.
-            msgspec.convert(msgspec.to_builtins(request), _Submit)
-        except (msgspec.ValidationError, TypeError) as error:
-            raise ValueError(f"that is no request: {error}") from error
-        self._send(request)
-        self._open.add(request.number)
-        return request.number
-
-    def collect(self, number: int, deadline_s: float = 60.0) -> Answer:
-        """Wait for the answer to a request; each can be collected once.
-
-        A request whose answer is late is abandoned: aborted, and its answer dropped.
-
-        Args:
-            number: Number of the request.
-            deadline_s: Longest wait.
-
-        Raises:
-            ValueError: The instance refused the request: its prompt is empty, too long, or has
-                unknown tokens. Or there is no answer of this number to collect.
-            PeerLostError: The instance is lost.
-            StallError: The answer did not come in time.
-        """
-        deadline = Deadline(deadline_s)
-        try:
-            while number in self._open:
-                self._receive(deadline, f"request {number} of {self.name}")
-        except StallError:
-            self._open.discard(number)
-            with contextlib.suppress(PeerError, StallError):
-                self._send(_Abort(number))
-            raise
-        answer = self._answers.pop(number, None)
-        if answer is None:
-            raise ValueError(f"{self.name} has no request {number} to collect")
-        if answer.state == "refused":
-            raise ValueError(f"{self.name} refuses request {number}: {answer.error}")
-        return answer
 
     def ask(
         self,
@@ -229,8 +163,40 @@ class Instance:
         kv_transfer_params: dict[str, Any] | None = None,
         deadline_s: float = 60.0,
     ) -> Answer:
-        """Send a request and wait for its answer: `submit` and `collect`."""
-        return self.collect(self.submit(prompt, max_new_tokens, kv_transfer_params), deadline_s)
+        """Send a request and wait for its answer; a request whose answer is late is aborted.
+
+        Args:
+            prompt: Tokens.
+            max_new_tokens: Number of tokens to generate.
+            kv_transfer_params: Parameters for the connector.
+            deadline_s: Longest wait.
+
+        Raises:
+            ValueError: The arguments are not tokens and numbers, or the instance refused the
+                request: its prompt is empty, too long, or has unknown tokens.
+            PeerLostError: The instance is lost.
+            StallError: The answer did not come in time.
+        """
+        number, deadline = next(self._numbers), Deadline(deadline_s)
+        request = _Submit(number, prompt, max_new_tokens, kv_transfer_params, time.monotonic())
+        try:
+            # What the instance cannot decode would end it.
+            msgspec.convert(msgspec.to_builtins(request), _Submit)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ValueError(f"that is no request: {error}") from error
+        self._send(request)
+        try:
+            answer = self._receive(deadline, f"request {number} of {self.name}")
+            while not isinstance(answer, Answer) or answer.number != number:
+                # Else it is of a request that ended before its abort.
+                answer = self._receive(deadline, f"request {number} of {self.name}")
+        except StallError:
+            with contextlib.suppress(PeerError, StallError):
+                self._send(_Abort(number))
+            raise
+        if answer.state == "refused":
+            raise ValueError(f"{self.name} refuses request {number}: {answer.error}")
+        return answer
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, as if other requests had needed the blocks.
@@ -274,23 +240,16 @@ class Instance:
         with self._recording_loss():
             self._channel.send(command)
 
-    def _receive(self, deadline: Deadline, what: str) -> None:
-        """Process one reply."""
+    def _receive(self, deadline: Deadline, what: str) -> _Reply:
+        """Return one reply; a rank that it asks for is started."""
         self._check_alive()
         while not self._channel.poll(deadline.remaining()):
             deadline.check(what, worker=self.name)
         with self._recording_loss():
             reply = self._channel.receive(_REPLIES)
-        match reply:
-            case _SpawnRank():
-                self._spawn(RANK_MAIN, reply.address)
-            case _Ready():
-                self._is_ready = True
-            case Answer():
-                # Else the request was abandoned.
-                if reply.number in self._open:
-                    self._open.discard(reply.number)
-                    self._answers[reply.number] = reply
+        if isinstance(reply, _SpawnRank):
+            self._spawn(RANK_MAIN, reply.address)
+        return reply
 
     @contextlib.contextmanager
     def _recording_loss(self) -> Iterator[None]:
@@ -368,10 +327,9 @@ class _Service:
             case _Submit():
                 self._submit(command)
             case _Abort():
-                active = self._active.get(command.number)
+                active = self._active.pop(command.number, None)
                 if active is not None:
                     scheduler.abort(active.request)
-                    self._send_answers()
             case _ForgetCache():
                 scheduler.pool.reset()
 

@@ -82,9 +82,8 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
         """``tokens_computed``, ``tokens_cached`` (found in the prefix cache), ``tokens_loaded`` (by
         the connector), ``loads_failed``, ``steps_refused``, ``preemptions``, ``restarts``,
-        ``weight_changes``, ``late_errors`` (load errors of blocks that were already in use),
-        ``unknown_notices`` (duplicate notices of a rank's connector, or about requests that do not
-        wait for any)."""
+        ``weight_changes``, ``unknown_notices`` (duplicate notices of a rank's connector, or about
+        requests that do not wait for any)."""
 
     @property
     def is_busy(self) -> bool:
@@ -173,11 +172,11 @@ class Scheduler:
         Where the connector holds the other blocks, the first waits for them.
         """
         if self._loaded:
-            self._preempt(self._loaded.pop())
+            self._requeue(self._loaded.pop(), "preemptions")
             return True
         first, last = next(iter(self._running.values())), next(reversed(self._running.values()))
         if last is not first:
-            self._preempt(last)
+            self._requeue(last, "preemptions")
         return last is not request
 
     def _grow(self, request: Request, count: int) -> list[int] | None:
@@ -188,12 +187,9 @@ class Scheduler:
             request.block_ids += blocks
         return blocks
 
-    def _preempt(self, request: Request) -> None:
-        self.counts["preemptions"] += 1
-        self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
+    def _requeue(self, request: Request, counted_as: str) -> None:
         """Release a request's blocks, and make it the next to be admitted."""
+        self.counts[counted_as] += 1
         self._running.pop(request.request_id, None)
         self.pool.release(request.block_ids)
         request.lose_blocks()
@@ -217,7 +213,7 @@ class Scheduler:
                 return
             else:
                 # The loaded requests hold all blocks among them, and none has enough.
-                self._preempt(self._loaded.pop())
+                self._requeue(self._loaded.pop(), "preemptions")
 
     def _admit_waiting(self, step: _Step) -> None:
         asked_again = []
@@ -322,34 +318,18 @@ class Scheduler:
         self._versions = versions
         self.pool.reset()
         while self._loaded:
-            self._restart(self._loaded.pop())
+            self._requeue(self._loaded.pop(), "restarts")
         for request in reversed(list(self._running.values())):
             if not request.wrote_blocks:
-                self._restart(request)
-
-    def _restart(self, request: Request) -> None:
-        self.counts["restarts"] += 1
-        self._requeue(request)
+                self._requeue(request, "restarts")
 
     def _record_load_errors(self, outputs: Sequence[ConnectorOutput]) -> list[Request]:
         """Record blocks that could not be loaded; return the requests that failed by it."""
         bad_blocks = set().union(*(each.invalid_block_ids for each in outputs))
         in_step = [each for each in self._running.values() if each.num_external_tokens]
-        waiting = [*self._loading.values(), *in_step]
-        for request in waiting:
+        for request in (*self._loading.values(), *in_step):
             request.bad_blocks = request.bad_blocks | bad_blocks.intersection(request.block_ids)
-        # Errors that come late: of blocks that were already in use.
-        late = bad_blocks.difference(*(each.block_ids for each in waiting), *self._held.values())
-        candidates = (*self._running.values(), *self._loaded)
-        users = [each for each in candidates if late.intersection(each.block_ids)]
-        if users or self.pool.has_cached(late):
-            self.counts["late_errors"] += 1
-            # Blocks that build on the late ones may be cached under keys that look right.
-            self.pool.reset()
-        for request in users:
-            request.bad_blocks = late.intersection(request.block_ids)
-        failed = [each for each in users if not self._rewind(each)]
-        return failed + [each for each in in_step if not self._finish_load(each)]
+        return [each for each in in_step if not self._finish_load(each)]
 
     def _update_connector(self, outputs: Sequence[ConnectorOutput]) -> list[Request]:
         """Process what else the connector reports; return the requests that failed by it."""
@@ -430,7 +410,7 @@ class Scheduler:
         num_external, request.num_external_tokens = request.num_external_tokens, 0
         if request.versions is not self._versions:
             if request.state == "loading":
-                self._restart(request)
+                self._requeue(request, "restarts")
             request.bad_blocks = set()
             return True
         before = request.num_computed_tokens

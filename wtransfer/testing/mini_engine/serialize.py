@@ -1,9 +1,8 @@
 """Serialize objects of plain data as messages; vLLM pickles them, this engine does not.
 
 Only objects of classes that this process has loaded are made, and only of kinds that carry data:
-dataclasses, named tuples, and the metadata of connectors. None of their code runs while they are
-made. Therefore a set, and the keys of a dictionary, consist of atoms and tuples of atoms, whose
-equality is Python's own. Arrays and tensors of numbers are carried, too.
+dataclasses, named tuples, and the metadata of connectors. Neither constructors nor properties of
+theirs run. Arrays and tensors of numbers are carried, too.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from wtransfer.specs.interface import LoadStoreSpec
 from wtransfer.transport.tensors import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 _COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _ATOMS = (bool, int, float, str, bytes, type(None))
-_LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # of msgpack
 _NUMBERS = re.compile(r"[<>|][biuf][1248]")
 _METADATA = (
     KVConnectorMetadata,
@@ -48,10 +46,7 @@ def serialize(value: Any) -> Any:
     """
     cls = type(value)
     if cls in _ATOMS:
-        _check_fits(value)
         return value
-    if cls in (set, frozenset, dict):
-        _check_hashable_as_data(value)
     if cls in _COLLECTIONS.values():
         return [cls.__name__, *map(serialize, value)]
     if cls is dict:
@@ -80,25 +75,15 @@ def deserialize(plain: Any) -> Any:
     if not isinstance(plain, list):
         return plain
     kind, *rest = plain or [None]
-    if not isinstance(kind, str) or kind not in _MAKERS:
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](map(deserialize, rest))
+    if kind not in _MAKERS:
         raise TypeError(f"{kind!r} is not a kind of plain data")
     return _MAKERS[kind](*rest)
 
 
-def _collection(kind: str) -> Callable[..., Any]:
-    def make(*members: Any) -> Any:
-        made = [deserialize(each) for each in members]
-        if kind in ("set", "frozenset"):
-            _check_hashable_as_data(made)
-        return _COLLECTIONS[kind](made)
-
-    return make
-
-
 def _dict(*items: list[Any]) -> dict[Any, Any]:
-    made = [(deserialize(key), deserialize(value)) for key, value in items]
-    _check_hashable_as_data(key for key, _ in made)
-    return dict(made)
+    return {deserialize(key): deserialize(value) for key, value in items}
 
 
 def _tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor:
@@ -139,7 +124,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "tensor": _tensor,
     "record": _record,
     "object": _object,
-    **{kind: _collection(kind) for kind in _COLLECTIONS},
 }
 
 
@@ -163,37 +147,6 @@ def _attributes(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _check_fits(atom: Any) -> None:
-    """Raise unless msgpack can carry an atom."""
-    if isinstance(atom, int) and not _LEAST <= atom <= _MOST:
-        raise TypeError(
-            f"a number of {atom.bit_length()} bits does not travel between scheduler and worker"
-        )
-    if isinstance(atom, str):
-        try:
-            atom.encode()
-        except UnicodeEncodeError as error:
-            raise TypeError(
-                f"{atom!r:.80} does not travel between scheduler and worker: {error}"
-            ) from error
-
-
-def _check_hashable_as_data(members: Iterable[Any]) -> None:
-    """Raise unless hashes and equality of all members are Python's own."""
-    for each in members:
-        cls = type(each)
-        hashes_as_tuple = issubclass(cls, tuple) and (
-            (cls.__hash__, cls.__eq__) == (tuple.__hash__, tuple.__eq__)
-        )
-        if hashes_as_tuple:
-            _check_hashable_as_data(each)
-        elif cls not in _ATOMS:
-            raise TypeError(
-                f"{_name_of(cls)} does not travel between scheduler and worker in a set or "
-                "as a key: these consist of atoms and tuples of atoms"
-            )
-
-
 def _check_numbers(dtype: str) -> None:
     if not _NUMBERS.fullmatch(dtype):
         raise TypeError(f"an array of {dtype!r} does not travel between scheduler and worker")
@@ -201,9 +154,7 @@ def _check_numbers(dtype: str) -> None:
 
 def _check_carries_data(cls: type) -> None:
     is_record = issubclass(cls, tuple) and hasattr(cls, "_fields")
-    carries_data = is_record or dataclasses.is_dataclass(cls) or issubclass(cls, _METADATA)
-    # A finalizer would run.
-    if hasattr(cls, "__del__") or not carries_data:
+    if not (is_record or dataclasses.is_dataclass(cls) or issubclass(cls, _METADATA)):
         raise TypeError(
             f"{_name_of(cls)} does not travel between scheduler and worker: metadata consists of "
             "numbers, texts, bytes, collections, dataclasses and named tuples"
