@@ -79,7 +79,6 @@ def test_both_workers_stay_on_the_old_version_bit_for_bit(two_workers, faults, a
 
 
 # FAULTS 6
-@pytest.mark.slow
 def test_every_single_bit_of_an_update_is_guarded(fleet, engines, faults):
     source = {
         "half": random_tensor(torch.bfloat16, (3,), seed=1),
