@@ -377,3 +377,14 @@ def test_a_stopped_source_ends_the_engines_loop_and_is_not_said_to_be_packed(dig
     with pytest.raises(RoundAbortedError, match="a worker was lost"):
         list(passing)
     assert said == []
+
+
+def test_a_round_that_ended_after_its_last_tensor_is_not_said_to_be_packed():
+    source, said = planned(StateDictSource({"a": torch.ones(4)})), []
+    source.on_packed = lambda: said.append(1)
+    one_by_one = PARTIAL_PASSES["copies"](source)
+    next(one_by_one)
+    source.stop("a worker was lost")
+    with pytest.raises(RoundAbortedError, match="a worker was lost"):
+        next(one_by_one)
+    assert said == []

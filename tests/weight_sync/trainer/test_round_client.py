@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from wtransfer.calls import Announcer
-from wtransfer.errors import RoundAbortedError
+from wtransfer.errors import NotInitializedError, RoundAbortedError
 from wtransfer.weight_sync.trainer import engine_runner
 from wtransfer.weight_sync.trainer.engine_runner import RoundClient
 
@@ -56,3 +56,8 @@ def test_an_announcement_that_is_late_does_not_reach_the_next_round():
         announcer.wait()
     assert len(outcome) == 1
     assert (old.delivered, new.delivered) == ([], [])
+
+
+def test_a_client_without_a_round_says_so():
+    with pytest.raises(NotInitializedError, match="no round yet"):
+        RoundClient().update_weights({})

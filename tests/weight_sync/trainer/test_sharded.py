@@ -134,6 +134,13 @@ def test_metadata_says_who_holds_what(sharded, mesh):
     assert plain == ParamMeta("plain", torch.float32, (2,))
 
 
+@pytest.mark.parametrize(("own_s", "expected_s"), [(None, 300.0), (7.0, 7.0)])
+def test_the_publishers_deadline_holds_unless_the_source_has_one(own_s, expected_s):
+    source = wtransfer.ShardedSource({"w": torch.ones(2)}, deadline_s=own_s)
+    with wtransfer.Publisher(source, deadline_s=300.0):
+        assert source.deadline_s == expected_s
+
+
 # -- layouts
 
 
