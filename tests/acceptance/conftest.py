@@ -83,9 +83,6 @@ class Checkpoint(dict[str, Entry]):
             for name, each in self.items()
         )
 
-    def replaced(self, name: str, **changes: object) -> Checkpoint:
-        return Checkpoint({**self, name: replace(self[name], **changes)})
-
     @property
     def digests(self) -> dict[str, str]:
         return {name: xxhash.xxh3_128_hexdigest(each.data) for name, each in self.items()}

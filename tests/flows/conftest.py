@@ -324,7 +324,8 @@ class Cast:
         for worker in workers:
             assert worker.ask("until_free", within_s=10) - since < within_s
             look = worker.look()
-            assert (f"v{number}", {number}) == (look["version"], set(look["numbers"]))
+            version = f"v{number}" if number else None
+            assert (version, {number}) == (look["version"], set(look["numbers"]))
 
     def settled(self, look, wanted, timeout_s=5.0):
         """Look until there is what is wanted, or time is up; return what there is then."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import flow_stage
 import torch
@@ -41,8 +40,6 @@ class FaultySource(ModuleSource):
                 flow_stage.witness.enter("midst")
             if index == 3 and self.divergence == "name":
                 yield "layers.other", tensor
-            elif index == 3 and self.divergence == "shape":
-                yield name, tensor[1:]
             elif index == 3 and self.divergence == "raises":
                 raise OSError("the disk is gone")
             else:
@@ -93,28 +90,13 @@ class RankPuppet(TrainerPuppet):
             engine = flow_stage.ENGINES[self.options.pop("engine", "gloo")]
             self.publisher = Publisher(self.source, engine=engine, **self.options)
 
-    def take_part(self, number, wait=True, fill=True):
+    def take_part(self, number):
         """Publish on a rank that is not the first; return the fingerprint."""
-        if fill:
-            self.model.fill(number)
-        return self.publisher.publish(f"v{number}", wait=wait)
-
-    def leave_meanwhile(self, number, after_s):
-        """Take part, and close on another thread after a time."""
-        leaving = threading.Timer(after_s, self.publisher.close)
-        leaving.start()
-        try:
-            return self.take_part(number)
-        finally:
-            leaving.join()
+        self.model.fill(number)
+        return self.publisher.publish(f"v{number}")
 
     def diverge(self, how):
         self.source.divergence = how
-
-    def spoil(self):
-        """Let one element be no number."""
-        with torch.no_grad():
-            self.model.layers[0].to_local()[0] = float("nan")
 
     def distribute(self, number):
         """Have a tensor more or less: a model of another size on this rank."""

@@ -107,9 +107,6 @@ class TrainerPuppet(flow_stage.Puppet):
     def result(self, within_s=30.0):
         return self._report(self.round.result(within_s))
 
-    def packed(self, within_s=30.0):
-        self.round.packed(within_s)
-
     def abort(self, times=1):
         for _ in range(times):
             self.round.abort()

@@ -132,9 +132,6 @@ class WorkerPuppet(flow_stage.Puppet):
     def join(self, address):
         self.session.join(address)
 
-    def discard(self):
-        return self.session.discard_pending()
-
     def in_fork(self):
         """Return what each use of the session does in a forked child."""
         session = self.session

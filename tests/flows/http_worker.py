@@ -95,11 +95,6 @@ class WorkerProcess:
     def num_descriptors(self):
         return len(list(Path(f"/proc/{self.child.pid}/fd").iterdir()))
 
-    @property
-    def resident_nbytes(self):
-        fields = Path(f"/proc/{self.child.pid}/statm").read_text().split()
-        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def end(self):
         """End it by SIGTERM; return its code and the seconds that took."""
         begin = time.monotonic()

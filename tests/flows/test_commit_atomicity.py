@@ -43,20 +43,6 @@ def test_a_trainer_killed_between_two_commits_leaves_a_group_that_shows_as_mixed
         flow.holds(worker, 3)
 
 
-def test_nobody_is_updated_when_the_trainer_dies_after_the_last_vote(flow, home):
-    trainer = flow.trainer(**home)
-    workers = flow.workers(2)
-    trainer.ask("wait", n=2)
-    trainer.ask("publish", number=1)
-    trainer.witness.hold("commit")
-    trainer.ask("begin", number=2)
-    trainer.until_held()
-    trainer.kill()
-    for worker in workers:
-        worker.ask("until_free", within_s=1)
-    assert [whole(worker) for worker in workers] == [1, 1]
-
-
 @pytest.fixture
 def pair(flow):
     """A trainer, and the two ranks of one instance, which have its first version."""
@@ -73,23 +59,6 @@ def pair(flow):
 
 def outcomes(report):
     return {name: each["outcome"] for name, each in report["workers"].items()}
-
-
-def test_ranks_of_an_instance_go_back_together_when_one_cannot_apply(flow, pair):
-    trainer, (first, second) = pair()
-    second.ask("set", num_failures=1)
-    report = trainer.ask("publish", number=2)
-    assert not report["ok"]
-    assert {first.name: "reverted", second.name: "restored"} == outcomes(report)
-    # The old version, or already the new one: they are brought up to date at once.
-    assert {whole(rank) for rank in (first, second)} <= {1, 2}
-    (error,) = first.look()["errors"]
-    assert "CommitError" in error["classes"]
-    assert error["restored"]
-    assert "rank 1" in error["text"]
-    assert trainer.ask("publish", number=3)["ok"]
-    for rank in (first, second):
-        flow.holds(rank, 3)
 
 
 @pytest.mark.parametrize("phase", [pytest.param("vote", marks=pytest.mark.slow), "commit"])
@@ -148,23 +117,3 @@ def test_a_rank_that_is_killed_after_its_commit_takes_the_other_one_back_with_it
     report = trainer.ask("result")
     assert outcomes(report) == {first.name: "lost", second.name: "reverted"}
     flow.until(lambda: whole(second) == 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("does", ["discard", "commit"])
-def test_a_commit_that_is_late_is_settled_late_and_the_worker_is_served_again(flow, does):
-    trainer = flow.trainer(deadline_s=0.5)
-    worker = flow.worker()
-    trainer.ask("wait", n=1)
-    trainer.ask("publish", number=1)
-    worker.ask("set", auto=False)
-    report = trainer.ask("publish", number=2)
-    assert outcomes(report) == {worker.name: "pending"}
-    assert report["outcome"] == "mixed"
-    assert whole(worker) == 1
-    assert [each["state"] for each in trainer.ask("workers")] == ["pending"]
-    assert worker.ask(does)
-    worker.ask("set", auto=True)
-    # What was discarded is offered again: a worker that is behind is brought up to date.
-    flow.holds(worker, 2)
-    assert trainer.ask("publish", number=3)["ok"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 
 import pytest
 
@@ -119,17 +118,3 @@ def test_a_forked_child_does_not_keep_a_killed_workers_connection_open(flow, fai
     for number in (3, 4, 5):
         assert trainer.ask("publish", number=number)["ok"]
         flow.holds(other, number)
-
-
-@pytest.mark.slow
-def test_many_forked_children_change_nothing_in_the_trainer(flow, lingering):
-    trainer = flow.trainer()
-    worker = flow.worker()
-    trainer.ask("wait", n=1)
-    for number in range(1, 4):
-        lingering(trainer.ask("linger"))
-        assert trainer.ask("publish", number=number)["ok"]
-        flow.holds(worker, number)
-    begun = time.monotonic()
-    trainer.ask("end")
-    assert time.monotonic() - begun < 2

@@ -98,3 +98,27 @@ def test_a_trainer_cut_off_in_mid_round_is_given_up_and_found_again(flow, hosts,
     hosts[0].link(up=True)
     for number in (2, 3):
         flow.publish(trainer, number, workers)
+
+
+def test_worker_that_cannot_reach_where_the_group_meets_holds_up_none(flow, failing, hosts):
+    home, *others = hosts
+    trainer = flow.trainer(
+        host=home,
+        engine="gloo",
+        listen=f"tcp:{home.address}:0",
+        options={"host": home.address},
+        deadline_s=DEADLINE_S,
+    )
+    workers = [flow.worker(host=host) for host in others]
+    trainer.ask("wait", n=2)
+    flow.held_in(trainer, workers[0], "init", number=1)
+    others[0].link(up=False)
+    cut_at = time.monotonic()
+    workers[0].go_on()
+    with failing("WTransferError") as failed:
+        trainer.ask("result")
+    assert failed.ended - cut_at < ON_TIME_S
+    assert failed.worker == workers[0].name
+    flow.serve(workers, 0, cut_at, ON_TIME_S)
+    others[0].link(up=True)
+    flow.publish(trainer, 1, workers)

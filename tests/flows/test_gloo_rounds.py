@@ -28,9 +28,8 @@ def test_trainer_and_worker_listen_at_the_address_that_was_given_and_nowhere_els
     assert worker.listeners() == ["0100007F"]
 
 
-@pytest.mark.parametrize("commit", ["adopt", pytest.param("copy", marks=pytest.mark.slow)])
-def test_three_workers_take_round_after_round(flow, trainer, commit):
-    workers = flow.workers(3, commit=commit)
+def test_three_workers_take_round_after_round(flow, trainer):
+    workers = flow.workers(3)
     trainer.ask("wait", n=3)
     for number in range(1, NUM_ROUNDS + 1):
         flow.publish(trainer, number, workers)
@@ -46,21 +45,6 @@ def test_three_workers_take_round_after_round(flow, trainer, commit):
         ]
 
 
-def test_workers_come_and_go_between_rounds(flow, trainer):
-    first, second = flow.workers(2)
-    trainer.ask("wait", n=2)
-    flow.publish(trainer, 1, [first, second])
-    late = flow.worker()
-    trainer.ask("wait", n=3)
-    flow.publish(trainer, 2, [first, second, late])
-    second.end()
-    flow.until(lambda: len(trainer.ask("workers")) == 2)
-    flow.publish(trainer, 3, [first, late])
-    first.end()
-    flow.until(lambda: len(trainer.ask("workers")) == 1)
-    flow.publish(trainer, 4, [late])
-
-
 def test_membership_that_changes_leaves_nothing_behind(flow, trainer):
     stays = flow.worker()
     holdings = []
@@ -74,15 +58,6 @@ def test_membership_that_changes_leaves_nothing_behind(flow, trainer):
         holdings.append((trainer.holdings(), stays.holdings()))
     left_over = flow.left_over(holdings[1], lambda: (trainer.holdings(), stays.holdings()))
     assert not any(left_over), left_over
-
-
-def test_two_ranks_of_one_instance_commit_as_one(flow, trainer):
-    instances = [
-        flow.worker(instance=name, rank=rank, num_ranks=2) for name in "ab" for rank in range(2)
-    ]
-    trainer.ask("wait", n=2)
-    for number in (1, 2):
-        flow.publish(trainer, number, instances)
 
 
 def test_a_second_session_at_a_place_that_is_taken_is_refused_until_it_is_free(flow, trainer):
@@ -118,39 +93,6 @@ def test_instances_of_different_sizes_are_refused(flow, failing, trainer):
     single.end()
     flow.until(lambda: len(trainer.ask("workers")) == 2)
     flow.publish(trainer, 2, pair)
-
-
-def test_a_world_size_that_the_workers_do_not_make_up_is_refused(flow, failing):
-    trainer = flow.trainer(engine="gloo", options={"world_size": 5})
-    flow.workers(2)
-    trainer.ask("wait", n=2)
-    with failing("GroupError") as refused:
-        trainer.ask("publish", number=1)
-    assert (
-        "wrong world size: 2 instances of 1 ranks after 1 of the trainer make 3, the trainer says 5"
-        in refused.error.text
-    )
-
-
-@pytest.fixture
-def taken_port():
-    """A port at which somebody listens already."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen(1)
-        yield other.getsockname()[1]
-
-
-def test_a_port_in_use_is_named_and_the_round_ends(flow, failing, taken_port):
-    trainer = flow.trainer(engine="gloo", options={"port": taken_port})
-    worker = flow.worker()
-    trainer.ask("wait", n=1)
-    with failing("AddressInUseError") as refused:
-        trainer.ask("publish", number=1)
-    assert f"127.0.0.1:{taken_port}" in refused.error.text
-    assert refused.error.seconds < 1
-    flow.holds(worker, 0)
-    assert worker.look()["staging"] is None
 
 
 def test_a_fixed_port_is_free_again_for_every_new_group(flow, failing):

@@ -37,14 +37,6 @@ def start(nursery, tmp_path):
         each.end()
 
 
-def test_it_serves_what_stands_in_the_checkpoint(start):
-    worker = start("--name", "w7").until_ready()
-    info = HttpClient(worker.url, worker.token).weight_info(digests=True)
-    assert (info["worker"], info["state"]) == ("w7", "fresh")
-    assert info["digests"] == {name: digest(tensor) for name, tensor in WEIGHTS.items()}
-    assert worker.token not in worker.output
-
-
 def test_its_weights_are_its_own_whatever_happens_to_the_files(start, tmp_path):
     worker = start().until_ready()
     client = HttpClient(worker.url, worker.token)
@@ -130,14 +122,6 @@ def test_usage_errors_exit_with_2_and_failures_with_1(start, arguments, code, te
     assert worker.child.wait(20.0) == code
     assert re.search(text, worker.output), worker.output
     assert "Traceback" not in worker.output
-
-
-def test_a_checkpoint_that_is_damaged_ends_it_with_its_name(start, tmp_path):
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "model.safetensors").write_bytes(b"\x08" + bytes(20))
-    worker = start("--checkpoint", str(tmp_path / "bad"))
-    assert worker.child.wait(20.0) == 1
-    assert "model.safetensors" in worker.output
 
 
 def test_help_imports_neither_torch_nor_a_server():

@@ -1,10 +1,189 @@
-"""The check that nothing is left."""
+"""The check that nothing is left, and what many tests wait or are run with."""
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
+
+import msgspec
 import pytest
+import torch
+
+from wtransfer.testing.contents import contents
+from wtransfer.transport.channel import Listener
+from wtransfer.transport.framing import pack_frame
+from wtransfer.weight_sync.messages import CODEC, Hello, Init, Progress
+from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weight_sync.worker.target import StateDictTarget
+
+PATIENCE_S = 5.0
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(leaves_nothing):
     """Look at every test of this folder so."""
+
+
+@pytest.fixture(scope="session")
+def until():
+    """Wait until a condition holds."""
+
+    def wait(condition, timeout_s=10.0):
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    return wait
+
+
+@pytest.fixture(params=["adopt", "copy"])
+def commit(request):
+    """Way in which workers take an update; a test that asks for it runs once with each."""
+    return request.param
+
+
+class ModelThatRefuses(StateDictTarget):
+    """A model whose own loading raises at one tensor, after it has taken those before."""
+
+    def __init__(self, tensors, commit, *, captures=True):
+        super().__init__(tensors, commit)
+        self.tensors = tensors
+        self.fails_at = None
+        self.error = RuntimeError("the model says no")
+        self.captures = captures
+        self.keeps_failing = False
+        self.takes = None
+
+    def capture(self):
+        return super().capture() if self.captures else None
+
+    def apply(self, tensors):
+        fails_at = self.fails_at if contents(tensors) != self.takes else None
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if number == fails_at:
+                self.fails_at = fails_at if self.keeps_failing else None
+                raise self.error
+            super().apply({name: tensor})
+
+
+@pytest.fixture(scope="session")
+def join():
+    """Add a worker whose model may refuse to a fleet: a member with `target`."""
+
+    def join(fleet, commit="adopt", captures=True, **options):
+        tensors = {name: torch.full_like(tensor, -1) for name, tensor in fleet.source.items()}
+        target = ModelThatRefuses(tensors, commit, captures=captures)
+        member = fleet.join(target, **options)
+        member.model, member.target = tensors, target
+        return member
+
+    return join
+
+
+class Gated(StateDictSource):
+    """A source whose passes wait at the second tensor while the gate is closed."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.tensors = tensors
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reached = threading.Event()
+
+    def iter_full(self):
+        for number, pair in enumerate(super().iter_full()):
+            if number == 1:
+                self.reached.set()
+                self.gate.wait()
+            yield pair
+
+
+@pytest.fixture
+def gated(weights):
+    source = Gated(weights)
+    yield source
+    source.gate.set()
+
+
+class Mail:
+    """What came in, in order."""
+
+    def __init__(self):
+        self.connections = queue.Queue()
+        self.messages = queue.Queue()
+        self.closed = queue.Queue()
+
+    def callbacks(self):
+        return {
+            "on_open": self.connections.put,
+            "on_message": lambda _connection, message: self.messages.put(message),
+            "on_close": lambda _connection, error: self.closed.put(error),
+        }
+
+    def expect(self, cls):
+        """Return the next message that wants an answer, or is one; it must be of this class."""
+        while isinstance(message := self.messages.get(timeout=PATIENCE_S), Progress):
+            pass
+        assert type(message) is cls, message
+        return message
+
+    def nothing(self, within_s=0.1):
+        with pytest.raises(queue.Empty):
+            self.messages.get(timeout=within_s)
+
+
+class RoguePublisher:
+    """The trainer's end of a channel, saying whatever a test wants."""
+
+    def __init__(self, engine):
+        self.mail = Mail()
+        self.listener = Listener(CODEC, **self.mail.callbacks())
+        self.engine = engine
+        self.epoch = 0
+
+    def meet(self, model, **options):
+        """Let a worker dial in; return its session."""
+        at = {"join": self.listener.address, "token": self.listener.token}
+        session = WorkerSession(model, **at, **options)
+        self.accept()
+        return session
+
+    def accept(self):
+        """Take the worker's next connection, and return its hello."""
+        self.connection = self.mail.connections.get(timeout=PATIENCE_S)
+        return self.mail.expect(Hello)
+
+    def say(self, *messages):
+        for message in messages:
+            self.connection.send(message)
+
+    def init(self, info, engine=None):
+        self.epoch += 1
+        name = self.engine if engine is None else engine
+        self.say(Init(self.epoch, name, None, None, 0, 1, info))
+
+    def say_raw(self, code, fields, entries=0):
+        self.connection.send_frame(pack_frame(code, entries, msgspec.msgpack.encode(fields)))
+
+
+@pytest.fixture
+def play_publisher():
+    """Maker of publishers that say whatever a test wants."""
+    made = []
+
+    def make(engine):
+        made.append(RoguePublisher(engine))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.listener.close()
+
+
+@pytest.fixture(scope="session")
+def mail():
+    """Class of what a peer that is played has received."""
+    return Mail

@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,14 +16,11 @@ from wtransfer import WeightTransferEngineFactory
 from wtransfer.errors import (
     CommitError,
     DigestMismatchError,
-    RoundBusyError,
     SchemaError,
     StallError,
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryEngine
-from wtransfer.weight_sync.worker.session import WorkerSession
-from wtransfer.weight_sync.worker.target import StateDictTarget
 
 MIB = 1 << 20
 
@@ -100,43 +96,6 @@ def test_model_that_changed_after_the_vote_keeps_the_old_version_whole(fleet, ma
     report = round_.result(5)
     assert not report.ok
     assert [each.outcome for each in report.workers] == ["restored"]
-
-
-class Failing(StateDictTarget):
-    """Raises in `apply` once when it is told to."""
-
-    fails = False
-
-    def apply(self, tensors):
-        if self.fails:
-            self.fails = False
-            raise RuntimeError("this rank cannot apply")
-        super().apply(tensors)
-
-
-def test_rank_is_sent_back_at_once_when_another_one_cannot_apply(fleet, weights):
-    made = fleet(weights)
-    targets = [Failing(fresh(weights)) for _ in range(2)]
-    for rank, target in enumerate(targets):
-        made.join(target, instance="both", rank=rank, num_ranks=2)
-    assert made.publish("v1").ok
-    targets[1].fails = True
-    report = made.publish("v2")
-    assert [each.outcome for each in report.workers] == ["reverted", "restored"]
-    rolled_back = [str(error) for error in made.commit_errors if "rolled back" in str(error)]
-    assert len(rolled_back) == 1
-    assert "'v2' was rolled back: rank 1 of the instance: restored" in rolled_back[0]
-
-
-def test_round_is_refused_while_a_commit_is_pending(fleet, weights):
-    made = fleet(weights, engine="shm", deadline_s=0.5)
-    member = made.join()
-    report = made.publisher.publish("v1")
-    assert [each.outcome for each in report.workers] == ["pending"]
-    with pytest.raises(RoundBusyError, match="commit pending since"):
-        made.publisher.publish("v2")
-    assert member.session.commit_pending()
-    assert made.publish("v3").ok
 
 
 # -- proof
@@ -242,14 +201,6 @@ def test_wait_for_ends_at_its_time_and_says_what_is_known(fleet, weights):
         made.publish("v1")
     with pytest.raises(StallError, match=r"(?s)last error: .*layer\.1"):
         member.session.wait_for("v2", timeout_s=0.05)
-
-
-def test_nested_tensor_is_refused_by_name():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    with pytest.raises(SchemaError, match="odd: nested"):
-        WorkerSession({"plain": torch.ones(2), "odd": nested})
 
 
 ROUND = """

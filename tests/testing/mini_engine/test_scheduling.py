@@ -262,8 +262,3 @@ def test_step_that_one_rank_refuses_is_executed_by_none(kit, make):
     host.run()
     assert request.output == kit.reference(ONE, 3)
     assert None not in versions[2:]
-
-
-def test_unknown_load_failure_policy_is_refused(serve):
-    with pytest.raises(ValueError, match="kv_load_failure_policy='perhaps'"):
-        serve(EngineConfig(on_load_failure="perhaps"))

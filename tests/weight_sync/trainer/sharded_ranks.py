@@ -12,9 +12,7 @@ import threading
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import wtransfer
@@ -39,36 +37,6 @@ def tensors(mesh):
         made[name] = distribute_tensor(whole.to(torch.bfloat16), mesh, [placement])
         made[f"plain.{name}"] = whole
     return made
-
-
-def network():
-    """Return a small model, the same on every rank."""
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
-
-
-def step(model):
-    """Take a step of training in which every weight changes."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(torch.ones(2, 5)).square().sum().backward()
-    optimizer.step()
-
-
-class Trained:
-    """A model that is trained between two rounds, here and, for comparison, whole."""
-
-    def __init__(self, mesh):
-        self.published = network()
-        for part in (self.published[0], self.published[2], self.published):
-            fully_shard(part, mesh=mesh)
-        self.whole = network()
-
-    def expected(self):
-        return dict(self.whole.state_dict())
-
-    def advance(self):
-        step(self.published)
-        step(self.whole)
 
 
 class Distributed:
@@ -111,7 +79,7 @@ class ByMetadata(Distributed):
         self.published = self.Source(self.tensors)
 
 
-KINDS = {"fsdp": Trained, "dtensors": Distributed, "metadata": ByMetadata}
+KINDS = {"dtensors": Distributed, "metadata": ByMetadata}
 
 
 def serve(target, publisher, stopped):

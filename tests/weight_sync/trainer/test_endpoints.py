@@ -16,12 +16,10 @@ pytest.importorskip("uvicorn")
 from wtransfer import Publisher, WorkerSession
 from wtransfer.errors import (
     AddressError,
-    AddressInUseError,
     AuthenticationError,
     HostsError,
     NoWorkersError,
     PeerLostError,
-    RemoteError,
     RoundBusyError,
     StallError,
 )
@@ -60,13 +58,6 @@ def absent():
     return "unix:@wt-test-absent"
 
 
-def until(condition, timeout_s=5.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_two_workers_of_one_name_are_refused(weights):
     class Namesake:
         def __init__(self, name):
@@ -97,22 +88,12 @@ class Recorder(HttpClient):
         return super().init_weight_transfer_engine(init_info)
 
 
-def test_shared_token_is_not_sent(start_worker, weights):
-    client = Recorder(start_worker().address, TOKEN)
-    with Publisher(weights, hosts=[client]) as publisher:
-        assert client.sent == {"address": publisher.address, "host": client.name}
-
-
-def test_publisher_of_another_token_sends_its_own(start_worker, weights):
-    client = Recorder(start_worker(token="hosts-own").address, "hosts-own")
-    with Publisher(weights, token="mine", hosts=[client]) as it:
-        assert client.sent == {"address": it.address, "host": client.name, "token": "mine"}
-        assert it.publish("v1").ok
-
-
-def test_host_token_is_that_of_urls(start_worker, weights):
-    worker = start_worker(token="hosts-own")
-    with Publisher(weights, token="mine", hosts=[worker.address], host_token="hosts-own") as it:
+@pytest.mark.parametrize("token", [TOKEN, "hosts-own"])
+def test_publisher_sends_its_token_only_where_another_is_known(start_worker, weights, token):
+    client = Recorder(start_worker(token=token).address, token)
+    with Publisher(weights, token=TOKEN, hosts=[client]) as it:
+        place = {"address": it.address, "host": client.name}
+        assert client.sent == place | ({} if token == TOKEN else {"token": TOKEN})
         assert it.publish("v1").ok
 
 
@@ -133,22 +114,18 @@ def test_closed_publisher_deregisters(start_worker, weights):
     assert (worker.session.version, contents(worker.tensors)) == ("v1", contents(weights))
 
 
-def test_unreachable_endpoint_is_named_and_the_others_are_left(start_worker, weights, absent):
-    worker = start_worker()
-    with pytest.raises(PeerLostError, match=f"cannot reach {absent}"):
-        Publisher(weights, hosts=[worker.address, absent])
-    assert (worker.num_joined, worker.num_left) == (1, 1)
-    assert worker.session.state == "fresh"
-
-
 def test_every_failed_endpoint_is_named(start_worker, weights, absent):
-    stranger = start_worker(token="another")
+    good, stranger = start_worker(), start_worker(token="another")
     with pytest.raises(HostsError) as caught:
-        Publisher(weights, hosts=[stranger.address, absent])
+        Publisher(weights, hosts=[good.address, stranger.address, absent])
     assert {name: type(error) for name, error in caught.value.errors.items()} == {
         stranger.address: AuthenticationError,
         absent: PeerLostError,
     }
+    with pytest.raises(PeerLostError, match=f"cannot reach {absent}"):
+        Publisher(weights, hosts=[good.address, absent])
+    # What has joined is left.
+    assert (good.num_joined, good.num_left, good.session.state) == (2, 2, "fresh")
 
 
 def test_stopped_endpoint_is_given_up_in_time(weights):
@@ -178,32 +155,6 @@ def test_token_in_the_url_of_a_serving_engine_is_warned_of(caplog):
     assert "WTRANSFER_TOKEN of its own environment" in record.getMessage()
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_failures_of_endpoints_hide_none(failing):
-    class Endpoint:
-        def __init__(self, name, error=None):
-            self.name, self.error = name, error
-
-        def init_weight_transfer_engine(self, init_info):
-            if self.error is not None:
-                raise self.error
-
-    errors = [PeerLostError("no route"), KeyError("odd")][:failing]
-    endpoints = Endpoints(None, 1.0)
-    endpoints.add([Endpoint("good"), *(Endpoint(f"bad-{i}", e) for i, e in enumerate(errors))])
-    with pytest.raises((HostsError, PeerLostError)) as caught:
-        endpoints.register("unix:@p", "t")
-    if failing == 1:
-        assert caught.value is errors[0]
-    else:
-        assert {k: type(e) for k, e in caught.value.errors.items()} == {
-            "bad-0": PeerLostError,
-            "bad-1": RemoteError,
-        }
-        for text in ("2 of 3 hosts failed", "bad-0: no route", "bad-1: bad-1: KeyError: 'odd'"):
-            assert text in str(caught.value)
-
-
 def test_endpoint_named_twice_is_refused(weights, absent):
     with pytest.raises(ValueError, match="named twice"):
         Publisher(weights, hosts=[absent, absent])
@@ -213,26 +164,54 @@ def test_worker_that_claims_to_have_joined_is_missed(weights):
     class Liar:
         name = "liar"
 
+        def __init__(self, worker):
+            self.worker = worker
+
         def init_weight_transfer_engine(self, init_info):
-            return {"worker": "elsewhere"}
+            return {"worker": self.worker}
 
     with pytest.raises(NoWorkersError, match=r"elsewhere did not join within 0\.2 s"):
-        Publisher(weights, hosts=[Liar()], deadline_s=0.2)
+        Publisher(weights, hosts=[Liar("elsewhere")], deadline_s=0.2)
+    with pytest.raises(NoWorkersError, match=r"liar did not join within 0\.2 s"):
+        Publisher(weights, hosts=[Liar(None)], deadline_s=0.2)
 
 
 class Engine:
-    """A serving engine: it names no worker, and its worker commits when it is called."""
+    """A serving engine: it names no worker, and its workers commit when it is called.
 
-    def __init__(self, name, weights):
+    Args:
+        name: What it is registered by.
+        weights: What its models have, as zeros.
+        num_replicas: How many it has, each an instance of its own.
+        says: World size that it tells; None: it cannot.
+        late: Replicas that do not join when they are asked.
+    """
+
+    def __init__(self, name, weights, num_replicas=1, says=None, late=0):
         self.name = name
-        self.tensors = {key: torch.zeros_like(tensor) for key, tensor in weights.items()}
-        self.session = WorkerSession(self.tensors, name=f"worker of {name}")
-        self.invited, self.calls = [], []
+        self.replicas = [
+            {key: torch.zeros_like(tensor) for key, tensor in weights.items()}
+            for _ in range(num_replicas)
+        ]
+        if says is not None:
+            self.get_world_size = lambda: says
+        self.late, self.late_s, self.host_ranks = late, None, None
+        self.sessions, self.invited, self.calls = [], [], []
         self.error = None
 
     def init_weight_transfer_engine(self, init_info):
         self.invited.append(init_info)
-        self.session.join(**init_info["wtransfer"])
+        for number in range(len(self.sessions), len(self.replicas) - self.late):
+            self.bring(number)
+        if self.late_s is not None:
+            threading.Timer(self.late_s, self.bring, [len(self.sessions)]).start()
+
+    def bring(self, number):
+        """Let a replica join."""
+        session = WorkerSession(self.replicas[number], name=f"{self.name}-{number}", commit="copy")
+        session.host_ranks = self.host_ranks
+        session.join(**self.invited[-1]["wtransfer"])
+        self.sessions.append(session)
 
     def start_weight_update(self):
         self.calls.append("start")
@@ -241,88 +220,75 @@ class Engine:
         self.calls.append(weight_version)
         if self.error is not None:
             raise self.error
-        self.session.commit_pending(5)
+        for session in self.sessions:
+            session.commit_pending(5)
 
 
 @pytest.fixture
-def engines(weights):
-    made = [Engine(name, weights) for name in ("one", "two")]
-    yield made
+def serve(weights):
+    made = []
+
+    def make(*args, **options):
+        made.append(Engine(f"engine-{len(made)}", weights, *args, **options))
+        return made[-1]
+
+    yield make
     for each in made:
-        each.session.close()
-        # What it has adopted lies in the trainer's memory.
-        each.tensors.clear()
+        for session in each.sessions:
+            session.close()
+
+
+@pytest.fixture
+def engines(serve):
+    return [serve(), serve()]
 
 
 def test_serving_engine_applies_when_it_is_called(engines, weights):
     with Publisher(weights, hosts=engines, token="t") as publisher:
-        place = {"address": publisher.address, "token": "t", "host": "one"}
+        assert publisher.publish("v1", dry_run=True).ok
+        assert [each.calls for each in engines] == [[], []]
+        place = {"address": publisher.address, "token": "t", "host": "engine-0"}
         assert engines[0].invited == [{"wtransfer": place}]
-        assert publisher.hosts == {"one": None, "two": None}
+        assert publisher.hosts == {"engine-0": None, "engine-1": None}
         assert publisher.publish("v1").ok
     for each in engines:
         assert each.calls == ["start", "v1"]
-        assert contents(each.tensors) == contents(weights)
+        assert contents(each.replicas[0]) == contents(weights)
 
 
-def test_dry_run_calls_no_engine(engines, weights):
-    with Publisher(weights, hosts=engines) as publisher:
-        assert publisher.publish("v1", dry_run=True).ok
-    assert [each.calls for each in engines] == [[], []]
-
-
-def test_report_has_the_error_of_an_engine_that_did_not_apply(engines, weights):
-    engines[1].error = RuntimeError("the engine is asleep")
-    with Publisher(weights, hosts=engines, deadline_s=1.0) as publisher:
-        report = publisher.publish("v1")
-    applied, left = sorted(report.workers, key=lambda each: each.worker)
-    assert (report.outcome, applied.outcome, left.outcome) == ("mixed", "committed", "pending")
-    assert "the engine is asleep" in str(left.error)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_failed_call_of_an_engine_blocks_no_later_round(engines, weights, times):
     with Publisher(weights, hosts=engines, deadline_s=1.0) as publisher:
         assert publisher.publish("v1").ok
         engines[1].error = RuntimeError("the engine is asleep")
-        assert publisher.publish("v2").outcome == "mixed"
+        report = publisher.publish("v2")
+        applied, left = sorted(report.workers, key=lambda each: each.worker)
+        assert (report.outcome, applied.outcome, left.outcome) == ("mixed", "committed", "pending")
+        assert "the engine is asleep" in str(left.error)
         if times > 1:
             # Asked again, it fails again: it still holds v2, and can take nothing new.
-            with pytest.raises(RoundBusyError, match="worker of two"):
+            with pytest.raises(RoundBusyError, match="engine-1-0"):
                 publisher.publish("refused")
         engines[1].error = None
         weights["layer.0"] += 1
         report = publisher.publish("v3")
     assert report.ok, str(report)
     for each in engines:
-        assert each.session.version == "v3"
-        assert contents(each.tensors) == contents(weights)
+        assert each.sessions[0].version == "v3"
+        assert contents(each.replicas[0]) == contents(weights)
 
 
-def test_only_the_engine_that_is_behind_is_called(engines, weights):
+def test_only_the_engine_that_is_behind_is_called(engines, weights, until):
     with Publisher(weights, hosts=engines) as publisher:
         assert publisher.publish("v1").ok
-        engines[1].session.close()
+        engines[1].sessions.pop().close()
         until(lambda: len(publisher.workers()) == 1)
-        engines[1].session = WorkerSession(engines[1].tensors, name="its next worker")
-        engines[1].session.join(**engines[1].invited[0]["wtransfer"])
-        until(lambda: engines[1].session.version == "v1")
+        engines[1].bring(0)
+        until(lambda: engines[1].sessions[0].version == "v1")
     assert [each.calls for each in engines] == [["start", "v1"], ["start", "v1"] * 2]
 
 
-def test_engine_whose_workers_do_not_join_is_missed(weights):
-    class Empty:
-        name = "empty"
-
-        def init_weight_transfer_engine(self, init_info):
-            """Join no publisher."""
-
-    with pytest.raises(NoWorkersError, match=r"empty did not join within 0\.2 s"):
-        Publisher(weights, hosts=[Empty()], deadline_s=0.2)
-
-
-def test_restarted_endpoint_is_found_by_invite(start_worker, weights):
+def test_restarted_endpoint_is_found_by_invite(start_worker, weights, until):
     stays, restarted = start_worker(), start_worker()
     with Publisher(weights, hosts=[stays.address, restarted.address]) as publisher:
         assert publisher.publish("v1").ok
@@ -347,12 +313,6 @@ def test_endpoint_can_be_added(start_worker, weights, absent):
         assert publisher.publish("v2").ok
 
 
-@pytest.mark.parametrize("listen", [None, "tcp:127.0.0.1:0", "tcp:0.0.0.0:0"])
-def test_remote_endpoint_needs_an_address_that_it_can_dial(weights, listen):
-    with pytest.raises(AddressError, match=r"--listen tcp:HOST:PORT.*--engine file"):
-        Publisher(weights, listen=listen, hosts=["http://192.0.2.1:8000"])
-
-
 def test_remote_endpoint_may_dial_an_address_of_this_host():
     class Remote:
         name, is_local = "far", False
@@ -366,11 +326,77 @@ def test_remote_endpoint_may_dial_an_address_of_this_host():
     assert endpoints.workers == {"far": None}
 
 
-def test_publisher_that_cannot_listen_leaves_no_thread(weights):
-    num_threads = threading.active_count()
-    with (
-        Publisher(weights, listen="unix:@wt-test-taken"),
-        pytest.raises(AddressInUseError),
-    ):
-        Publisher(weights, listen="unix:@wt-test-taken")
-    until(lambda: threading.active_count() == num_threads)
+@pytest.mark.parametrize("listen", [None, "tcp:127.0.0.1:0", "tcp:0.0.0.0:0"])
+def test_remote_endpoint_needs_an_address_that_it_can_dial(weights, listen):
+    with pytest.raises(AddressError, match=r"--listen tcp:HOST:PORT.*--engine file"):
+        Publisher(weights, listen=listen, hosts=["http://192.0.2.1:8000"])
+
+
+# -- several replicas behind one address: all of them take part in a round, or it does not begin
+
+
+def test_every_replica_behind_an_address_is_waited_for_and_updated(serve, weights):
+    server = serve(2, 2, late=1)
+    server.late_s = 0.3
+    with Publisher(weights, hosts=[server], deadline_s=10) as publisher:
+        report = publisher.publish("v1")
+    assert {each.worker: each.outcome for each in report.workers} == {
+        "engine-0-0": "committed",
+        "engine-0-1": "committed",
+    }
+    assert [contents(each) for each in server.replicas] == [contents(weights)] * 2
+
+
+def test_a_replica_that_does_not_come_is_missed_by_address_and_number(serve, weights):
+    server = serve(2, 2, late=1)
+    with pytest.raises(NoWorkersError) as caught:
+        Publisher(weights, hosts=[server], deadline_s=0.3)
+    assert f"{server.name} (1 of 2 ranks) did not join within 0.3 s" in caught.value.message
+
+
+def test_no_round_begins_without_a_replica_that_was_lost(serve, weights, until):
+    server = serve(2, 2)
+    with Publisher(weights, hosts=[server], deadline_s=0.5) as publisher:
+        assert publisher.publish("v1").ok
+        server.sessions.pop().close()
+        until(lambda: len(publisher.workers()) == 1)
+        before = [contents(each) for each in server.replicas]
+        weights["layer.0"] += 1
+        with pytest.raises(NoWorkersError, match=r"\(1 of 2 ranks\): the rest was lost"):
+            publisher.publish("v2")
+        # Both go on with the same, and the one that comes back is part of the next round.
+        assert [contents(each) for each in server.replicas] == before
+        server.bring(1)
+        assert publisher.publish("v3").ok
+    assert [contents(each) for each in server.replicas] == [contents(weights)] * 2
+
+
+def test_rounds_go_on_without_a_lost_replica_where_the_rules_say_so(serve, weights, until):
+    server = serve(2, 2)
+    with Publisher(weights, hosts=[server], deadline_s=0.5, on_lost_worker="drop") as publisher:
+        assert publisher.publish("v1").ok
+        server.sessions.pop().close()
+        until(lambda: len(publisher.workers()) == 1)
+        assert [each.worker for each in publisher.publish("v2").workers] == ["engine-0-0"]
+
+
+def test_a_server_that_is_gone_as_a_whole_does_not_stop_the_others(serve, weights, until):
+    stays, goes = serve(2, 2), serve(2, 2)
+    with Publisher(weights, hosts=[stays, goes], deadline_s=5) as publisher:
+        assert len(publisher.publish("v1").workers) == 4
+        while goes.sessions:
+            goes.sessions.pop().close()
+        until(lambda: len(publisher.workers()) == 2)
+        assert len(publisher.publish("v2").workers) == 2
+
+
+@pytest.mark.parametrize("says", [None, 2])
+def test_a_server_of_a_group_of_servers_is_not_asked_for_the_ranks_of_the_others(
+    serve, weights, says
+):
+    # Each says the size of the whole group; its workers know that it leads to one of them only.
+    servers = [serve(1, says) for _ in range(2)]
+    for each in servers:
+        each.host_ranks = 1
+    with Publisher(weights, hosts=servers, deadline_s=5) as publisher:
+        assert len(publisher.publish("v1").workers) == 2

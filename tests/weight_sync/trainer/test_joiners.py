@@ -14,25 +14,18 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.faults import Fault
 
 
-def eventually(condition, within_s=5.0):
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def states(publisher):
     return {info.worker: info.state for info in publisher.workers()}
 
 
-def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights):
+def test_a_joiner_that_never_commits_does_not_hold_up_the_others(fleet, weights, until):
     made = fleet(weights, engine="shm", deadline_s=20.0)
     made.join(name="good")
     assert made.publish("v1").ok
     # Not one of the fleet's members, so nobody calls its commit_pending.
     lazy = made.join(name="lazy")
     made.members.remove(lazy)
-    eventually(lambda: lazy.session.state == "pending")
+    until(lambda: lazy.session.state == "pending")
     begun = time.monotonic()
     for version in ("v2", "v3"):
         weights["layer.0"] += 1

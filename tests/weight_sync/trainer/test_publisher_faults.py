@@ -9,9 +9,8 @@ import time
 from typing import ClassVar
 
 import pytest
-import torch
 
-from wtransfer import WeightTransferEngineFactory, hookimpl, hooks
+from wtransfer import WeightTransferEngineFactory
 from wtransfer.engines.shm import ShmTrainerEngine
 from wtransfer.errors import (
     CommitError,
@@ -19,7 +18,6 @@ from wtransfer.errors import (
     PeerLostError,
     RoundAbortedError,
     RoundBusyError,
-    SchemaError,
 )
 from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
@@ -27,10 +25,6 @@ from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S
 
 OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/coordinator.py")
-
-
-def zeros(tensors):
-    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
 # -- own errors after the commit was sent
@@ -72,17 +66,6 @@ def test_own_error_after_the_commit_does_not_claim_that_workers_keep_their_versi
 
 
 # -- what workers that do not apply in time, and engines that come too late, are told
-
-
-def test_worker_that_has_not_applied_in_time_is_pending_and_left_in_peace(fleet, weights):
-    made = fleet(weights, deadline_s=0.5)
-    member = made.join()
-    report = made.publisher.publish("v1", wait=False).result()
-    assert (report.outcome, report.workers[0].outcome) == ("mixed", "pending")
-    assert [each.state for each in made.publisher.workers()] == ["pending"]
-    # It is not sent again what it has: it would have to refuse that.
-    assert member.session.commit_pending(5.0)
-    assert (member.session.version, member.session.last_error) == ("v1", None)
 
 
 def test_ranks_that_have_not_applied_in_time_drop_the_update_together(fleet, weights):
@@ -276,19 +259,8 @@ def test_too_few_workers_are_explained_by_a_token_that_nobody_was_told(weights, 
         for call in (lambda: publisher.wait_for_workers(1, 0.01), lambda: publisher.publish("v")):
             with pytest.raises(NoWorkersError) as caught:
                 call()
-            assert ("made its own" in str(caught.value)) == (token is None)
-
-
-def test_phases_of_a_report_add_up_to_its_total(fleet, weights):
-    made = fleet(weights)
-    made.join()
-    report = made.publish("v1")
-    seconds = dict(report.seconds)
-    assert list(seconds) == ["init", "plan", "transfer", "prepare", "commit", "finish", "total"]
-    total = seconds.pop("total")
-    assert sum(seconds.values()) == pytest.approx(total)
-    assert f"in {total:.3f} s" in str(report)
-    assert all(f"{name} {each:.3f}s" in str(report) for name, each in seconds.items())
+            for hint in ("made its own", "its `token`"):
+                assert (hint in str(caught.value)) == (token is None)
 
 
 @pytest.mark.parametrize(
@@ -302,42 +274,6 @@ def test_report_says_what_the_loss_of_a_worker_means(outcome, meaning):
     lost = PeerLostError("unix:@w: process 7 is gone", worker="w")
     line = WorkerReport("w", "i", 0, outcome, "v1", "f", digests_equal=True, error=lost)
     assert meaning in str(Report("v1", "f", "r", 4, (line,), {}, 0.0))
-
-
-def test_nonfinite_weights_are_not_looked_for_unless_asked(fleet, weights):
-    weights["layer.2"][0, 0] = float("nan")
-    for policy, found in (("allow", {}), ("warn", {"layer.2": 1})):
-        made = fleet(weights, nonfinite=policy)
-        made.join()
-        assert made.publish("v1").nonfinite == found
-
-
-class Aborts:
-    """Notes which workers hear that a round was aborted."""
-
-    def __init__(self):
-        self.heard = threading.Semaphore(0)
-        self.workers = []
-
-    @hookimpl
-    def wtransfer_round_aborted(self, worker):
-        self.workers.append(worker)
-        self.heard.release()
-
-
-def test_every_worker_hears_of_an_abort_that_another_one_caused(fleet, weights):
-    made = fleet(weights)
-    made.join()
-    made.join({name: torch.zeros(2) for name in weights})
-    aborts = Aborts()
-    hooks.register(aborts)
-    try:
-        with pytest.raises(SchemaError):
-            made.publish("v1")
-        assert all(aborts.heard.acquire(timeout=5) for _ in range(3))
-    finally:
-        hooks.unregister(aborts)
-    assert sorted(aborts.workers, key=str) == [None, "worker-0", "worker-1"]
 
 
 # -- engines that return after they were left behind
@@ -371,23 +307,16 @@ class LateEngine(ShmTrainerEngine):
         super().shutdown()
 
 
-def wait_until(holds):
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_engine_that_returns_late_is_shut_down_and_touches_no_later_round(
-    fleet, weights, monkeypatch, where
+    fleet, weights, monkeypatch, where, until
 ):
     for name, value in {"where": where, "made": [], "shut": [], "held": threading.Event()}.items():
         monkeypatch.setattr(LateEngine, name, value, raising=False)
     made = fleet(weights, engine="shm", trainer=LateEngine)
     made.join()
     round_ = made.publisher.publish("v1", wait=False)
-    wait_until(lambda: LateEngine.made)
+    until(lambda: LateEngine.made)
     round_.abort("late")
     with pytest.raises(RoundAbortedError):
         round_.result(10)
@@ -396,4 +325,4 @@ def test_engine_that_returns_late_is_shut_down_and_touches_no_later_round(
     made.close()
     engines = {id(each) for each in LateEngine.made if each is not None}
     assert len(engines) == 2
-    wait_until(lambda: {id(each) for each in LateEngine.shut} == engines)
+    until(lambda: {id(each) for each in LateEngine.shut} == engines)

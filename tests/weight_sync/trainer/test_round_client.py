@@ -8,9 +8,7 @@ import threading
 import pytest
 
 from wtransfer.calls import Announcer
-from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import NotInitializedError, RoundAbortedError
-from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.trainer import engine_runner
 from wtransfer.weight_sync.trainer.engine_runner import RoundClient
 
@@ -58,26 +56,6 @@ def test_an_announcement_that_is_late_does_not_reach_the_next_round():
         announcer.wait()
     assert len(outcome) == 1
     assert (old.delivered, new.delivered) == ([], [])
-
-
-def test_an_engine_sends_in_the_context_of_its_round(fleet, weights):
-    seen = []
-
-    class Twin(MemoryEngine.trainer_cls):
-        def send_weights(self):
-            seen.append(engine_runner._ROUND.get().version)
-            super().send_weights()
-
-    class Worker(MemoryEngine):
-        trainer_cls = Twin
-
-    WeightTransferEngineFactory.register_engine("tests-context", Worker)
-    made = fleet(weights, engine="tests-context")
-    made.join()
-    for version in ("v1", "v2"):
-        assert made.publish(version).ok
-    assert seen == ["v1", "v2"]
-    assert engine_runner._ROUND.get(None) is None
 
 
 def test_a_client_without_a_round_says_so():

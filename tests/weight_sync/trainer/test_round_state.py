@@ -14,7 +14,6 @@ from wtransfer.errors import (
     DigestMismatchError,
     GroupError,
     PeerLostError,
-    ProtocolError,
     RoundAbortedError,
     SchemaError,
     StallError,
@@ -31,7 +30,6 @@ from wtransfer.weight_sync.messages import (
     Finish,
     Plan,
     Prepare,
-    Progress,
     Received,
     Refuse,
     Rollback,
@@ -445,16 +443,6 @@ def test_rank_lost_after_its_ack_takes_the_others_back():
     assert played.outcomes() == ["lost", "reverted", "pending"]
 
 
-def test_worker_lost_after_all_have_finished_stays_committed():
-    played = Sent()
-    played.commit()
-    for worker in (*played.ranks, played.single):
-        played.ack(worker)
-    played.state.lose(played.ranks[0], PeerLostError("gone"))
-    assert played.outcomes() == ["committed"] * 3
-    assert played.state.settled
-
-
 @pytest.mark.parametrize("missing", [None, "another"])
 def test_commit_needs_every_good_vote(missing):
     played = Sent()
@@ -485,50 +473,6 @@ def test_first_failure_is_the_one_that_is_reported():
     played.state.abort(RoundAbortedError("the user"))
     assert played.state.ended is first
     assert played.sent == [("rank 0", Abort), ("rank 1", Abort), ("single", Abort)]
-
-
-@pytest.mark.parametrize("may_drop", [True, False])
-def test_lost_rank_leaves_its_instance_out_only_where_that_is_allowed(may_drop):
-    played = Sent(may_drop=may_drop)
-    played.state.lose(played.ranks[0], StallError("stalled"))
-    told = [("rank 0", Abort), ("rank 1", Abort)]
-    assert played.sent == (told if may_drop else [*told, ("single", Abort)])
-    assert (played.state.ended is None) == may_drop
-    # Never the last one.
-    played.state.lose(played.single, StallError("stalled"))
-    assert played.state.ended is not None
-    assert ("single", Abort) in played.sent
-
-
-def test_fewer_than_the_least_do_not_go_on():
-    played = Sent(may_drop=True, min_instances=2)
-    played.state.lose(played.single, PeerLostError("gone"))
-    assert isinstance(played.state.ended, PeerLostError)
-
-
-def test_answers_that_repeat_bring_no_round_on():
-    state, worker = (played := Sent()).state, played.single
-    for message in (Accept(ROUND, []), Received(ROUND, 0), Progress(ROUND, 5)):
-        assert state.answer(worker, message)
-        assert not state.answer(worker, message)
-    assert not state.answer(worker, Progress(ROUND, 4))
-
-
-@pytest.mark.parametrize(
-    ("messages", "error"),
-    [
-        ([Ack(ROUND, "committed", "v", "f", "serving", {})], "gives an ack before the commit"),
-        ([Vote(ROUND, GOOD, 1, {})] * 2, "gives a second vote"),
-        ([Commit(ROUND)], "a worker does not send Commit"),
-    ],
-)
-def test_messages_out_of_place_are_protocol_errors(messages, error):
-    played = Sent()
-    *before, last = messages
-    for message in before:
-        played.state.answer(played.single, message)
-    with pytest.raises(ProtocolError, match=error):
-        played.state.answer(played.single, last)
 
 
 def test_manifest_is_named_to_workers_that_have_it_and_sent_whole_to_others():

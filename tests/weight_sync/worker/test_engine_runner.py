@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -21,18 +20,6 @@ TIMEOUT_S = 10
 @pytest.fixture(scope="module", autouse=True)
 def engine_of_tests():
     WeightTransferEngineFactory.register_engine("tests-runner", MemoryEngine)
-
-
-@pytest.fixture(autouse=True)
-def leaves_nothing(leaves_nothing):
-    """Look at every test of this file so."""
-
-
-def eventually(holds):
-    end = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_an_abort_never_reaches_the_engine_that_comes_after_the_one_that_was_meant():
@@ -65,13 +52,13 @@ def stuck_engine():
     ), done
 
 
-def test_a_task_that_was_given_up_takes_no_later_engine_with_it(monkeypatch):
+def test_a_task_that_was_given_up_takes_no_later_engine_with_it(monkeypatch, until):
     monkeypatch.setattr(module, "UNBLOCK_GRACE_S", 0.05)
     runner, gate = EngineRunner(0, 1, None), threading.Event()
     runner._engine, done = stuck_engine()
     hanging = runner.submit(lambda: gate.wait(TIMEOUT_S))
     runner.abort(hanging)
-    eventually(lambda: done == ["abort", "shutdown"])
+    until(lambda: done == ["abort", "shutdown"])
     runner._engine, done = stuck_engine()
     runner.abort(hanging)
     assert done == []
@@ -93,7 +80,7 @@ def test_a_task_that_had_yet_to_run_can_still_be_given_up(monkeypatch):
     runner.shutdown()
 
 
-def test_an_engine_that_was_replaced_meanwhile_is_not_shut_down_twice(monkeypatch):
+def test_an_engine_that_was_replaced_meanwhile_is_not_shut_down_twice(monkeypatch, until):
     monkeypatch.setattr(module, "UNBLOCK_GRACE_S", 0.2)
     runner, gate = EngineRunner(0, 1, None), threading.Event()
     (first, done), (second, done_to_second) = stuck_engine(), stuck_engine()
@@ -101,13 +88,13 @@ def test_an_engine_that_was_replaced_meanwhile_is_not_shut_down_twice(monkeypatc
 
     def make():
         # After an abort that meant the first one.
-        eventually(lambda: done == ["abort"])
+        until(lambda: done == ["abort"])
         runner._drop()
         runner._engine = second
         gate.wait(TIMEOUT_S)
 
     runner.abort(runner.submit(make))
-    eventually(lambda: done_to_second == ["shutdown"])
+    until(lambda: done_to_second == ["shutdown"])
     assert done == ["abort", "shutdown"]
     gate.set()
     runner.shutdown()
@@ -149,25 +136,3 @@ def test_closing_while_an_engine_hangs_leaves_no_thread_that_waits_for_more():
     runner.abort(hanging)
     gate.set()
     assert hanging.wait(TIMEOUT_S)
-
-
-def test_a_second_abort_of_a_hanging_call_leaves_the_next_thread_alone(monkeypatch):
-    monkeypatch.setattr(module, "UNBLOCK_GRACE_S", 0.05)
-    engine = EngineRunner(0, 1, None)
-    release = threading.Event()
-    hanging = engine.submit(lambda: release.wait(20))
-    engine.abort(hanging)
-    started, on_current_thread = threading.Event(), []
-
-    def call():
-        started.set()
-        release.wait(0.5)
-        on_current_thread.append(engine._mover.runs_here())
-
-    after = engine.submit(call)
-    assert started.wait(5)
-    engine.abort(hanging)
-    release.set()
-    assert after.wait(5)
-    assert on_current_thread == [True]
-    engine.shutdown()

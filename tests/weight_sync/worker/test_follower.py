@@ -12,14 +12,13 @@ import torch
 
 from wtransfer import WorkerSession
 from wtransfer.checkpoint.source import CheckpointSource
-from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
+from wtransfer.checkpoint.versions import CURRENT_NAME
 from wtransfer.errors import (
     AddressError,
     CommitError,
     DigestMismatchError,
     ManifestError,
     RoundBusyError,
-    SchemaError,
     SourceError,
     StagingMemoryError,
     WTransferError,
@@ -27,9 +26,7 @@ from wtransfer.errors import (
 from wtransfer.registry import hooks
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
-from wtransfer.weight_sync.worker import session as session_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
-from wtransfer.weight_version import ProcessWeights
 
 PATIENCE_S = 5.0
 
@@ -38,11 +35,6 @@ PATIENCE_S = 5.0
 def look_often(monkeypatch):
     monkeypatch.setattr("wtransfer.weight_sync.worker.follower.POLL_S", 0.02)
     monkeypatch.setattr("wtransfer.weight_sync.worker.follower.RETRY_S", 0.1)
-
-
-@pytest.fixture
-def store(tmp_path):
-    return VersionStore(tmp_path / "store")
 
 
 @pytest.fixture
@@ -77,13 +69,6 @@ def follow(store, weights):
         sessions.pop().close()
 
 
-def eventually(condition, within_s=PATIENCE_S):
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_a_worker_takes_the_current_version_long_after_the_publisher_has_gone(
     store, publish, follow
 ):
@@ -93,6 +78,7 @@ def test_a_worker_takes_the_current_version_long_after_the_publisher_has_gone(
     assert ("v2", store.versions()[-1].fingerprint) == (session.version, session.fingerprint)
     assert (session.state, session.refusal, session.connected) == ("serving", None, True)
     assert sent == contents(model)
+    assert not session.commit_pending(0.2)
 
 
 def test_a_folder_may_be_joined_before_it_exists_and_without_a_token(publish, follow):
@@ -104,16 +90,6 @@ def test_a_folder_may_be_joined_before_it_exists_and_without_a_token(publish, fo
     assert sent == contents(model)
 
 
-def test_every_further_version_is_taken_once(publish, follow):
-    publish("v1")
-    model, session = follow()
-    assert session.commit_pending(PATIENCE_S)
-    assert not session.commit_pending(0.2)
-    sent = publish("v2")
-    assert session.commit_pending(PATIENCE_S)
-    assert (session.version, contents(model)) == ("v2", sent)
-
-
 def test_a_version_of_the_same_weights_is_not_taken_again(store, publish, follow, weights):
     publish("v1")
     _, session = follow()
@@ -122,26 +98,6 @@ def test_a_version_of_the_same_weights_is_not_taken_again(store, publish, follow
     publish("the same")
     assert not session.commit_pending(0.3)
     assert session.fingerprint == store.versions()[-1].fingerprint
-
-
-def test_a_version_that_is_cast_gives_kv_the_name_that_a_round_gives(
-    store, follow, weights, monkeypatch
-):
-    processes = [ProcessWeights(), ProcessWeights()]
-
-    def model_of(process):
-        monkeypatch.setattr(session_module, "process_weights", process)
-        return {name: torch.zeros_like(each).to(torch.float64) for name, each in weights.items()}
-
-    with Fleet(weights, engine="file", options={"path": str(store.root)}) as made:
-        made.join(model_of(processes[0]), cast=True)
-        report = made.publish("v1")
-        assert report.ok
-        by_a_round = processes[0].version().fingerprint
-    _, session = follow(model_of(processes[1]), cast=True)
-    assert session.commit_pending(PATIENCE_S)
-    assert report.fingerprint == session.fingerprint != by_a_round
-    assert processes[1].version().fingerprint == by_a_round
 
 
 def test_a_worker_may_leave_and_keeps_what_it_has(store, publish, follow):
@@ -155,12 +111,6 @@ def test_a_worker_may_leave_and_keeps_what_it_has(store, publish, follow):
     session.join(f"file:{store.root}")
     assert session.commit_pending(PATIENCE_S)
     assert session.version == "v2"
-
-
-def test_a_folder_is_joined_once(store, follow):
-    _, session = follow()
-    with pytest.raises(ValueError, match="has joined"):
-        session.join(f"file:{store.root}/.")
 
 
 @pytest.mark.parametrize("address", ["file:", "file:relative/path", "file:/a\0b"])
@@ -191,17 +141,8 @@ def truncate(folder):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def lose_a_file(folder):
-    (folder / "model.safetensors").unlink()
-
-
 def lose_the_manifest(folder):
     (folder / "wtransfer.json").unlink()
-
-
-def lie(folder):
-    file = folder / "wtransfer.json"
-    file.write_text(file.read_text().replace('"digest":"', '"digest":"0', 1))
 
 
 def link(folder):
@@ -212,20 +153,14 @@ def link(folder):
 DAMAGE = [
     (flip, DigestMismatchError, "'layer.3'"),
     (truncate, SourceError, "'layer.3'"),
-    (lose_a_file, SourceError, "found 0 .safetensors files"),
     (lose_the_manifest, ManifestError, "manifest is missing"),
-    (lie, ManifestError, "wtransfer.json"),
     (link, WTransferError, "symbolic link"),
 ]
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [DAMAGE[0], *(pytest.param(each, marks=pytest.mark.slow) for each in DAMAGE[1:])],
-    ids=lambda each: each[0].__name__,
-)
+@pytest.mark.parametrize("damaged", DAMAGE, ids=lambda each: each[0].__name__)
 def test_a_damaged_version_is_refused_and_named_and_the_next_good_one_is_taken(
-    store, publish, follow, caplog, damaged
+    store, publish, follow, caplog, damaged, *, until
 ):
     damage, error, text = damaged
     first = publish("v1")
@@ -233,7 +168,7 @@ def test_a_damaged_version_is_refused_and_named_and_the_next_good_one_is_taken(
     assert session.commit_pending(PATIENCE_S)
     with caplog.at_level(logging.WARNING, "wtransfer.weight_sync.worker.follower"):
         spoilt(store, publish, damage)
-        eventually(lambda: session.refusal is not None)
+        until(lambda: session.refusal is not None)
         assert not session.commit_pending(0.4)
     assert text in str(session.refusal)
     assert isinstance(session.refusal, error)
@@ -261,42 +196,32 @@ def spoilt(store, publish, damage):
     store.root = root
 
 
-def test_a_repaired_version_is_taken_without_a_new_one(store, publish, follow):
+def test_a_repaired_version_is_taken_without_a_new_one(store, publish, follow, until):
     sent = publish("v1")
     folder = store.folder_of(store.versions()[-1])
     whole = (folder / "model.safetensors").read_bytes()
     flip(folder)
     model, session = follow()
-    eventually(lambda: session.refusal is not None)
+    until(lambda: session.refusal is not None)
     (folder / "model.safetensors").write_bytes(whole)
     assert session.commit_pending(PATIENCE_S)
     assert (session.refusal, contents(model)) == (None, sent)
 
 
-def test_a_listing_that_cannot_be_read_is_a_refusal(store, publish, follow):
+def test_a_listing_that_cannot_be_read_is_a_refusal(store, publish, follow, until):
     publish("v1")
     _, session = follow()
     assert session.commit_pending(PATIENCE_S)
     (store.root / CURRENT_NAME).write_text("{")
-    eventually(lambda: isinstance(session.refusal, ManifestError))
+    until(lambda: isinstance(session.refusal, ManifestError))
     assert (session.version, session.state) == ("v1", "serving")
 
 
-def test_a_version_that_does_not_fit_the_model_is_refused_by_name(publish, follow):
-    publish("v1")
-    model = {f"layer.{i}": torch.zeros(3, 4) for i in range(3)} | {"other": torch.zeros(2)}
-    _, session = follow(model)
-    eventually(lambda: session.refusal is not None)
-    assert isinstance(session.refusal, SchemaError)
-    assert "layer.3" in str(session.refusal)
-    assert session.version is None
-
-
-def test_without_memory_for_it_nothing_is_begun(publish, follow, monkeypatch):
+def test_without_memory_for_it_nothing_is_begun(publish, follow, monkeypatch, until):
     publish("v1")
     monkeypatch.setattr("wtransfer.transport.memory.available_memory", lambda: 10)
     _, session = follow()
-    eventually(lambda: session.refusal is not None)
+    until(lambda: session.refusal is not None)
     assert isinstance(session.refusal, StagingMemoryError)
 
 
@@ -319,17 +244,6 @@ def test_a_model_that_refuses_is_asked_again_and_less_often(publish, follow, wei
     assert session.state == "empty"
     assert session.commit_pending(PATIENCE_S)
     assert (session.version, contents(model)) == ("v1", contents(weights))
-
-
-def test_a_version_that_its_host_declines_is_not_offered_again(publish, follow):
-    publish("v1")
-    _, session = follow()
-    eventually(lambda: session.state == "pending")
-    assert session.discard_pending()
-    assert not session.commit_pending(0.3)
-    publish("v2")
-    assert session.commit_pending(PATIENCE_S)
-    assert session.version == "v2"
 
 
 # -- observed
@@ -393,22 +307,30 @@ def commit(session):
     ],
     ids=lambda case: case[0].__name__,
 )
-def test_observers_see_the_end_of_an_offered_version(publish, weights, follow, observed, case):
+def test_observers_see_the_end_of_an_offered_version(
+    publish, weights, follow, observed, case, *, until
+):
     end, text = case
     publish("v1")
     observed.clear()
     model = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     _, session = follow(Refusing(model) if end is fail else model)
-    eventually(lambda: session.state == "pending")
+    until(lambda: session.state == "pending")
     end(session)
-    eventually(lambda: "v1" in observed)
+    until(lambda: "v1" in observed)
     assert text in observed["v1"]
+    if end is decline:
+        # It is not offered again, and the next one is.
+        assert not session.commit_pending(0.3)
+        publish("v2")
+        assert session.commit_pending(PATIENCE_S)
+        assert session.version == "v2"
 
 
-def test_a_version_that_comes_while_another_waits_is_taken_after_it(publish, follow):
+def test_a_version_that_comes_while_another_waits_is_taken_after_it(publish, follow, until):
     publish("v1")
     _, session = follow()
-    eventually(lambda: session.state == "pending")
+    until(lambda: session.state == "pending")
     publish("v2")
     time.sleep(0.1)
     for version in ("v1", "v2"):
@@ -416,14 +338,16 @@ def test_a_version_that_comes_while_another_waits_is_taken_after_it(publish, fol
         assert session.version == version
 
 
-def test_leaving_while_a_version_is_read_ends_the_reading(publish, follow, store, paused_reading):
+def test_leaving_while_a_version_is_read_ends_the_reading(
+    publish, follow, store, paused_reading, until
+):
     reading, go_on, read = paused_reading
     publish("v1")
     _, session = follow()
     assert reading.wait(PATIENCE_S)
     leaving = threading.Thread(target=lambda: session.leave(f"file:{store.root}"))
     leaving.start()
-    eventually(lambda: session.publisher is None)
+    until(lambda: session.publisher is None)
     go_on.set()
     leaving.join(PATIENCE_S)
     assert not session.commit_pending(0.1)

@@ -27,61 +27,27 @@ def update(module):
     return {n: (t + 1 if t.is_floating_point() else t + 5) for n, t in module.state_dict().items()}
 
 
-@pytest.fixture(params=["adopt", "copy"])
-def commit(request):
-    return request.param
-
-
-def test_the_schema_names_every_parameter_and_persistent_buffer(commit):
+def test_an_update_is_applied_bit_for_bit_and_the_parameters_stay_the_objects_that_they_were(
+    commit,
+):
     module = model()
-    schema = ModuleTarget(module, commit).schema()
-    assert list(schema) == list(module.state_dict())
-    assert schema["1.num_batches_tracked"] == TensorSpec(torch.int64, ())
-
-
-def test_an_update_is_applied_bit_for_bit(commit):
-    module = model()
-    new = update(module)
-    ModuleTarget(module, commit).apply(new)
-    assert contents(module.state_dict()) == contents(new)
-
-
-def test_the_parameters_stay_the_objects_that_they_were(commit):
-    module = model()
+    target, new = ModuleTarget(module, commit), update(module)
+    assert list(target.schema()) == list(module.state_dict())
+    assert target.schema()["1.num_batches_tracked"] == TensorSpec(torch.int64, ())
     before = {name: id(each) for name, each in module.named_parameters()}
-    ModuleTarget(module, commit).apply(update(module))
+    target.apply(new)
+    assert contents(module.state_dict()) == contents(new)
     assert {name: id(each) for name, each in module.named_parameters()} == before
     assert all(each.requires_grad for each in module.parameters())
 
 
-def test_adopting_points_at_the_staged_memory_and_copying_does_not():
-    for commit, adopts in (("adopt", True), ("copy", False)):
-        module = nn.Linear(SMALL_NBYTES // 4, 2)
-        address = module.weight.data_ptr()
-        new = update(module)
-        ModuleTarget(module, commit).apply(new)
-        assert (module.weight.data_ptr() == new["weight"].data_ptr()) is adopts
-        assert (module.weight.data_ptr() == address) is not adopts
-
-
-def test_small_tensors_are_copied_by_a_target_that_adopts():
-    module = nn.Linear(SMALL_NBYTES // 4, 1)
-    address, target = module.weight.data_ptr(), ModuleTarget(module, "adopt")
-    for _ in range(3):
-        new = update(module)
-        target.apply(new)
-        assert torch.equal(module.weight, new["weight"])
-        assert module.weight.data_ptr() == address
-
-
-def test_what_was_captured_brings_the_old_weights_back(commit):
-    module = model()
-    before = contents(module.state_dict())
-    target = ModuleTarget(module, commit)
-    captured = target.capture()
-    target.apply(update(module))
-    target.apply(captured)
-    assert contents(module.state_dict()) == before
+@pytest.mark.parametrize("numel", [SMALL_NBYTES // 4, SMALL_NBYTES])
+def test_only_large_tensors_are_pointed_at_the_staged_memory(commit, numel):
+    module = nn.Linear(numel, 1)
+    address, new = module.weight.data_ptr(), update(module)
+    ModuleTarget(module, commit).apply(new)
+    adopts = commit == "adopt" and numel == SMALL_NBYTES
+    assert module.weight.data_ptr() == (new["weight"].data_ptr() if adopts else address)
 
 
 # FAULTS 17
@@ -97,54 +63,6 @@ def test_what_was_captured_brings_them_back_after_half_an_update(commit):
     assert contents(module.state_dict()) == before
 
 
-# FAULTS 45
-@pytest.mark.parametrize("numel", [3, SMALL_NBYTES])
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_tied_tensors_stay_tied_whichever_name_came(commit, name, numel):
-    base = torch.zeros(numel)
-    tensors = {"a": base, "b": base.detach()}
-    target = StateDictTarget(tensors, commit)
-    assert target.schema() == {"a": TensorSpec(torch.float32, (numel,), ("b",))}
-    target.apply({name: torch.ones(numel)})
-    assert tensors["a"].unique().tolist() == tensors["b"].unique().tolist() == [1.0]
-    assert tensors["a"].data_ptr() == tensors["b"].data_ptr()
-
-
-# FAULTS 45
-def test_a_cast_happens_where_an_update_is_applied(commit):
-    tensors = {"w": torch.zeros(3, dtype=torch.bfloat16)}
-    target = StateDictTarget(tensors, commit)
-    target.apply({"w": torch.tensor([1.0, 1 + 2**-10, -2.5])})
-    assert tensors["w"].dtype == torch.bfloat16
-    assert tensors["w"].tolist() == [1.0, 1.0, -2.5]
-
-
-def test_parts_of_a_flat_buffer_are_written_where_they_are():
-    flat = torch.zeros(6)
-    target = StateDictTarget({"a": flat[:3], "b": flat[3:]}, "adopt")
-    captured = target.capture()
-    target.apply({"a": torch.ones(3), "b": torch.full((3,), 2.0)})
-    assert flat.tolist() == [1, 1, 1, 2, 2, 2]
-    target.apply(captured)
-    assert flat.tolist() == [0] * 6
-
-
-def test_a_strided_tensor_keeps_its_strides(commit):
-    tensors = {"w": torch.zeros(3, 2).t()}
-    target = StateDictTarget(tensors, commit)
-    new = torch.arange(6.0).view(2, 3)
-    target.apply({"w": new})
-    assert tensors["w"].stride() == (1, 2)
-    assert torch.equal(tensors["w"], new)
-
-
-def test_an_adopted_model_can_be_trained_on():
-    module = model()
-    ModuleTarget(module, "adopt").apply(update(module))
-    module(torch.ones(2, 3)).sum().backward()
-    torch.optim.SGD(module.parameters(), lr=0.1).step()
-
-
 def test_unknown_ways_to_commit_are_refused():
     with pytest.raises(ValueError, match="commit is 'move', expected 'adopt' or 'copy'"):
         StateDictTarget({}, "move")
@@ -153,45 +71,6 @@ def test_unknown_ways_to_commit_are_refused():
 def test_what_is_no_target_is_refused():
     with pytest.raises(TypeError, match="cannot serve a list: expected a torch module"):
         as_target([torch.zeros(1)], "adopt")
-
-
-def test_a_target_of_ones_own_is_taken_as_it_is(commit):
-    own = StateDictTarget({})
-    assert as_target(own, commit) is own
-
-
-def replace_buffers(module):
-    module.double().float()
-
-
-def assign(module):
-    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
-
-
-def replace_parameter(module):
-    module[0].weight = nn.Parameter(torch.zeros(4, 3))
-
-
-@pytest.mark.parametrize("change", [replace_buffers, assign, replace_parameter])
-def test_a_module_that_got_other_tensors_is_written_all_the_same(commit, change):
-    module = model()
-    target = ModuleTarget(module, commit)
-    change(module)
-    before, new = contents(module.state_dict()), update(module)
-    captured = target.capture()
-    target.apply(new)
-    assert contents(module.state_dict()) == contents(new)
-    target.apply(captured)
-    assert contents(module.state_dict()) == before
-
-
-def test_a_mapping_that_got_another_tensor_is_written_all_the_same(commit):
-    tensors = {"w": torch.zeros(2)}
-    target = StateDictTarget(tensors, commit)
-    tensors["w"] = torch.zeros(3)
-    assert target.schema() == {"w": TensorSpec(torch.float32, (3,))}
-    target.apply({"w": torch.ones(3)})
-    assert tensors["w"].tolist() == [1.0] * 3
 
 
 def test_a_shape_that_changed_since_the_plan_is_an_error_and_not_broadcast(commit):
@@ -234,12 +113,6 @@ def test_a_model_that_moves_to_shared_memory_takes_no_version_with_it():
     assert not first.is_shared()
 
 
-def test_a_tensor_and_its_conjugate_are_two():
-    base = torch.zeros(4, dtype=torch.complex64)
-    target = StateDictTarget({"a": base, "b": base.conj()})
-    assert list(target.schema()) == ["a", "b"]
-
-
 def test_a_view_made_of_an_adopted_tensor_does_not_get_its_set_written_into():
     tensors = {"w": torch.zeros(SMALL_NBYTES)}
     target = StateDictTarget(tensors)
@@ -274,13 +147,6 @@ def test_one_staged_tensor_under_two_names_does_not_tie_them():
     assert list(target.schema()) == ["a", "b"]
 
 
-def test_bytes_of_bool_tensors_are_kept(commit):
-    staged = torch.tensor([0, 1, 2, 255], dtype=torch.uint8).view(torch.bool)
-    tensors = {"flags": torch.zeros(4, dtype=torch.bool)}
-    StateDictTarget(tensors, commit).apply({"flags": staged})
-    assert tensors["flags"].view(torch.uint8).tolist() == [0, 1, 2, 255]
-
-
 UNWRITABLE = {
     "meta": (lambda: torch.zeros(3, device="meta"), "on the meta device"),
     "expanded": (lambda: torch.zeros(1).expand(4), "expanded"),
@@ -288,10 +154,13 @@ UNWRITABLE = {
     "windows": (lambda: torch.zeros(5).unfold(0, 3, 1), "expanded"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "of layout torch.sparse_coo"),
     "lazy": (lambda: nn.LazyLinear(2).weight, "lazy"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.zeros(4), 1, 0, torch.qint8), "quantise"),
 }
 
 
 @pytest.mark.parametrize("kind", UNWRITABLE)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested")
 def test_what_cannot_be_written_is_refused_and_named(commit, kind):
     make, reason = UNWRITABLE[kind]
     with pytest.raises(SchemaError, match=rf"1 of 2 tensors .*\n  odd: .*{reason}") as caught:
@@ -312,13 +181,6 @@ def test_memory_that_was_freed_is_neither_written_nor_read(commit):
         StateDictTarget(tensors, commit)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_quantised_tensors_are_refused_and_named(commit):
-    odd = torch.quantize_per_tensor(torch.zeros(4), 0.1, 0, torch.qint8)
-    with pytest.raises(SchemaError, match="odd: quantised"):
-        StateDictTarget({"odd": odd}, commit)
-
-
 def test_a_model_made_in_inference_mode_is_written(commit):
     with torch.inference_mode():
         module = model()
@@ -335,14 +197,6 @@ def test_a_commit_in_inference_mode_leaves_parameters_that_can_be_trained(commit
     with torch.inference_mode():
         ModuleTarget(module, commit).apply(new)
     assert not any(each.is_inference() for each in module.state_dict(keep_vars=True).values())
-
-
-def test_memory_of_another_process_is_written_and_not_left():
-    module = model().share_memory()
-    address, new = module[0].weight.data_ptr(), update(module)
-    ModuleTarget(module, "adopt").apply(new)
-    assert module[0].weight.data_ptr() == address
-    assert contents(module.state_dict()) == contents(new)
 
 
 class Viewed(nn.Module):
