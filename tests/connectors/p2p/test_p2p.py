@@ -543,7 +543,7 @@ def test_aborted_request_keeps_its_blocks_until_nothing_is_written(make, monkeyp
         return real(self, *rest)
 
     monkeypatch.setattr(Copier, "load", load)
-    monkeypatch.setattr(client_module, "SHARE_NBYTES", 1)
+    one_block_each(monkeypatch)
     request = begin(other, params)
     assert reached.wait(10)
     other.scheduler.abort(request)
@@ -558,6 +558,12 @@ def test_aborted_request_keeps_its_blocks_until_nothing_is_written(make, monkeyp
     # The sixth was under way; nothing came after it.
     for layer in other.caches[0].layers:
         assert layer[request.block_ids[6:BLOCKS]].eq(7.0).all()
+
+
+def one_block_each(monkeypatch):
+    """Let every block be a task of its own, for whichever thread is free."""
+    monkeypatch.setattr(copier, "SHARE_NBYTES", 1)
+    monkeypatch.setattr(copier, "TASK_CHUNKS", 1)
 
 
 @pytest.fixture
@@ -578,7 +584,7 @@ def no_more_threads(monkeypatch):
 
 def test_threads_that_copy_run_before_the_first_request(make, monkeypatch, no_more_threads):
     """Else a copy that is queued for a thread that cannot start is made after its load's end."""
-    monkeypatch.setattr(client_module, "SHARE_NBYTES", 1)
+    one_block_each(monkeypatch)
     one, other = make("p"), make("d")
     no_more_threads("_0", "_1")
     assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
@@ -594,7 +600,7 @@ def test_caches_are_refused_where_a_thread_that_copies_cannot_start(make, no_mor
 @pytest.mark.parametrize("kind", [SHM])
 def test_load_ends_after_its_copies_where_a_later_one_cannot_begin(make, monkeypatch):
     one, other = make("p"), make("d", num_threads=1)
-    monkeypatch.setattr(client_module, "SHARE_NBYTES", 1)
+    one_block_each(monkeypatch)
     threads = worker_of(other)._loads.threads
     refused, go_on, real, copies = threading.Event(), threading.Event(), threads.submit, []
 
