@@ -63,6 +63,9 @@ _BLOCK_SIZE = 16  # tokens of a block
 _UNIT_NBYTES = 2 * 4 * _BLOCK_SIZE * NUM_LAYERS
 # Longest wait for a load, and for blocks to be free again.
 _PATIENCE_S = 300.0
+# Short beside a load.
+_POLL_S = 0.0002
+_LOOKUP = "get_num_new_matched_tokens"
 
 
 class Kind(NamedTuple):
@@ -240,8 +243,7 @@ def decode(
         for number in range(1 + num_rounds):
             saved = json.loads(channel.get(f"saved-{number}"))
             before_s = copies.seconds()
-            # No load is faster: its threads are left alone for so long.
-            request = instance.load(number, saved.pop("params"), 0.7 * before_s)
+            request = instance.load(number, saved.pop("params"))
             memcpy_s = min(before_s, copies.seconds())
             instance.model.check(number, request.block_ids[:num_blocks])
             times = {**saved, "load": instance.load_s, "load_memcpy": memcpy_s}
@@ -299,17 +301,35 @@ class TimedSide:
     def __init__(self, side: Any) -> None:
         self.side = side
         self.calls: list[Call] = []
+        self._received: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self.side, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if name == "get_finished" and self._received:
+                return self._received.pop()
             began = time.perf_counter()
             result = own(*args, **kwargs)
             self.calls.append(Call(name, began, time.perf_counter(), result))
             return result
 
         return timed if callable(own) else own
+
+    def wait_for_load(self, deadline: Deadline) -> None:
+        """Ask until a load has ended; the engine gets the answer in its next step.
+
+        Meanwhile it takes none: steps would take turns with the threads that copy.
+        """
+        sent: set[str] = set()
+        while True:
+            also_sent, received = self.get_finished(set())
+            sent |= also_sent or set()
+            if received:
+                self._received.append((sent, received))
+                return
+            deadline.check("the load of a round")
+            time.sleep(_POLL_S)
 
     def named(self, *names: str, since: float = 0.0) -> list[Call]:
         """Return the calls of these methods from a time on, in order."""
@@ -440,7 +460,7 @@ class Instance(contextlib.ExitStack):
         """Calls of the scheduler's side for the last request, until its load was ordered."""
         allocated = self._scheduler.named("update_state_after_alloc")[0]
         ordered = self._scheduler.named("build_connector_meta", since=allocated.ended)[0]
-        names = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
+        names = (_LOOKUP, "update_state_after_alloc", "build_connector_meta")
         return [call for call in self._scheduler.named(*names) if call.began <= ordered.began]
 
     @property
@@ -451,13 +471,13 @@ class Instance(contextlib.ExitStack):
         # Without a report it was loaded within the step.
         return (reports or [start])[0].ended - start.began
 
-    def serve(self, number: int, params: Any, poll_after_s: float = 0.0) -> Request:
+    def serve(self, number: int, params: Any, *, is_loaded: bool = False) -> Request:
         """Serve the prompt of a round, in blocks that are in another order than before.
 
         Args:
             number: Of the round; no two prompts begin alike.
             params: For the connector.
-            poll_after_s: Pause after the first step: steps take turns with the threads that copy.
+            is_loaded: Whether the connector brings its blocks.
         """
         pool = self._engine.scheduler.pool
         pool.reset()
@@ -469,18 +489,23 @@ class Instance(contextlib.ExitStack):
         self._scheduler.calls.clear()
         request = self._engine.submit([number, *range(self._num_tokens)], 1, params)
         self._engine.step()
-        time.sleep(poll_after_s)
+        if is_loaded:
+            # None: the connector does not know yet.
+            while (found := self._scheduler.named(_LOOKUP)[-1].result[0]) is None:
+                self._engine.step()
+            if found:
+                self.worker.wait_for_load(Deadline(_PATIENCE_S))
         self._engine.run(_PATIENCE_S)
         return request
 
-    def load(self, number: int, params: Any, poll_after_s: float = 0.0) -> Request:
-        """Serve the prompt of a round whose blocks the connector brings; arguments as for `serve`.
+    def load(self, number: int, params: Any) -> Request:
+        """Serve the prompt of a round whose blocks the connector brings.
 
         Raises:
             IncompleteUpdateError: Some of its blocks are not found, or do not come.
         """
         before = self._engine.scheduler.counts["tokens_loaded"]
-        request = self.serve(number, params, poll_after_s)
+        request = self.serve(number, params, is_loaded=True)
         num_loaded = self._engine.scheduler.counts["tokens_loaded"] - before
         if num_loaded != self._num_tokens:
             stats = {**self._scheduler.side.get_stats(), **self.worker.side.get_stats()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import random
+import threading
 
 import pytest
 
@@ -28,31 +29,41 @@ CASES = [
 
 
 def make_unreliable(kit, host, drawn):
-    """Let the tier answer late, ask again, forget all blocks and damage some."""
+    """Let the tier answer late, ask again, forget all blocks and damage some, until it is mended.
+
+    Returns:
+        What mends it.
+    """
+    mended = threading.Event()
+
+    def happens(chance):
+        return drawn.random() < chance and not mended.is_set()
+
     worker, manager = kit.tier_worker_of(host), kit.manager_of(host)
     get_finished, lookup, prepare_load = worker.get_finished, manager.lookup, manager.prepare_load
     results = []
 
     def finished_later():
         results.extend(get_finished())
-        ready = [each for each in results if drawn.random() < 0.4]
+        ready = [each for each in results if not happens(0.6)]
         for each in ready:
             results.remove(each)
         slots = worker.part.slots
-        if drawn.random() < 0.05:
+        if happens(0.05):
             slots[drawn.randrange(len(slots))] ^= drawn.randrange(1, 256)
         return ready
 
     def lookup_again(key, context):
-        return LookupResult.RETRY if drawn.random() < 0.1 else lookup(key, context)
+        return LookupResult.RETRY if happens(0.1) else lookup(key, context)
 
     def forget_and_prepare(keys, context):
-        if drawn.random() < 0.1:
+        if happens(0.1):
             manager.reset_cache()
         return prepare_load(keys, context)
 
     worker.get_finished, manager.lookup = finished_later, lookup_again
     manager.prepare_load = forget_and_prepare
+    return mended.set
 
 
 @pytest.mark.parametrize("changes", [0.0, 0.1], ids=["same weights", "changing weights"])
@@ -77,8 +88,7 @@ def test_every_request_ends_with_the_right_tokens(  # noqa: PLR0917
     limits = Limits(drawn.randrange(1, 5), drawn.choice([1, 3, 8, 20, 64, 2048]))
     cache = CacheShape(block_size, num_blocks)
     host = serve(EngineConfig(cache=cache, limits=limits, seed=3, **tiers[connector]))
-    if connector == "cpu":
-        make_unreliable(kit, host, drawn)
+    mend = make_unreliable(kit, host, drawn) if connector == "cpu" else bool
     aborts = drawn.choice([0.0, 0.03])
     texts = [drawn.choices(range(256), k=longest // 2) for _ in range(2)]
     requests, seeds = [], collections.defaultdict(set)
@@ -114,6 +124,7 @@ def test_every_request_ends_with_the_right_tokens(  # noqa: PLR0917
             if len(requests) == NUM_REQUESTS and not host.scheduler.is_busy:
                 break
         text = (texts[0] + texts[1])[1:]
+        mend()
         for _ in range(10):
             host.scheduler.pool.reset()
             assert host.generate([text], 1) == [kit.reference(text, weights.seed, 1)]
