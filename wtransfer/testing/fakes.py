@@ -1,4 +1,4 @@
-"""In-memory backends of every kind: the smallest engine, spec and connector that keep each promise.
+"""In-memory backends: the smallest engine, connector, spec and tier that keep each promise.
 
 They are fakes in that both sides must live in one process, and real otherwise: the kits pass on
 them. Read the one of your kind before you write a backend; break it to test a kit.

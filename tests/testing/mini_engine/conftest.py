@@ -12,6 +12,7 @@ import pytest
 from wtransfer.testing.mini_engine.engine import make_engine
 from wtransfer.testing.mini_engine.instance import MODULES
 from wtransfer.transport.zygote import Zygote
+from wtransfer.weight_version import process_weights
 
 _SPEC = importlib.util.spec_from_file_location(
     "serving_kit", Path(__file__).with_name("serving_kit.py")
@@ -29,6 +30,12 @@ def kit():
 @pytest.fixture(autouse=True)
 def same_bits(one_thread):
     """What is computed here and in the processes has the same bits."""
+
+
+@pytest.fixture(autouse=True)
+def no_other_model():
+    """A model of an earlier test would change the weights as soon as the collector finds it."""
+    process_weights.begin_anew()
 
 
 @pytest.fixture(scope="session")
