@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
+import weakref
 from collections import defaultdict
 
 import pytest
@@ -14,6 +16,7 @@ from wtransfer.config import OffloadingCacheConfig, OffloadingConfig, Offloading
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTypeError
 from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.kv.keys import fence_key, make_offload_key
+from wtransfer.specs import tier as tier_module
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import (
     CanonicalKVCacheRef,
@@ -271,6 +274,37 @@ def test_store_takes_each_new_key_once(rig):
     assert rig.manager.prepare_store([key(2), key(4)], second).keys_to_store == [key(4)]
     rig.manager.complete_store([key(2)], first, success=False)
     assert rig.manager.prepare_store([key(2)], second).keys_to_store == [key(2)]
+
+
+def test_refused_load_keeps_no_cache_after_shutdown():
+    """Also where the host has switched the collector off."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Rig() as rig:
+            assert rig.success(rig.submit_load([key(1)], [0])) == [False]
+            pages = weakref.ref(rig.workers[0]._copiers[0].pages)
+        assert pages() is None
+    finally:
+        gc.enable()
+
+
+def test_buffers_above_the_memory_are_refused_and_the_tier_is_closed(monkeypatch):
+    closed = []
+
+    def buffers(*_):
+        raise MemoryError
+
+    def close(tier):
+        closed.append(tier)
+
+    monkeypatch.setattr(tier_module, "_Buffers", buffers)
+    monkeypatch.setattr(Gate, "close", close)
+    before = set(threading.enumerate())
+    with pytest.raises(OffloadingOptionError, match="buffer_bytes=134,217,728: there is not"):
+        Rig()
+    assert len(closed) == 1
+    assert set(threading.enumerate()) <= before
 
 
 # -- stores that are damaged: FAULTS 30, 32

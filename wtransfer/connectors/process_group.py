@@ -262,8 +262,8 @@ class _Sender:
 
     def _send(self, slots: list[int]) -> None:
         group = self._pair.group
-        if group is None:
-            return  # this side has closed the connection
+        if group is None or self._connection.closed:
+            return  # the slots are no longer leased
         under_way: deque[Pending] = deque()
         for slot in slots:
             if len(under_way) == DEPTH:

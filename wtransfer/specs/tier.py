@@ -136,7 +136,8 @@ class TierSpec(OffloadingSpec):
         """Open the tier for one rank.
 
         Raises:
-            OffloadingOptionError: The cache is not what the config says of it.
+            OffloadingOptionError: The cache is not what the config says of it, or there is not
+                enough memory for ``buffer_bytes``.
         """
         if self._worker is None:
             config, groups = self.config, pages_of(kv_caches)
@@ -144,7 +145,11 @@ class TierSpec(OffloadingSpec):
             geometries = geometries_of(config, kv_caches, most)
             tier = self.tier_cls(self.tier_options)
             copies = list(zip(groups, geometries, strict=True))
-            self._worker = TierWorker(tier, copies, config, self.options)
+            try:
+                self._worker = TierWorker(tier, copies, config, self.options)
+            except BaseException:
+                tier.close()
+                raise
         return self._worker
 
 
@@ -408,10 +413,15 @@ class TierWorker(JobWorker):
         self._rank = config.parallel.rank
         name = f"rank {self._rank} of engine {config.engine_id!r}"
         num_threads, deadline_s = options.num_io_threads, options.deadline_s
-        self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
         nbytes = max(geometry.nbytes for _, geometry in groups)
         num_puts = max(1, options.buffer_bytes // (HEADER_NBYTES + nbytes))
-        self._buffers = _Buffers(num_puts + num_threads, nbytes)
+        try:
+            self._buffers = _Buffers(num_puts + num_threads, nbytes)
+        except MemoryError:
+            raise OffloadingOptionError(
+                f"buffer_bytes={options.buffer_bytes:,}: there is not that much memory"
+            ) from None
+        self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
         # Numbers of buffers, the one used last first. A load never waits for those of puts.
         self._free, self._free_for_loads = queue.LifoQueue[int](), queue.LifoQueue[int]()
         for number in range(num_puts + num_threads):
@@ -515,22 +525,23 @@ class TierWorker(JobWorker):
         buffer = self._free_for_loads.get()
         try:
             self._get(own, copier.chunk_nbytes, buffer)
-            refused = None
+            # Not the error itself: it would hold this frame, and with it the cache.
+            reason: Reason | None = None
             with self._jobs.committing(job_id):
                 try:
                     copier.load(_in_buffer(chunk, buffer), mark)
                 except RefusedError as error:
-                    refused = error
+                    reason = error.reason
         finally:
             self._free_for_loads.put(buffer)
-        if refused is not None:
-            self._counts.fail("blocks_refused", refused.reason, f"{own.hex()} is removed")
+        if reason is not None:
+            self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
             try:
                 self._tier.remove([own])
             except Exception as error:
                 self._counts.fail("remove_failures", type(error).__name__, error)
                 self._mark_unreadable(own)
-            raise refused
+            raise RefusedError(reason)
         return chunk.num_blocks * copier.pages.block_nbytes
 
     def _get(self, own: bytes, nbytes: int, buffer: int) -> None:

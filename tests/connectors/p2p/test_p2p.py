@@ -758,6 +758,24 @@ def test_full_pool_closes_the_client_that_was_needed_longest_ago(make, monkeypat
     until(lambda: [count(one, "clients") for one in served] == [1, 0, 1])
 
 
+@pytest.mark.parametrize("kind", [SHM])
+def test_full_pool_does_not_end_a_load_under_way(make, monkeypatch, hold):
+    """A request can name any address: it must not cost others their loads."""
+    monkeypatch.setattr(client_module, "MAX_CLIENTS", 1)
+    one, other = make("p"), make("d")
+    params = one.prefill(PROMPT)
+    made_up = {**params, "remote_addresses": [f"unix:@wtransfer-{0:032x}"]}
+    reached, go_on = hold(P2PClient, "_load")
+    request = begin(other, params)
+    assert reached.wait(10)
+    another = other.add([9, *PROMPT[1:]], 1, made_up)
+    other.until(lambda: another.state == "finished")
+    assert request.state == "loading"
+    go_on.set()
+    other.finish(request)
+    assert count(other, "blocks_loaded_total") == BLOCKS
+
+
 def test_warnings_that_requests_cause_are_logged_once_each(make, kind, caplog):
     one, other = make("p"), make("d")
     params = one.prefill(PROMPT)

@@ -247,8 +247,11 @@ class RemoteLoads:
         if client is None or not client.submit(pending):
             self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
             if len(self._clients) >= MAX_CLIENTS:
-                oldest = self._clients.pop(next(iter(self._clients)))
-                oldest.fail(ClosedError("another instance needs its place"))
+                # Requests can name any address: they must not end the loads of others.
+                idle = next((key for key, each in self._clients.items() if each.is_idle), None)
+                if idle is None:
+                    return "lost"
+                self._clients.pop(idle).fail(ClosedError("another instance needs its place"))
             client = self._client_cls(address, token, self)
             try:
                 client.submit(pending)
@@ -298,6 +301,7 @@ class P2PClient:
         self.loads = loads
         self._token = token
         self._thread = SerialThread("wtransfer-load")
+        self._num_jobs = 0
         self._changed = threading.Condition()
         self._message: msgspec.Struct | None = None
         self._error: BaseException | None = None
@@ -308,6 +312,11 @@ class P2PClient:
         """Whether it takes loads."""
         return self._error is None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no load."""
+        return not self._num_jobs
+
     def submit(self, job: PendingLoad) -> bool:
         """Add a load, after those before; return False if the client has ended.
 
@@ -317,6 +326,7 @@ class P2PClient:
         with self._changed:
             if self._error is None:
                 self._thread.submit(lambda: self._run(job))
+                self._num_jobs += 1
             return self._error is None
 
     def fail(self, error: BaseException) -> None:
@@ -380,16 +390,13 @@ class P2PClient:
                 return refused.row, refused.reason
             return len(task), None
 
-        if len(tasks) > 1:
-            copies: list[Future[tuple[int, str | None]]] = []
-            try:
-                copies.extend(self.loads.threads.submit(copy, task) for task in tasks)
-            finally:
-                # Also if one raises or cannot begin: nothing may write to the cache after this.
-                wait(copies)
-            found = [each.result() for each in copies]
-        else:
-            found = [copy(task) for task in tasks]
+        copies: list[Future[tuple[int, str | None]]] = []
+        try:
+            copies.extend(self.loads.threads.submit(copy, task) for task in tasks)
+        finally:
+            # Also if one raises or cannot begin: nothing may write to the cache after this.
+            wait(copies)
+        found = [each.result() for each in copies]
         for task, (number, reason) in zip(tasks, found, strict=True):
             job.num_loaded += number
             if number < len(task):
@@ -425,6 +432,8 @@ class P2PClient:
             self.fail(error)
             reason = _reason(self._error)
         finally:
+            with self._changed:
+                self._num_jobs -= 1
             self.loads.end(job, reason)
 
     def _open(self) -> Dialer:
