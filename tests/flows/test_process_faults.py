@@ -134,8 +134,8 @@ def test_worker_lost_before_the_commit_is_named_and_all_stay(flow, failing, faul
     if how == "stop":
         fleet.resume(victim)
         flow.publish(trainer, 5, fleet.workers)
-    # What it has seen was whole.
-    assert victim.looks()
+    # What it has seen was whole; in its first round it may not have looked yet.
+    assert victim.looks() or phase == "init"
 
 
 @pytest.mark.parametrize(
