@@ -330,6 +330,28 @@ def damages(rig):
     }
 
 
+def test_blocks_of_a_failed_load_are_all_stored_anew(rig):
+    """Also those that the load has not come to."""
+    keys = [key(n) for n in range(8)]
+    rig.store(range(8))
+    good = dict(rig.kept)
+    for own in rig.kept:
+        rig.kept[own] = bytes(len(good[own]))
+    assert rig.success(rig.submit_load(keys, [*range(8)])) == [False]
+    rig.manager.load_failed(keys)
+    for block in range(8):
+        rig.fill(block, block)
+    context = rig.request()
+    places = rig.manager.prepare_store(keys, context).store_spec
+    job = next(rig.jobs)
+    assert rig.workers[0].submit_store(job, GPULoadStoreSpec([*range(8)]), places)
+    assert rig.success(job) == [True]
+    rig.manager.complete_store(keys, context)
+    assert rig.lookup(keys) == [LookupResult.HIT] * 8
+    assert rig.success(rig.submit_load(keys, [*range(8, 16)])) == [True]
+    assert rig.kept == good
+
+
 def test_damaged_block_fails_its_load_and_is_removed(rig):
     rig.store([1, 2])
     own = rank_key(key(1), 0)

@@ -158,11 +158,14 @@ class TierLoadStoreSpec(LoadStoreSpec):
 
     Args:
         keys: In the order of the blocks.
+        failed: Those whose load has failed.
     """
 
-    def __init__(self, keys: Collection[OffloadKey]) -> None:
+    def __init__(self, keys: Collection[OffloadKey], failed: Collection[OffloadKey] = ()) -> None:
         self.keys = list(keys)
         """Keys, without rank."""
+        self.failed = list(failed)
+        """Keys that are stored even if the tier has them."""
 
     @property
     def slots(self) -> range:
@@ -299,7 +302,9 @@ class TierManager(OffloadingManager):
         taken = (found - self._failed.keys()) | self._storing
         new = [key for key in dict.fromkeys(keys) if key not in taken]
         self._storing.update(new)
-        return PrepareStoreOutput(new, TierLoadStoreSpec(new), [])
+        # A load ends at the first block that is damaged: those behind it are there, unverified.
+        failed = [key for key in new if key in self._failed]
+        return PrepareStoreOutput(new, TierLoadStoreSpec(new, failed), [])
 
     def complete_store(
         self,
@@ -472,6 +477,8 @@ class TierWorker(JobWorker):
     def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, kept: Any) -> bool:
         if kind == "load" and self._hangs():
             return self._jobs.fail(job_id, kind, "slow")
+        for key in getattr(kept, "failed", ()):
+            self._mark_unreadable(rank_key(key, self._rank))
         return super()._submit(job_id, kind, cache, kept)
 
     def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:  # noqa: ARG002
