@@ -76,6 +76,16 @@ class Fleet:
         puppet.go_on()
         puppet.signal(signal.SIGCONT)
 
+    def holds_new_version(self, rest, victim, how):
+        """The rest have committed; a victim that was stopped does so, too, once it goes on."""
+        for worker in rest:
+            self.flow.holds(worker, 2)
+        if how == "stop":
+            self.resume(victim)
+            self.flow.holds(victim, 2)
+        else:
+            self.next_rounds_work(rest)
+
     def serve_on(self, workers, since, within_s=1.0):
         """Check that workers are soon free, and have the version of before, whole."""
         self.flow.serve(workers, self.number, since, within_s)
@@ -162,13 +172,7 @@ def test_lost_worker_is_left_out_where_that_is_allowed(flow, fault):
     outcome = report["workers"][victim.name]["outcome"]
     assert (report["outcome"], outcome) == ("committed", "dropped")
     assert victim.name in report["text"]
-    for worker in rest:
-        flow.holds(worker, 2)
-    if how == "stop":
-        fleet.resume(victim)
-        flow.holds(victim, 2)
-    else:
-        fleet.next_rounds_work(rest)
+    fleet.holds_new_version(rest, victim, how)
 
 
 @pytest.mark.parametrize(
@@ -193,13 +197,7 @@ def test_worker_lost_at_its_commit_leaves_the_group_mixed(flow, fault):
     outcomes = {name: each["outcome"] for name, each in report["workers"].items()}
     assert outcomes.pop(victim.name) in (("pending", "lost") if how == "stop" else ("lost",))
     assert set(outcomes.values()) == {"committed"}
-    for worker in rest:
-        flow.holds(worker, 2)
-    if how == "stop":
-        fleet.resume(victim)
-        flow.holds(victim, 2)
-    else:
-        fleet.next_rounds_work(rest)
+    fleet.holds_new_version(rest, victim, how)
 
 
 # -- the trainer: its workers serve on, and find the next one
