@@ -490,11 +490,13 @@ class Instance(contextlib.ExitStack):
         request = self._engine.submit([number, *range(self._num_tokens)], 1, params)
         self._engine.step()
         if is_loaded:
+            deadline = Deadline(_PATIENCE_S)
             # None: the connector does not know yet.
             while (found := self._scheduler.named(_LOOKUP)[-1].result[0]) is None:
+                deadline.check("the look-up of a round")
                 self._engine.step()
             if found:
-                self.worker.wait_for_load(Deadline(_PATIENCE_S))
+                self.worker.wait_for_load(deadline)
         self._engine.run(_PATIENCE_S)
         return request
 
