@@ -11,10 +11,12 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-AUDIT = Path(__file__).parent / "audit"
+HERE = Path(__file__).parent
+AUDIT = HERE / "audit"
 
 # A runner that was started in the background hands down an ignored SIGINT, and so would every
 # process that a test starts and interrupts. With a handler here, they begin with the default.
@@ -23,6 +25,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Torch's store asks for the name of every address that it connects to, and an answer that is lost
 # costs it five seconds: tests of waits that end in time would take that for their own.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Threads of torch that wait for each other sleep. By default they spin, and where there are more of
+# them than cores, as in runs with pytest-xdist, they spin on the core that the last one waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Unpickled:
@@ -74,6 +80,45 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def unpickled():
     """The record of what was unpickled, in all processes of this run."""
     return UNPICKLED
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """Forks processes that have torch, and the modules of all folders: to import it takes 2 s."""
+    from wtransfer.transport.zygote import Zygote
+
+    folders = (
+        "",
+        "connectors",
+        "connectors/p2p",
+        "flows",
+        "installed",
+        "specs",
+        "weight_sync/http",
+    )
+    preload = ["torch", "wtransfer.testing.connector", "wtransfer.weight_sync.trainer.publisher"]
+    preload += ["flow_trainer", "flow_worker", "process_group_jobs", "programs", "puppet"]
+    with Zygote(preload, [HERE / each for each in (*folders, "transport")]) as made:
+        yield made
+
+
+@pytest.fixture
+def run_program(zygote, tmp_path):
+    """Start programs in processes that have torch already; they are killed with the test."""
+    started = []
+
+    def start(code, *arguments, **environ):
+        out, err = (tmp_path / f"program-{len(started)}.{each}" for each in ("out", "err"))
+        for each in (out, err):
+            each.touch()
+        child = zygote.spawn("programs:run", code, arguments, environ, stdout=out, stderr=err)
+        started.append(child)
+        return SimpleNamespace(pid=child.pid, wait=child.wait, out=out.read_text, err=err.read_text)
+
+    yield start
+    for each in started:
+        each.kill()
+        each.wait(10.0)
 
 
 @pytest.fixture

@@ -59,32 +59,36 @@ def test_the_example_runs_as_two_processes(tmp_path):
     assert "[7., 7., 7., 7.]" in worker_out
 
 
-def run_connectors_example(code: str, folder: Path) -> None:
-    told = "print(scheduler_side.get_num_new_matched_tokens.__self__ is scheduler_side)"
-    (folder / "kv.py").write_text(f"{code}\n{told}\n", "utf-8")
-    command = [sys.executable, "-W", "error", str(folder / "kv.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")
+@pytest.fixture
+def run_connectors_example(run_program):
+    """Run what the guide shows, changed or not, in a process of its own."""
+
+    def run(change):
+        told = "print(scheduler_side.get_num_new_matched_tokens.__self__ is scheduler_side)"
+        strict = "import warnings; warnings.simplefilter('error')"
+        program = run_program(f"{strict}\n{change(example('kv.py', CONNECTORS))}\n{told}\n")
+        assert (program.wait(60), program.err(), program.out()) == (0, "", "True\n")
+
+    return run
 
 
-def test_the_connectors_example_runs(tmp_path):
-    run_connectors_example(
-        example("kv.py", CONNECTORS).replace("/mnt/kv", str(tmp_path / "kv")), tmp_path
-    )
+def test_the_connectors_example_runs(run_connectors_example, tmp_path):
+    run_connectors_example(lambda code: code.replace("/mnt/kv", str(tmp_path / "kv")))
     assert (tmp_path / "kv").is_dir()
 
 
-def test_the_connectors_example_runs_with_the_offloading_connector(tmp_path):
-    code = example("kv.py", CONNECTORS).replace("SharedStorageConnector", "OffloadingConnector")
-    code = code.replace('"shared_storage_path": "/mnt/kv"', '"cpu_bytes_to_use": 1 << 22')
-    run_connectors_example(code, tmp_path)
+def test_the_connectors_example_runs_with_the_offloading_connector(run_connectors_example):
+    options = ('"shared_storage_path": "/mnt/kv"', '"cpu_bytes_to_use": 1 << 22')
+    run_connectors_example(
+        lambda code: code.replace("SharedStorageConnector", "OffloadingConnector").replace(*options)
+    )
 
 
 def test_it_holds_exactly_two_set_up_commands():
-    pip = "pip install torch==2.13.0"
+    pip, plugins = "pip install torch==2.13.0", "./plugins/wtransfer-"
     assert [line for line in README.splitlines() if line.startswith(pip)] == [
         f"{pip} . && wtransfer demo",
-        f'{pip} ".[test]" ./plugins/wtransfer-nccl && pytest -n 3 --dist loadfile',
+        f'{pip} ".[test]" {plugins}nccl "{plugins}valkey[test]" && pytest -n 4 --dist loadfile',
     ]
 
 

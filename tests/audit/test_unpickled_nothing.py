@@ -54,7 +54,7 @@ def test_what_is_unpickled_with_our_code_on_the_stack_is_ours(record):
 
 
 def test_forked_children_are_watched(record):
-    with Zygote(paths=[Path(__file__).parent]) as zygote:
+    with Zygote(preload=[], paths=[Path(__file__).parent]) as zygote:
         child = zygote.spawn("unpickling:main")
         assert child.wait(10.0) == 0
     assert {each["pid"] for each in record.found()} == {child.pid}

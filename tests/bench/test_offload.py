@@ -1,10 +1,10 @@
 import pytest
 from bench_cases import Prepared
 
-from wtransfer.bench import offload
+from wtransfer.bench import offload, tiers
 from wtransfer.bench.harness import MIB, Setup
 from wtransfer.bench.offload import Settings
-from wtransfer.errors import DigestMismatchError
+from wtransfer.errors import DigestMismatchError, OffloadingOptionError
 
 SETUP = Setup(0, 0, "", "", "")
 SMALL = {"block_nbytes": 32 << 10, "num_blocks": 4, "num_rounds": 1}
@@ -64,3 +64,32 @@ def test_copies_that_do_nothing_are_no_measurement(one_thread, monkeypatch, brok
     monkeypatch.setattr(offload.Arena, "__init__", make_broken)
     with pytest.raises(DigestMismatchError, match=said):
         offload.copy_rounds(SETUP, **SMALL)
+
+
+def test_tier_stands_beside_its_client(one_thread, tmp_path):
+    setup = SETUP._replace(folder=str(tmp_path))
+    found = tiers.tier_rounds(setup, options={"tier": "file"}, **SMALL)
+    ways = {
+        f"{way}-{direction}" for way in ("memcpy", "client", "ours") for direction in ("put", "get")
+    }
+    assert found.keys() == ways
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found.values())
+    assert not list(tmp_path.rglob("blocks/*"))
+
+
+def test_load_from_a_tier_stands_beside_computing(one_thread, tmp_path):
+    setup = SETUP._replace(folder=str(tmp_path))
+    found = tiers.serve_twice(setup, options={"tier": "file"})
+    assert min(found.values()) > 0
+
+
+def test_spec_that_is_no_tier_is_refused():
+    with pytest.raises(OffloadingOptionError, match="CPUOffloadingSpec"):
+        tiers.tier_rounds(SETUP, options={"tier": "CPUOffloadingSpec"}, **SMALL)
+
+
+def test_rows_of_a_tier_are_measured_in_place_of_those_of_the_arena():
+    rows = [row.name for row in tiers.rows(Settings(tier="file"))]
+    assert rows[:2] == ["tier-put-2MiB", "tier-get-2MiB"]
+    assert rows[-1] == "tier-recompute"
+    assert len(rows) == 7

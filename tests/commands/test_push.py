@@ -26,12 +26,11 @@ from wtransfer.cli import main
 from wtransfer.commands.push import Bars, Lines, typed_options
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fleet import Fleet
-from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 
 HTTP = Path(__file__).parents[1] / "weight_sync" / "http"
-HttpWorker = runpy.run_path(str(HTTP / "http_worker.py"))["HttpWorker"]
+HttpWorker = runpy.run_path(str(HTTP / "worker_in_process.py"))["HttpWorker"]
 TOKEN = secrets.token_hex(16)
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 PATIENCE_S = 25.0  # less than the deadline of a push: what ends within it was ended
@@ -431,20 +430,8 @@ def test_lines_say_how_far_the_last_worker_is_once_a_push_takes_long(held, capsy
 # -- signals: real processes
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    preload = [
-        "torch",
-        "wtransfer.commands.push",
-        "wtransfer.weight_sync.trainer.publisher",
-        "httpx",
-    ]
-    with Zygote(preload=preload, paths=[HTTP]) as zygote:
-        yield zygote
-
-
 @pytest.fixture
-def begin(nursery, tmp_path):
+def begin(zygote, tmp_path):
     """Starter of ``wtransfer push`` in a process of its own."""
     children = []
 
@@ -452,8 +439,8 @@ def begin(nursery, tmp_path):
         log = tmp_path / f"push-{len(children)}.log"
         log.touch()
         targets = [part for each in to for part in ("--to", each.address)]
-        child = nursery.spawn(
-            "http_worker:push", [*arguments, *targets], TOKEN, stdout=log, stderr=log
+        child = zygote.spawn(
+            "worker_in_process:push", [*arguments, *targets], TOKEN, stdout=log, stderr=log
         )
         children.append(child)
         return child, log

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from wtransfer.testing.mini_engine.model import LocalWeights
-from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_version import process_weights
 
 HERE = Path(__file__).parent
@@ -70,13 +69,6 @@ def host(drawn):
             return stack.enter_context(sys.modules["host"].Host(drawn, connector, **options))
 
         yield make
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    """Forks processes that have torch, and the modules of this folder."""
-    with Zygote(preload=["torch", "wtransfer.testing.connector"], paths=[HERE]) as made:
-        yield made
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks

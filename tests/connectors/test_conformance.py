@@ -57,6 +57,21 @@ class TestOffloadingConnector(ConnectorConformance):
         return True
 
 
+@pytest.mark.slow  # the random services show it each time
+class TestTieringOffloadingSpec(ConnectorConformance):
+    """Over an arena over files: of the arena, only the instance that filled it has anything."""
+
+    connector = "OffloadingConnector"
+    is_shared = True
+
+    def options_in(self, folder):
+        return {"tier": "file", "shared_storage_path": str(folder), "cpu_bytes_to_use": 2**23}
+
+    def damage(self, bed):
+        bed.producer.workers[0].side.side._made.part.slots[:, 100] ^= 1
+        return damage_files(bed.folder)
+
+
 @pytest.mark.slow  # the matrix of connectors shows it each time
 class TestSharedStorageConnector(ConnectorConformance):
     connector = "SharedStorageConnector"

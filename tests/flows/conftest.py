@@ -20,8 +20,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from wtransfer.transport.zygote import Zygote
-
 HERE = Path(__file__).parent
 PATIENCE_S = 20.0
 IMPORT_S = 120.0
@@ -44,13 +42,6 @@ def _stage_module():
 def flow_stage():
     """The module that the processes share with the tests: phases and the witness."""
     return _stage_module()
-
-
-@pytest.fixture(scope="session")
-def nursery():
-    """A zygote whose children are the trainers and workers."""
-    with Zygote(preload=["torch", "flow_trainer", "flow_worker"], paths=[HERE]) as zygote:
-        yield zygote
 
 
 class OrderFailedError(Exception):
@@ -375,9 +366,9 @@ def wait_until():
 
 
 @pytest.fixture
-def flow(nursery, tmp_path, flow_stage, wait_until):
+def flow(zygote, tmp_path, flow_stage, wait_until):
     """Maker of the processes of a test; they end with it, and nothing of them may be left."""
-    cast = Cast(nursery, tmp_path, flow_stage, wait_until)
+    cast = Cast(zygote, tmp_path, flow_stage, wait_until)
     try:
         yield cast
     finally:

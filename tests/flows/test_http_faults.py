@@ -39,8 +39,8 @@ ROUTES = [
 
 
 @pytest.fixture(scope="module")
-def worker(nursery, tmp_path_factory):
-    process = WorkerProcess(nursery, tmp_path_factory.mktemp("faults")).until_ready()
+def worker(zygote, tmp_path_factory):
+    process = WorkerProcess(zygote, tmp_path_factory.mktemp("faults")).until_ready()
     yield process
     assert process.end()[0] == 0, process.output
 

@@ -25,11 +25,11 @@ WorkerProcess, WEIGHTS = PARTS["WorkerProcess"], PARTS["WEIGHTS"]
 
 
 @pytest.fixture
-def start(nursery, tmp_path):
+def start(zygote, tmp_path):
     processes = []
 
     def make(*arguments, **options):
-        processes.append(WorkerProcess(nursery, tmp_path, *arguments, **options))
+        processes.append(WorkerProcess(zygote, tmp_path, *arguments, **options))
         return processes[-1]
 
     yield make
@@ -83,10 +83,10 @@ def test_a_signal_ends_it_cleanly_within_a_second(start, number):
             publisher.publish("step-2")
 
 
-def test_without_a_token_it_makes_one_and_shows_it_once(start, nursery, tmp_path):
+def test_without_a_token_it_makes_one_and_shows_it_once(start, zygote, tmp_path):
     start().end()  # for the checkpoint that it makes
     log = tmp_path / "tokenless.log"
-    child = nursery.spawn(
+    child = zygote.spawn(
         "wtransfer.cli:main",
         ["worker", "--checkpoint", str(tmp_path / "checkpoint")],
         stdout=log,

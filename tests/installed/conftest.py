@@ -180,3 +180,20 @@ def run_beside(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def serve_beside(zygote, tmp_path_factory):
+    """Serve requests in a process that sees what is installed in a folder."""
+    folder = tmp_path_factory.mktemp("serving")
+    out, err = folder / "out", folder / "err"
+
+    def run(site, connector, options, seed, *requests):
+        out.write_text("")
+        main = "third_party_serving_process:main"
+        arguments = (str(site), connector, options, seed, *requests)
+        child = zygote.spawn(main, *arguments, stdout=out, stderr=err)
+        assert child.wait(60) == 0, err.read_text()
+        return json.loads(out.read_text())
+
+    return run

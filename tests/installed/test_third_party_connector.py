@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -35,15 +36,9 @@ def test_it_is_listed_with_its_distribution(python):
 
 
 @pytest.fixture
-def serve(python, tmp_path):
+def serve(site, serve_beside, tmp_path):
     """Serves requests in a process of its own, all over one folder: (right, tokens loaded) each."""
-    folder = tmp_path / "shared"
-    folder.mkdir()
-
-    def run(seed, *requests):
-        return python(HERE / "third_party_connector_process.py", folder, seed, *requests)
-
-    return run
+    return functools.partial(serve_beside, site, "acme-folder", {"folder": str(tmp_path)})
 
 
 def test_it_knows_nothing_of_weights():

@@ -286,7 +286,8 @@ def load_two(site, **environ):
     ("entries", "error", "cause"),
     [
         (FAILING_BACKEND, "RuntimeError", "OSError: libtpu.so: cannot open shared object file"),
-        (MALFORMED, "TypeError", "TypeError: "),
+        # What a listing shows of such a distribution, `installed/test_bad_plugins.py` has.
+        pytest.param(MALFORMED, "TypeError", "TypeError: ", marks=pytest.mark.slow),
     ],
 )
 def test_distribution_that_breaks_the_import_of_torch_is_named(site, entries, error, cause):
@@ -303,6 +304,8 @@ def test_distribution_that_breaks_the_import_of_torch_is_named(site, entries, er
         assert "set TORCH_DEVICE_BACKEND_AUTOLOAD=0, and start the process again" in line
 
 
+# All of `installed/test_bad_plugins.py` runs so, too.
+@pytest.mark.slow
 def test_backends_load_without_the_device_backends_of_other_distributions(site):
     info = site.add("acme-tpu")
     (info / "entry_points.txt").write_text(FAILING_BACKEND)

@@ -137,6 +137,11 @@ def test_first_party_names_say_what_to_install(site, name):
     assert error.distribution == "wtransfer-nccl"
 
 
+def test_first_party_tiers_say_what_to_install(site):
+    error = failure(site.host().registry("specs"), "valkey", PluginNotInstalledError)
+    assert error.distribution == "wtransfer-valkey"
+
+
 def test_first_party_distribution_is_not_suggested_for_an_addressed_or_pinned_one(site):
     for error in (
         failure(site.engines(), "acme-wt:nccl", UnknownBackendError),

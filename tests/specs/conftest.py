@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.transport.zygote import Zygote
-
 HERE = Path(__file__).parent
+sys.path.append(str(HERE))
 PATIENCE_S = 20.0
 
 
@@ -77,19 +76,13 @@ class RankProcess:
         return code
 
 
-@pytest.fixture(scope="module")
-def rank_zygote():
-    with Zygote(preload=["torch", "arena_rig", "arena_rank"], paths=[HERE]) as zygote:
-        yield zygote
-
-
 @pytest.fixture
-def start_rank(rank_zygote):
+def start_rank(zygote):
     """Starter of ranks, which are killed with the test."""
     started = []
 
     def start(**options):
-        started.append(RankProcess(rank_zygote))
+        started.append(RankProcess(zygote))
         if options:
             started[-1].ask("open", **options)
         return started[-1]

@@ -89,18 +89,21 @@ def test_other_length_is_a_miss(tier, nbytes):
     assert get(tier, nbytes=nbytes) is None
 
 
-def test_reader_keeps_the_block_it_has_opened(tier, monkeypatch):
+@pytest.mark.parametrize("call", ["fstat", "preadv"])
+def test_reader_keeps_the_block_it_has_opened(tier, monkeypatch, call):
     put(tier)
-    preadv = os.preadv
+    real = getattr(os, call)
 
-    def replace_and_read(*args):
-        monkeypatch.undo()
-        put(tier, data=DATA[::-1])
-        tier.remove([KEY])
-        return preadv(*args)
+    def replace_and_read(fd, *args):
+        if Path(f"/proc/self/fd/{fd}").readlink().name == KEY.hex():
+            monkeypatch.undo()
+            put(tier, data=DATA[::-1])
+            tier.remove([KEY])
+        return real(fd, *args)
 
-    monkeypatch.setattr(os, "preadv", replace_and_read)
+    monkeypatch.setattr(os, call, replace_and_read)
     assert get(tier) == DATA
+    assert not tier.contains([KEY])[0]
 
 
 def test_file_that_shrinks_while_it_is_read_is_a_miss(tier, blocks, monkeypatch):

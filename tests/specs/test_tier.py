@@ -7,24 +7,18 @@ import itertools
 import threading
 import time
 import weakref
-from collections import defaultdict
 
 import pytest
-import torch
+from tier_rig import NUM_BLOCKS, NUM_LAYERS, PAGE, PATIENCE_S, Gate, Rig, key, until
 
-from wtransfer.config import OffloadingCacheConfig, OffloadingConfig, OffloadingParallelConfig
+from wtransfer.config import OffloadingConfig
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTypeError
 from wtransfer.kv.header import HEADER_NBYTES
-from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs import tier as tier_module
 from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
-    ReqContext,
 )
 from wtransfer.specs.tier import (
     FAILED_S,
@@ -32,155 +26,11 @@ from wtransfer.specs.tier import (
     STALL_S,
     TierLoadStoreSpec,
     rank_key,
-    tier_spec,
 )
+from wtransfer.specs.tiering import tier_spec
 from wtransfer.testing.fakes import MemoryTier
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-
-PAGE, NUM_LAYERS, NUM_BLOCKS = 64, 2, 16
-PATIENCE_S = 10.0
-numbers = itertools.count()
-
-
-def key(number):
-    return fence_key(make_offload_key(b"block %d" % number), "weights")
-
-
-class Gate(MemoryTier):
-    """A tier whose calls can be held, or fail."""
-
-    held: set[str]
-    failing: set[str]
-    entered: defaultdict[str, int]
-    gate: threading.Event
-
-    def call(self, name):
-        self.entered[name] += 1
-        if name in self.failing:
-            raise ConnectionError(f"{name} is refused")
-        if name in self.held:
-            self.gate.wait(30)
-
-    def contains(self, keys):
-        self.call("contains")
-        return super().contains(keys)
-
-    def put(self, key, data):
-        self.call("put")
-        super().put(key, data)
-
-    def get(self, key, into):
-        self.call("get")
-        return super().get(key, into)
-
-    def remove(self, keys):
-        self.call("remove")
-        super().remove(keys)
-
-    def close(self):
-        self.call("close")
-
-
-class Rig:
-    """A manager, and a worker and a cache of each rank, over one store."""
-
-    def __init__(self, *, num_ranks=1, blocks_per_chunk=1, shelf=None, page=PAGE, **options):
-        new = {"held": set(), "failing": set(), "entered": defaultdict(int)}
-        self.tier_cls = type("Held", (Gate,), {**new, "gate": threading.Event()})
-        options = {"shelf": shelf or f"shelf {next(numbers)}", **options}
-        self.kept = MemoryTier(options).kept
-        self.workers, self.caches = [], []
-        for rank in range(num_ranks):
-            config = OffloadingConfig(
-                extra_config=options,
-                worker_kv_bytes_per_block=NUM_LAYERS * page,
-                cache=OffloadingCacheConfig(16, blocks_per_chunk),
-                parallel=OffloadingParallelConfig(rank=rank, world_size=num_ranks),
-            )
-            spec = tier_spec(self.tier_cls)(config)
-            layers = [torch.zeros(NUM_BLOCKS, page, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
-            tensors = [CanonicalKVCacheTensor(each, page) for each in layers]
-            refs = [CanonicalKVCacheRef(n, page) for n in range(NUM_LAYERS)]
-            self.caches.append(layers)
-            self.workers.append(spec.get_worker(CanonicalKVCaches(tensors, [refs])))
-        self.manager = spec.get_manager()
-        self.jobs = itertools.count()
-        self.ended = [{} for _ in self.workers]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.tier_cls.gate.set()
-        self.manager.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
-
-    @property
-    def held(self):
-        return self.tier_cls.held
-
-    @property
-    def failing(self):
-        return self.tier_cls.failing
-
-    def request(self):
-        context = ReqContext(f"request {next(numbers)}")
-        self.manager.on_new_request(context)
-        return context
-
-    def fill(self, block, seed):
-        for rank, layers in enumerate(self.caches):
-            for n, layer in enumerate(layers):
-                generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + n)
-                layer[block] = torch.randint(0, 256, layer[block].shape, generator=generator)
-
-    def content(self, block):
-        return [layer[block].tolist() for layers in self.caches for layer in layers]
-
-    def lookup(self, keys, context=None):
-        """Return the answers, once there are some."""
-        context, end = context or self.request(), time.monotonic() + PATIENCE_S
-        while True:
-            found = [self.manager.lookup(each, context) for each in keys]
-            if LookupResult.RETRY not in found:
-                return found
-            assert time.monotonic() < end
-            time.sleep(0.001)
-
-    def submit_store(self, keys, blocks, **more):
-        job = next(self.jobs)
-        for worker in self.workers:
-            source = GPULoadStoreSpec(blocks, **more)
-            assert worker.submit_store(job, source, TierLoadStoreSpec(keys))
-        return job
-
-    def submit_load(self, keys, blocks, **more):
-        job = next(self.jobs)
-        for worker in self.workers:
-            to = GPULoadStoreSpec(blocks, **more)
-            assert worker.submit_load(job, TierLoadStoreSpec(keys), to)
-        return job
-
-    def has_ended(self, job, rank=0):
-        for each, worker in zip(self.ended, self.workers, strict=True):
-            each.update((result.job_id, result) for result in worker.get_finished())
-        return job in self.ended[rank]
-
-    def success(self, job, within_s=PATIENCE_S):
-        """Wait until a job has ended on all ranks; return whether it succeeded on each."""
-        end = time.monotonic() + within_s
-        while not all(self.has_ended(job, rank) for rank in range(len(self.workers))):
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        return [each[job].success for each in self.ended]
-
-    def store(self, numbers):
-        """Store blocks 0, 1, ... of the cache, filled by their numbers."""
-        for block, number in enumerate(numbers):
-            self.fill(block, number)
-        return self.success(self.submit_store([key(n) for n in numbers], list(range(len(numbers)))))
 
 
 @pytest.fixture
@@ -338,7 +188,7 @@ def test_blocks_of_a_failed_load_are_all_stored_anew(rig):
     for own in rig.kept:
         rig.kept[own] = bytes(len(good[own]))
     assert rig.success(rig.submit_load(keys, [*range(8)])) == [False]
-    rig.manager.load_failed(keys)
+    rig.manager.load_failed(keys, rig.request(), suspect=True)
     for block in range(8):
         rig.fill(block, block)
     context = rig.request()
@@ -384,14 +234,14 @@ def test_part_of_another_rank_is_refused():
 
 def test_key_whose_load_failed_is_a_miss_for_a_while(rig, monkeypatch):
     rig.store([1])
-    assert rig.manager.load_failed([key(1)]) is True
+    assert rig.manager.load_failed([key(1)], rig.request(), suspect=True) is True
     assert rig.lookup([key(1)]) == [LookupResult.MISS]
     # And it may be stored again.
     context = rig.request()
     assert rig.manager.prepare_store([key(1)], context).keys_to_store == [key(1)]
     rig.manager.complete_store([key(1)], context)
     assert rig.lookup([key(1)]) == [LookupResult.HIT]
-    assert rig.manager.load_failed([key(1)]) is True
+    assert rig.manager.load_failed([key(1)], rig.request(), suspect=True) is True
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + FAILED_S + 1)
     context = rig.request()
@@ -665,3 +515,14 @@ def test_class_that_is_neither_spec_nor_tier_is_refused():
 def test_option_that_cannot_be_used_is_refused(options):
     with pytest.raises(OffloadingOptionError, match=next(iter(options))):
         tier_spec(MemoryTier)(OffloadingConfig(extra_config=options))
+
+
+def test_tier_that_takes_long_to_close_holds_up_no_shutdown(monkeypatch):
+    monkeypatch.setattr(tier_module, "CLOSE_S", 0.1)
+    with Rig() as rig:
+        rig.held.add("close")
+        began = time.monotonic()
+        rig.manager.shutdown()
+        rig.workers[0].shutdown()
+        assert time.monotonic() - began < 5
+        until(lambda: rig.tier_cls.entered["close"] == 2)

@@ -21,6 +21,7 @@ from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.kit import registered_name
 from wtransfer.testing.policy import PolicyConformance
 from wtransfer.testing.spec import SpecConformance
+from wtransfer.testing.tier import TierConformance
 
 # The first row of all waits for the whole run.
 pytestmark = pytest.mark.timeout(600)
@@ -31,6 +32,7 @@ KITS = {
     "engines": EngineConformance,
     "policies": PolicyConformance,
     "specs": SpecConformance,
+    "tiers": TierConformance,
 }
 NOT_CAUGHT = {
     # Has the rows of `test_weights_change_between_calls`, and takes minutes.
@@ -81,6 +83,8 @@ def run(*nodes, file):
         for each in case:
             if each.tag in ("failure", "skipped", "error"):
                 outcome, reason = each.tag.replace("failure", "failed"), each.get("message")
+                # The message is cut.
+                reason = each.text if outcome == "failed" else reason
         # "error": a test that cannot be set up catches nothing. Where the teardown of a failed test
         # fails as well, that is another case of the same name.
         found.setdefault((module, cls, case.get("name")), (outcome, reason))
@@ -96,7 +100,10 @@ def outcomes(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "backend", "test", "expected"), CASES)
 def test_outcome_of_a_broken_backend(outcomes, *, kind, backend, test, expected):
-    assert outcomes[f"broken_{kind}", backend, test][0] == expected
+    outcome, reason = outcomes[f"broken_{kind}", backend, test]
+    assert outcome == expected
+    if kind == "tiers" and expected == "failed":
+        assert "Usually this means that" in reason
 
 
 @pytest.mark.parametrize("kind", KITS)
@@ -137,7 +144,11 @@ def test_further_tests_are_accepted(kind):
     type("TestMine", (KITS[kind],), {"test_something_else": lambda self: None})
 
 
-@pytest.mark.parametrize("kind", ["connectors", "engines", "specs"])
-def test_kit_without_a_backend_says_so(kind):
-    with pytest.raises(AssertionError, match=f"state the {kind[:-1]} or the {kind[:-1]}_cls"):
-        registered_name(kind, None)
+@pytest.mark.parametrize(
+    ("group", "kind"),
+    [("connectors", ""), ("engines", ""), ("specs", ""), ("specs", "tier")],
+)
+def test_kit_without_a_backend_says_so(group, kind):
+    expected = kind or group[:-1]
+    with pytest.raises(AssertionError, match=f"state the {expected} or the {expected}_cls"):
+        registered_name(group, None, kind)

@@ -9,7 +9,6 @@ import resource
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,6 @@ from wtransfer.transport.files import (
     temporary_of,
     write_at,
 )
-from wtransfer.transport.zygote import Zygote
 
 
 @pytest.fixture
@@ -259,13 +257,6 @@ def test_a_file_that_may_not_grow_is_an_error_and_no_signal(folder):
 # -- the lock
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    here = Path(__file__).parent
-    with Zygote(preload=["wtransfer.transport.files"], paths=[here]) as zygote:
-        yield zygote
-
-
 def hold(path):
     """Runs in a child: hold the lock until killed."""
     with Folder(path) as folder:
@@ -275,8 +266,8 @@ def hold(path):
         lock.release()
 
 
-def start_holder(nursery, folder):
-    child = nursery.spawn("test_files:hold", folder.path)
+def start_holder(zygote, folder):
+    child = zygote.spawn("test_files:hold", folder.path)
     end = time.monotonic() + 10
     while folder.read("ready", 1) is None:
         assert time.monotonic() < end
@@ -284,8 +275,8 @@ def start_holder(nursery, folder):
     return child
 
 
-def test_a_second_holder_is_refused_and_the_error_names_the_first(nursery, folder):
-    child = start_holder(nursery, folder)
+def test_a_second_holder_is_refused_and_the_error_names_the_first(zygote, folder):
+    child = start_holder(zygote, folder)
     try:
         with pytest.raises(
             StorageInUseError, match=f"process {child.pid} on {socket.gethostname()}"
@@ -296,8 +287,8 @@ def test_a_second_holder_is_refused_and_the_error_names_the_first(nursery, folde
         child.wait(5.0)
 
 
-def test_the_lock_of_a_killed_holder_is_free(nursery, folder):
-    child = start_holder(nursery, folder)
+def test_the_lock_of_a_killed_holder_is_free(zygote, folder):
+    child = start_holder(zygote, folder)
     child.kill()
     child.wait(5.0)
     FolderLock(folder, patience_s=0.0).release()

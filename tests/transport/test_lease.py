@@ -28,7 +28,6 @@ from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import pack_frame
 from wtransfer.transport.lease import CODEC, Attach, Attached, SegmentExporter, attach
 from wtransfer.transport.memory import Segment, map_private
-from wtransfer.transport.zygote import Zygote
 
 NBYTES = 1 << 16
 PATIENCE_S = 20.0
@@ -50,15 +49,9 @@ def stop(pid):
         eventually(lambda task=task: (task / "stat").read_text().rpartition(")")[2][1] == "T")
 
 
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(preload=["torch", "lease_jobs"], paths=[Path(__file__).parent]) as made:
-        yield made
-
-
 @pytest.fixture(autouse=True)
 def nothing_left(zygote, leaves_nothing):
-    """Look at every test here so; the zygote is the module's."""
+    """Look at every test here so; the zygote is the run's."""
 
 
 @pytest.fixture

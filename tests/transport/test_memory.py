@@ -11,7 +11,6 @@ from wtransfer.errors import ClosedError, StagingMemoryError, TruncatedError
 from wtransfer.transport import memory
 from wtransfer.transport.mapping import HUGE_PAGE_NBYTES
 from wtransfer.transport.memory import Segment, available_memory, map_private, require_memory
-from wtransfer.transport.zygote import Zygote
 
 PAGE = memory.PAGE_NBYTES
 NBYTES = 3 * memory.ADVISE_NBYTES + 5 * PAGE + 123
@@ -29,7 +28,7 @@ def resident_pages(mapping):
 
 @pytest.fixture(autouse=True)
 def nothing_left(zygote, leaves_nothing):
-    """Look at every test here so; the zygote is the module's."""
+    """Look at every test here so; the zygote is the run's."""
 
 
 @pytest.fixture(params=["huge", "small"])
@@ -228,12 +227,6 @@ def test_other_threads_run_while_pages_are_populated(monkeypatch):
 
 
 # -- limits
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(preload=["memory_jobs"], paths=[Path(__file__).parent]) as made:
-        yield made
 
 
 @pytest.mark.parametrize("job", ["too_little_address_space", "too_few_descriptors"])

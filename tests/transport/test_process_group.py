@@ -16,7 +16,6 @@ from wtransfer.testing.leftovers import Leftovers
 from wtransfer.transport import process_group
 from wtransfer.transport.process_group import GlooCommunicator
 from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
-from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
 HOST = "127.0.0.1"
@@ -54,12 +53,6 @@ sent.wait()
 for each in made.values():
     threading.Thread(target=each.close, daemon=True).start()
 """
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(preload=["torch", "process_group_jobs"], paths=[HERE]) as made:
-        yield made
 
 
 @pytest.fixture

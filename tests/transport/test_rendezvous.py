@@ -24,19 +24,10 @@ from wtransfer.transport.rendezvous import (
     join_rendezvous,
     own_address,
 )
-from wtransfer.transport.zygote import Zygote
 
 HERE = Path(__file__).parent
 HOST = "127.0.0.1"
 Rank = runpy.run_path(str(HERE / "process_group_ranks.py"))["Rank"]
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote(preload=["torch", "process_group_jobs"], paths=[HERE]) as made:
-        # Torch's first store makes a pipe that it keeps; not what the tests look for.
-        host_rendezvous(HOST).close()
-        yield made
 
 
 def num_threads():
@@ -45,7 +36,7 @@ def num_threads():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(zygote, leaves_nothing):
+def nothing_left(zygote, libuv, leaves_nothing):
     before = num_threads()
     yield
     end = time.monotonic() + 5.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -42,30 +40,16 @@ print("ends", flush=True)
 """
 
 
-@pytest.fixture
-def run():
-    """Starts programs; they are killed at the end."""
-    started = []
-
-    def start(program, *arguments):
-        command = [sys.executable, "-c", program, *arguments]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.kill()
-        each.wait()
-        each.stdout.close()
-
-
-@pytest.mark.timeout(240)  # two interpreters import torch, on a machine that may be busy
+@pytest.mark.timeout(240)  # the deadline is a minute
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs job control")
-def test_trainer_that_ends_in_a_stalled_transfer_does_not_wait_out_the_deadline(run):
+def test_trainer_that_ends_in_a_stalled_transfer_does_not_wait_out_the_deadline(run_program):
     address = f"unix:@wt-exit-{os.getpid()}"
-    trainer = run(TRAINER, address)
-    run(WORKER, address)
-    assert trainer.stdout.readline() == "ends\n"
+    trainer = run_program(TRAINER, address)
+    run_program(WORKER, address)
+    begun = time.monotonic()
+    while trainer.out() != "ends\n":
+        assert time.monotonic() < begun + DEADLINE_S, trainer.err()
+        time.sleep(0.01)
     begun = time.monotonic()
     trainer.wait(2 * DEADLINE_S)
     assert time.monotonic() - begun < DEADLINE_S / 2
@@ -88,5 +72,6 @@ if sys.argv[1] == "closed":
 
 
 @pytest.mark.parametrize("left", ["closed", "open"])
-def test_process_ends_well_right_after_a_round_of_gloo(run, left):
-    assert run(BOTH_SIDES, left).wait(60) == 0
+def test_process_ends_well_right_after_a_round_of_gloo(run_program, left):
+    program = run_program(BOTH_SIDES, left)
+    assert program.wait(60) == 0, program.err()

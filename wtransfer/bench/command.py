@@ -62,6 +62,16 @@ def _parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _parse_option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise click.BadParameter(f"{text!r} is no option; write NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def _size(text: str) -> Callable[[TCommand], TCommand]:
     return click.option("--nbytes", type=parse_nbytes, metavar="SIZE", help=text)
 
@@ -124,8 +134,17 @@ def weights(**asked: Any) -> None:
 @bench.command()
 @_size("That one round copies [256MiB].")
 @_blocks("2MiB,128KiB,16KiB")
+@click.option("--tier", metavar="NAME", help="Measure this tier in place of the arena.")
+@click.option(
+    "--tier-option",
+    "tier_options",
+    type=_parse_option,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the tier, its value as JSON or text. Repeat for more.",
+)
 @_common_options
-def offload(**asked: Any) -> None:
+def offload(tier_options: tuple[tuple[str, Any], ...], **asked: Any) -> None:
     """Measure KV cache in host memory: copies into the arena and back, and its manager.
 
     Every number is a median of rounds, with its least and greatest. Copies stand beside a plain
@@ -133,9 +152,13 @@ def offload(**asked: Any) -> None:
     where vLLM is installed. Only ratios can be compared between machines; other work on the machine
     is measured as well.
 
+    With --tier, copies go to a tier, beside its own client's calls and beside computing the same
+    block. The tier "file" is measured in memory unless its folder is given.
+
     The exit status is 1 if a row could not be measured; a goal that is not reached is only shown.
     """
-    _measure("offload", **asked)
+    verb = "offload" if asked["tier"] is None else "tiers"
+    _measure(verb, tier_options=dict(tier_options), **asked)
 
 
 @bench.command()

@@ -1,5 +1,7 @@
 """``bench offload``: KV cache in host memory, its copies beside memcpy, its manager beside vLLM's.
 
+``--tier NAME`` measures a tier instead (`wtransfer.bench.tiers`).
+
 Each row is measured by the function ``measure_...`` of its kind; below them stand the functions
 that the processes of their cases run.
 """
@@ -13,7 +15,7 @@ import mmap
 import os
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -30,18 +32,20 @@ from wtransfer.specs.interface import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    LookupResult,
     ReqContext,
 )
 from wtransfer.specs.manager import CPUOffloadingManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from wtransfer.bench.harness import Runner, Setup
     from wtransfer.kv.keys import OffloadKey
 
 NUM_LAYERS = 32
 """Pages of a block; each layer is a tensor of its own."""
+_POLL_S = 0.0002
 NUM_KEYS = 16
 """Blocks of one request to a manager."""
 
@@ -65,6 +69,10 @@ class Settings:
     """How many blocks managers have."""
     num_rounds: int = 7
     """Rounds that count."""
+    tier: str | None = None
+    """Name of the tier to measure; None: the arena."""
+    tier_options: Mapping[str, Any] = field(default_factory=dict)
+    """Its options."""
 
     def __post_init__(self) -> None:
         for nbytes in self.block_nbytes:
@@ -78,6 +86,11 @@ class Settings:
     def quick(cls) -> Settings:
         """Return small sizes, with which every row is filled and no number means much."""
         return cls(nbytes=16 * MIB, num_blocks=2_000, num_rounds=3)
+
+    @property
+    def options_of_tier(self) -> dict[str, Any]:
+        """Options that name the tier, and its own."""
+        return {"tier": self.tier, **self.tier_options}
 
     @property
     def needed_nbytes(self) -> int:
@@ -230,7 +243,15 @@ def copy_rounds(
         for _ in range(NUM_LAYERS)
     ]
     arenas = {
-        suffix: Arena(layers, block_nbytes, verified=not suffix) for suffix in ("", "-unverified")
+        suffix: Arena(
+            layers,
+            block_nbytes,
+            {
+                "cpu_bytes_to_use": slots_nbytes(num_blocks, block_nbytes),
+                "verify_checksums": not suffix,
+            },
+        )
+        for suffix in ("", "-unverified")
     }
     copies = PlainCopies(num_blocks, block_nbytes)
     random = np.random.default_rng(0)
@@ -246,22 +267,36 @@ def copy_rounds(
             for layer in layers:
                 layer.zero_()
             seconds[f"get{suffix}"].append(arena.get(order))
-            for at, layer in enumerate(layers):
-                # Every byte, and fast: threads are slow to start after a long time without any.
-                if [int(each) for each in layer.aminmax()] != [number + at] * 2:
-                    raise DigestMismatchError(f"round {number} of the bench brought other bytes")
+            check_layers(layers, number)
     return {name: each[1:] for name, each in seconds.items()}
 
 
-class Arena:
-    """One rank of `CPUOffloadingSpec`, and a host that does one job at a time."""
+def bench_key(number: int, at: int) -> OffloadKey:
+    """Return the key of a block of one round."""
+    block_hash = number.to_bytes(8, "big") + at.to_bytes(8, "big")
+    return fence_key(make_offload_key(block_hash), "bench")
 
-    def __init__(self, layers: list[torch.Tensor], block_nbytes: int, *, verified: bool) -> None:
+
+def check_layers(layers: list[torch.Tensor], number: int) -> None:
+    """Raise unless a cache has what the round of this number filled it with.
+
+    Raises:
+        DigestMismatchError: It has other bytes.
+    """
+    for at, layer in enumerate(layers):
+        # Every byte, and fast: threads are slow to start after a long time without any.
+        if [int(each) for each in layer.aminmax()] != [number + at] * 2:
+            raise DigestMismatchError(f"round {number} of the bench brought other bytes")
+
+
+class Arena:
+    """One rank of an offloading spec, and a host that does one job at a time."""
+
+    def __init__(
+        self, layers: list[torch.Tensor], block_nbytes: int, options: dict[str, Any]
+    ) -> None:
         page_nbytes = layers[0].shape[1]
-        options = {
-            "cpu_bytes_to_use": slots_nbytes(len(layers[0]), block_nbytes),
-            "verify_checksums": verified,
-        }
+        self._is_tier = "tier" in options
         spec = OffloadingSpecFactory.create_spec(
             OffloadingConfig(options, worker_kv_bytes_per_block=block_nbytes)
         )
@@ -277,10 +312,7 @@ class Arena:
     def put(self, number: int, block_ids: list[int]) -> float:
         """Store blocks under new keys; those of earlier rounds give way. Return the seconds."""
         context = ReqContext(f"put-{number}")
-        keys = [
-            fence_key(make_offload_key(number.to_bytes(8, "big") + at.to_bytes(8, "big")), "bench")
-            for at in range(len(block_ids))
-        ]
+        keys = [bench_key(number, at) for at in range(len(block_ids))]
         self._block_of = dict(zip(keys, block_ids, strict=True))
         self._manager.on_new_request(context)
         room = self._manager.prepare_store(keys, context)
@@ -297,17 +329,30 @@ class Arena:
         keys = [stored[at] for at in order]
         cache = GPULoadStoreSpec([self._block_of[key] for key in keys])
         self._manager.on_new_request(context)
+        while any(self._manager.lookup(each, context) is LookupResult.RETRY for each in keys):
+            time.sleep(_POLL_S)
         arena = self._manager.prepare_load(keys, context)
         seconds = self._run(lambda: self._worker.submit_load(0, arena, cache))
         self._manager.complete_load(keys, context)
         return seconds
 
+    def close(self) -> None:
+        """Let go of both sides."""
+        self._manager.shutdown()
+        self._worker.shutdown()
+
     def _run(self, submit: Callable[[], bool]) -> float:
         began = time.perf_counter()
         submit()
-        self._worker.wait({0})
+        if not self._is_tier:
+            self._worker.wait({0})
+        finished = self._worker.get_finished()
+        # A tier releases blocks, for which `wait` waits, before it has them.
+        while self._is_tier and not finished:
+            time.sleep(_POLL_S)
+            finished = self._worker.get_finished()
         seconds = time.perf_counter() - began
-        if not all(result.success for result in self._worker.get_finished()):
+        if not all(result.success for result in finished):
             raise DigestMismatchError(f"the bench's arena failed: {dict(self._worker.get_stats())}")
         return seconds
 

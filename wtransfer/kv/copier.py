@@ -12,6 +12,7 @@ are digested where they were just copied, or are about to be.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +23,8 @@ from wtransfer.kv.slots import checksums, differ, payload_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
 
     from wtransfer.kv.cache_view import GroupPages, Places
     from wtransfer.kv.slots import HeaderForm, Headers, Look, Numbers, Slots
@@ -81,6 +84,11 @@ class Chunks:
 
     def __getitem__(self, part: slice) -> Chunks:
         return Chunks(self.group, self.slots[part], self.keys[part], self.blocks[part])
+
+    def where(self, wanted: npt.NDArray[np.bool_]) -> Chunks:
+        """Return some of them; `wanted` has shape ``(n,)``."""
+        keys = list(itertools.compress(self.keys, wanted))
+        return Chunks(self.group, self.slots[wanted], keys, self.blocks[wanted])
 
     def split(self, size: int) -> Iterator[Chunks]:
         """Yield them, at most so many at a time."""

@@ -24,8 +24,9 @@ W is the worker's side, S the scheduler's:
 | W  | a load is finished                 | it fails unless `admits`: its blocks are computed      |
 | W  | a store is finished, however late  | kept: a block belongs to its store until then, so its  |
 |    |                                    | bytes are of the weights in its key                    |
-| S  | a load has failed                  | its keys are invalidated (`InvalidatedKeys`) if its    |
-|    |                                    | versions are current; else the blocks may be intact    |
+| S  | a load has failed                  | its keys are invalidated (`load_failed`, else          |
+|    |                                    | `InvalidatedKeys`) if its versions are current; else   |
+|    |                                    | the blocks may be intact                               |
 | S  | `forget`: a request has ended      | its versions are dropped; its jobs keep theirs         |
 
 Why no order of events serves stale KV:

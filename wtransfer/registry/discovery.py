@@ -81,6 +81,7 @@ SPECS = Kind(
     group="wtransfer.specs",
     noun="offloading spec",
     bases=("wtransfer.specs.interface:OffloadingSpec", "wtransfer.specs.interface:Tier"),
+    first_party={"valkey": "wtransfer-valkey", "mooncake": "wtransfer-mooncake"},
     unknown="Unsupported spec type: {name}. Available specs: {available}",
     # The seed says "Connector" here, too; programs may rely on the text.
     taken="Connector '{name}' is already registered.",

@@ -75,6 +75,35 @@ class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=Tr
             ) from error
 
 
+def arena_layout(config: OffloadingConfig, nbytes: int) -> ArenaLayout:
+    """Return how an arena of at most `nbytes` is laid out, with all its ranks.
+
+    Raises:
+        OffloadingOptionError: That is too little for a block, or the config does not say how large
+            one is.
+    """
+    rank, num_ranks = config.parallel.rank, config.parallel.world_size
+    if not 0 <= rank < num_ranks:
+        raise OffloadingOptionError(f"rank {rank} of {num_ranks}: ranks begin with 0")
+    part_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+    if part_nbytes <= 0:
+        raise OffloadingOptionError(
+            f"worker_kv_bytes_per_block={config.worker_kv_bytes_per_block}, blocks_per_chunk="
+            f"{config.cache.blocks_per_chunk}: the spec divides cpu_bytes_to_use into blocks, "
+            "and does not know how large one is. Set KVCacheConfig(bytes_per_block=...) in the "
+            "serving config's cache_config, or OffloadingConfig(worker_kv_bytes_per_block="
+            "...): the bytes of one block in the KV caches of one rank, all layers together"
+        )
+    layout = ArenaLayout.within(nbytes, part_nbytes, num_ranks)
+    if not layout.num_slots:
+        least = ArenaLayout(1, part_nbytes, num_ranks).used_nbytes
+        raise OffloadingOptionError(
+            f"cpu_bytes_to_use={nbytes:,} is too little for one block, which takes {least:,} "
+            f"bytes on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        )
+    return layout
+
+
 class CPUOffloadingSpec(OffloadingSpec):
     """Keeps blocks in host memory.
 
@@ -94,27 +123,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         self.options = self.options_cls.of(config.extra_config)
         """What the user set."""
-        rank, num_ranks = config.parallel.rank, config.parallel.world_size
-        if not 0 <= rank < num_ranks:
-            raise OffloadingOptionError(f"rank {rank} of {num_ranks}: ranks begin with 0")
-        part_nbytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        if part_nbytes <= 0:
-            raise OffloadingOptionError(
-                f"worker_kv_bytes_per_block={config.worker_kv_bytes_per_block}, blocks_per_chunk="
-                f"{config.cache.blocks_per_chunk}: the spec divides cpu_bytes_to_use into blocks, "
-                "and does not know how large one is. Set KVCacheConfig(bytes_per_block=...) in the "
-                "serving config's cache_config, or OffloadingConfig(worker_kv_bytes_per_block="
-                "...): the bytes of one block in the KV caches of one rank, all layers together"
-            )
-        nbytes = self.options.cpu_bytes_to_use
-        self.layout = ArenaLayout.within(nbytes, part_nbytes, num_ranks)
+        self.layout = arena_layout(config, self.options.cpu_bytes_to_use)
         """How the arena is laid out."""
-        if not self.layout.num_slots:
-            least = ArenaLayout(1, part_nbytes, num_ranks).used_nbytes
-            raise OffloadingOptionError(
-                f"cpu_bytes_to_use={nbytes:,} is too little for one block, which takes {least:,} "
-                f"bytes on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-            )
         self._manager: CPUOffloadingManager | None = None
         self._worker: CPUOffloadingWorker | None = None
 
@@ -165,6 +175,12 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
+def pin_region(region: SharedRegion, copiers: Sequence[Copier]) -> list[Pinned]:
+    """Register a region with the devices that copy from and to it."""
+    devices = {copier.pages.device for copier in copiers}
+    return [Pinned(device, region.address, region.layout.region_nbytes) for device in devices]
+
+
 class CPUOffloadingWorker(JobWorker):
     """Copies between one rank's cache and the arena. Made by `CPUOffloadingSpec.get_worker`.
 
@@ -182,16 +198,12 @@ class CPUOffloadingWorker(JobWorker):
         copiers: Sequence[Copier],
         options: CPUOffloadingOptions,
     ) -> None:
-        layout = region.layout
         self.part = region
         """This rank's region of the arena; has no slots after `shutdown`."""
         self._num_threads = options.num_copy_threads
-        jobs = Jobs(name, layout.num_slots, options.num_copy_threads, options.deadline_s)
+        jobs = Jobs(name, region.layout.num_slots, options.num_copy_threads, options.deadline_s)
         super().__init__(name, copiers, jobs)
-        self._pinned = [
-            Pinned(device, region.address, layout.region_nbytes)
-            for device in {copier.pages.device for copier in copiers}
-        ]
+        self._pinned = pin_region(region, copiers)
 
     def shutdown(self) -> None:
         """End within a second; jobs that have not ended fail. A second call does nothing.

@@ -10,6 +10,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.errors import OffloadingOptionError
 from wtransfer.registry import hooks
 from wtransfer.registry.registry import registry
 from wtransfer.specs.interface import Tier
@@ -19,7 +20,7 @@ from wtransfer.specs.seed_adapter import (
     extra_config_of,
     is_serving_config,
 )
-from wtransfer.specs.tier import tier_spec
+from wtransfer.specs.tiering import tier_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT = "CPUOffloadingSpec"
 """Name of the spec where none is given."""
+TIERING = "TieringOffloadingSpec"
+"""Name of the spec over the tier that the option ``tier`` names."""
 
 
 class OffloadingSpecFactory:
@@ -56,12 +59,14 @@ class OffloadingSpecFactory:
         Args:
             extra_config: ``spec_name``, by default ``CPUOffloadingSpec``, is looked up; where
                 no backend has it, it is the name of a class in the module ``spec_module_path``.
+                ``tier`` with no ``spec_name``, or ``TieringOffloadingSpec``, is the name of a tier.
 
         Raises:
             UnknownBackendError: No backend has this name, no module is named; a `ValueError`.
             PluginTypeError: It is no subclass of `OffloadingSpec` or `Tier`; an `AssertionError`,
                 too.
             PluginError: It cannot be loaded, for one of the other reasons.
+            OffloadingOptionError: ``tier`` names a spec.
         """
         return _spec_cls(extra_config, DEFAULT)
 
@@ -101,9 +106,14 @@ def create_spec(config: Any, kv_cache_config: Any, default: str) -> OffloadingSp
 
 
 def _spec_cls(extra_config: Mapping[str, Any], default: str) -> type[OffloadingSpec]:
+    name: Any = extra_config.get("spec_name", default)
+    tier: Any = extra_config.get("tier")
+    by_tier = tier is not None and extra_config.get("spec_name", TIERING) == TIERING
     found = registry("specs").get_or_import(
-        extra_config.get("spec_name", default), extra_config.get("spec_module_path")
+        tier if by_tier else name, extra_config.get("spec_module_path")
     )
+    if by_tier and not issubclass(found, Tier):
+        raise OffloadingOptionError(f"tier={tier!r} is an offloading spec, and no tier")
     return tier_spec(found) if issubclass(found, Tier) else found
 
 

@@ -271,7 +271,8 @@ def _note_use(fd: int) -> None:
 
 
 def _is_plain(entry: os.stat_result) -> bool:
-    return stat.S_ISREG(entry.st_mode) and entry.st_nlink == 1
+    # Without a name: removed, or replaced, since it was opened.
+    return stat.S_ISREG(entry.st_mode) and entry.st_nlink <= 1
 
 
 class _Kept(NamedTuple):

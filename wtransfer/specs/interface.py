@@ -15,7 +15,8 @@ The life of a block, S in the scheduler's process, W in every worker's:
 4. W ``submit_load(job_id, source, destination)``; a copy in the background.
 5. W ``get_finished()`` after every step; what it returns travels back. Where one rank of several
    has failed, the load has failed, and the host computes the blocks instead.
-6. S ``complete_load(keys, ctx)``: unpinned, whatever the outcome was.
+6. S ``complete_load(keys, ctx)``: unpinned, whatever the outcome was; after a failure
+   ``load_failed(keys, ctx, suspect)`` comes first.
 7. S ``prepare_store(keys, ctx)`` for blocks that the model has filled: room is made for all that
    are new, or for none. W ``submit_store(job_id, source, destination)``.
 8. S ``complete_store(keys, ctx, success)`` when all ranks have finished. From then on it is a hit.
@@ -114,6 +115,8 @@ class ScheduleEndContext:
     """Requests that were scheduled for the first time."""
     preempted_req_ids: Collection[str] = ()
     """Requests whose blocks were taken away."""
+    seconds_per_token: float | None = None
+    """What computing a token of a prompt has taken of late; None: not known yet."""
 
 
 class LoadStoreSpec:
@@ -321,8 +324,19 @@ class OffloadingManager(ABC):
         are other keys, so old blocks are merely in the way.
         """
 
-    def load_failed(self, keys: Collection[OffloadKey]) -> bool:  # noqa: ARG002
-        """Record keys whose load has failed on a rank.
+    def load_failed(
+        self,
+        keys: Collection[OffloadKey],  # noqa: ARG002
+        req_context: ReqContext,  # noqa: ARG002
+        suspect: bool,  # noqa: ARG002
+    ) -> bool:
+        """Hear that a load has failed on a rank, before its `complete_load`.
+
+        Args:
+            keys: Those of its `prepare_load`.
+            req_context: The request.
+            suspect: Whether its blocks may be damaged. False: the weights have changed meanwhile,
+                which fails loads of any blocks.
 
         Returns:
             Whether `lookup` takes that into account from now on. By default it does not: the
@@ -402,6 +416,25 @@ class Tier(ABC):
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove keys; those that are not there are ignored."""
+
+    def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> None:
+        """Keep several, as `put`. Only a tier that overrides it is given more than one at a time.
+
+        An exception is a failure of all of them.
+        """
+        for key, data in items:
+            self.put(key, data)
+
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """Fill several, as `get`; otherwise as `put_many`."""
+        return [self.get(key, into) for key, into in items]
+
+    def register_memory(self, memory: memoryview) -> None:
+        """Hear of the memory in which every `data` and `into` of this object will lie.
+
+        Called at most once, before the first `put` or `get`; for stores that register memory, as
+        those over RDMA do. The memory outlives `close`.
+        """
 
     def get_stats(self) -> Mapping[str, float]:
         """Return numbers for people; names of counters end in ``_total``."""

@@ -4,9 +4,9 @@ A slot holds a chunk, which is one block of the cache or several. Blocks that fo
 sequence fill chunk after chunk; the first one of a group may begin in the middle of a chunk, and
 the last one may end there (`GPULoadStoreSpec.block_indices`).
 
-Jobs run in order wherever they share a slot: a job begins when all earlier ones that use one of its
-slots have ended. So a manager that reuses a slot too early finds one of both blocks in it, never a
-mix.
+Jobs run in order wherever one of them writes to a slot that they share: a job begins when the last
+one that wrote to its slots has ended, and a job that writes, when the last one that read them has,
+too. So a manager that reuses a slot too early finds one of both blocks in it, never a mix.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["store", "load"]
 """Which way a job copies."""
+Pool = Literal["store", "load", "fetch"]
+"""Threads for a step: those of its kind, or those of loads that wait for a tier."""
 
 _COMMIT_S = 0.001
 SHUTDOWN_S = 0.8
@@ -175,10 +177,27 @@ class Job:
         kind: Which way it copies.
         steps: What it consists of; at least one.
         slots: Which it uses.
+        pools: Threads for each step; None: those of its kind.
+        written: Slots that it writes to; None: all of a store, none of a load.
     """
 
-    def __init__(self, job_id: int, kind: Kind, steps: Sequence[Step], slots: Numbers) -> None:
+    def __init__(
+        self,
+        job_id: int,
+        kind: Kind,
+        steps: Sequence[Step],
+        slots: Numbers,
+        *,
+        pools: Sequence[Pool] | None = None,
+        written: Numbers | None = None,
+    ) -> None:
+        if written is None:
+            written = slots if kind == "store" else slots[:0]
+        self.written = written
+        """Slots that it writes to."""
         self.job_id, self.kind, self.steps, self.slots = job_id, kind, steps, slots
+        self.pools: Sequence[Pool] = pools or [kind] * len(steps)
+        """Threads for each step."""
         self.num_left = len(steps)
         """Steps and further parts that have not ended."""
         self.num_steps_left = len(steps)
@@ -211,20 +230,23 @@ class Jobs:
 
     Args:
         name: Whose they are, for errors.
-        num_slots: Slots of the arena. None: jobs share no slots, and none waits for another.
+        num_slots: Slots of the arena. Jobs that use one of them run one after the other.
         num_threads: Threads for each direction.
         deadline_s: Longest time without progress while somebody waits, in seconds.
         give_up_s: Time after which a job fails, in seconds, whatever its steps still do: they use
             the cache within `committing` only. None: a job takes as long as it takes.
+        has_fetches: Whether some steps have the pool ``fetch``.
     """
 
     def __init__(
         self,
         name: str,
-        num_slots: int | None,
+        num_slots: int,
         num_threads: int,
         deadline_s: float,
         give_up_s: float | None = None,
+        *,
+        has_fetches: bool = False,
     ) -> None:
         self.num_slots = num_slots
         """As given."""
@@ -232,14 +254,17 @@ class Jobs:
         self._deadline_s = deadline_s
         self._give_up_s = give_up_s
         # Loads have threads of their own: a request waits for them, nobody does for a store.
-        self._threads = {
+        self._threads: dict[Pool, CopyThreads] = {
             "store": CopyThreads("wtransfer-store", num_threads, NICENESS),
             "load": CopyThreads("wtransfer-load", num_threads),
         }
+        if has_fetches:
+            self._threads["fetch"] = CopyThreads("wtransfer-fetch", num_threads)
         # Guards everything below. A condition, so that `wait` hears of every step.
         self._moved = threading.Condition()
         self._open: dict[int, Job] = {}
-        self._last_user = np.full(num_slots or 0, -1, np.int64)
+        self._last_writer = np.full(num_slots, -1, np.int64)
+        self._last_reader = np.full(num_slots, -1, np.int64)
         self._users: dict[int, Job] = {}
         self._num_jobs = 0
         self._num_steps = 0
@@ -425,20 +450,21 @@ class Jobs:
         """Enter a job as the last user of its slots; return how many it must wait for."""
         serial, self._num_jobs = self._num_jobs, self._num_jobs + 1
         job.serial = serial
-        if self.num_slots is not None:
-            earlier = np.unique(self._last_user[job.slots]).tolist()
-            before = [self._users[each] for each in earlier if each in self._users]
-            for each in before:
-                each.behind.append(job)
-            job.num_before = len(before)
-            self._last_user[job.slots] = serial
+        slots = job.slots[job.slots < self.num_slots]
+        written = job.written[job.written < self.num_slots]
+        earlier = np.union1d(self._last_writer[slots], self._last_reader[written]).tolist()
+        before = [self._users[each] for each in earlier if each in self._users]
+        for each in before:
+            each.behind.append(job)
+        job.num_before = len(before)
+        self._last_reader[slots] = serial
+        self._last_writer[written] = serial
         self._users[serial] = job
         return job.num_before
 
     def _begin(self, job: Job) -> None:
-        threads = self._threads[job.kind]
-        for step in job.steps:
-            threads.submit(functools.partial(self._run, job, step))
+        for pool, step in zip(job.pools, job.steps, strict=True):
+            self._threads[pool].submit(functools.partial(self._run, job, step))
 
     def _run(self, job: Job, step: Step) -> None:
         """Run one step, on a thread of ours."""
@@ -560,6 +586,18 @@ class JobWorker(OffloadingWorker):
         """Return how many jobs, bytes and failures there were, the latter also by reason."""
         return self._jobs.counts()
 
+    def _num_places(self, kept: Any) -> int:  # noqa: ARG002
+        """Return which numbers of slots a job may have: those below."""
+        return self._jobs.num_slots
+
+    def _refusal(self, kind: Kind, kept: Any, slots: Numbers) -> Reason | None:  # noqa: ARG002
+        """Return why a job fails before it begins; None: it begins."""
+        return None
+
+    def _pool(self, kind: Kind, chunks: Chunks) -> Pool:  # noqa: ARG002
+        """Return which threads do a step."""
+        return kind
+
     @abstractmethod
     def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:
         """Divide the chunks of a job into steps."""
@@ -578,9 +616,10 @@ class JobWorker(OffloadingWorker):
             return False
         try:
             num_blocks = [copier.pages.num_blocks for copier in self._copiers]
-            num_slots = len(kept.slots) if self._jobs.num_slots is None else self._jobs.num_slots
             blocks_per_chunk = self._copiers[0].blocks_per_chunk
-            job_chunks = chunks_of(cache, kept, num_slots, num_blocks, blocks_per_chunk)
+            job_chunks = chunks_of(
+                cache, kept, self._num_places(kept), num_blocks, blocks_per_chunk
+            )
             slots = np.concatenate([np.empty(0, np.int64), *(each.slots for each in job_chunks)])
             if kind == "store":
                 if len(np.unique(slots)) != len(slots):
@@ -590,17 +629,30 @@ class JobWorker(OffloadingWorker):
         except (MalformedJobError, AttributeError, TypeError, ValueError) as error:
             logger.warning("%s: %s job %d cannot be done: %s", self._name, kind, job_id, error)
             return self._jobs.fail(job_id, kind, "malformed")
+        if (reason := self._refusal(kind, kept, slots)) is not None:
+            return self._jobs.fail(job_id, kind, reason)
         steps: list[Step] = []
+        pools: list[Pool] = []
         for chunks in job_chunks:
             copier = self._copiers[chunks.group]
             # The copy comes after all that the model was told to do until now.
             mark = copier.pages.mark()
             copy = self._store if kind == "store" else self._load
-            tasks = self._tasks(copier, chunks)
-            steps += [functools.partial(copy, job_id, copier, task, mark) for task in tasks]
+            for task in self._tasks(copier, chunks):
+                steps.append(functools.partial(copy, job_id, copier, task, mark))
+                pools.append(self._pool(kind, task))
         # The end of a prefix first: a store that evicts what was used longest ago keeps its head.
         # A job of no blocks ends like any other.
-        return self._jobs.submit(Job(job_id, kind, steps[::-1] or [lambda: 0], slots))
+        written = slots if kind == "store" else np.asarray(getattr(kept, "fetched", ()), np.int64)
+        job = Job(
+            job_id,
+            kind,
+            steps[::-1] or [lambda: 0],
+            slots,
+            pools=pools[::-1] or None,
+            written=written,
+        )
+        return self._jobs.submit(job)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -80,7 +80,8 @@ class CPUOffloadingManager(OffloadingManager):
     def __init__(self, num_slots: int, policy: str = "lru", enable_events: bool = False) -> None:
         if num_slots < 0:
             raise OffloadingOptionError(f"A cache of {num_slots} slots; expected 0 or more.")
-        self._num_slots = num_slots
+        self.num_slots = num_slots
+        """As given; 0 after `shutdown`."""
         self._policy_cls = policy_class(policy)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._counters = dict.fromkeys(_COUNTERS, 0)
@@ -113,6 +114,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._eviction.touch(
             [key for key in dict.fromkeys(_tail_first(keys)) if self._is_idle(key)]
         )
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        """Return whether a block has a slot, also one that is being stored or was forgotten."""
+        return key in self._blocks
 
     # -- loads
 
@@ -223,7 +228,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _make_room(
         self, new: Sequence[OffloadKey], keys: Collection[OffloadKey]
     ) -> list[OffloadKey] | None:
-        count = len(new) - len(self._free) - self._num_slots + self._num_used
+        count = len(new) - len(self._free) - self.num_slots + self._num_used
         if count <= 0:
             return []
         # What the caller has besides the new ones shall be kept, too.
@@ -267,6 +272,18 @@ class CPUOffloadingManager(OffloadingManager):
 
     # -- all at once
 
+    def forget(self, keys: Collection[OffloadKey]) -> None:
+        """Forget blocks; the slot of one that is pinned is free after its completion."""
+        known = [k for k in keys if k in self._blocks and not self._blocks[k].forgotten]
+        idle = [key for key in known if self._is_idle(key)]
+        self._eviction.pin(idle)
+        self._eviction.remove(known)
+        for key in known:
+            self._blocks[key].forgotten = True
+        for key in idle:
+            self._free_slot(key)
+        self._note(known, removed=True)
+
     def weights_changed(self) -> None:
         """Let what is kept now give way first. Cost: the same, however much that is."""
         self._eviction.begin_cohort()
@@ -280,12 +297,12 @@ class CPUOffloadingManager(OffloadingManager):
         known = [k for k, b in before.items() if b.num_loads != STORING and not b.forgotten]
         for block in self._blocks.values():
             block.forgotten = True
-        self._eviction = EvictionOrder(self._policy_cls, self._num_slots, self._blocks)
+        self._eviction = EvictionOrder(self._policy_cls, self.num_slots, self._blocks)
         self._note(known, removed=True)
 
     def shutdown(self) -> None:
         """Keep nothing, and take nothing any more."""
-        self._num_slots = self._num_used = self._num_storing = 0
+        self.num_slots = self._num_used = self._num_storing = 0
         self._jobs.clear()
         self._sequences.clear()
         self._blocks.clear()
@@ -303,8 +320,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Return counters, whose names end in ``_total``, and how the slots are used."""
         num_loading = len(self._blocks) - self._num_storing - self._eviction.num_idle
         return {
-            "slots": self._num_slots,
-            "slots_free": self._num_slots - len(self._blocks),
+            "slots": self.num_slots,
+            "slots_free": self.num_slots - len(self._blocks),
             "blocks_storing": self._num_storing,
             "blocks_loading": num_loading,
             "blocks_idle": self._eviction.num_idle,

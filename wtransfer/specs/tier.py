@@ -11,6 +11,9 @@
     ``deadline_s`` fails; bytes that arrive later are dropped.
 4.  A block that is not what it should be is removed from the tier, and one that cannot be read is
     replaced by the next store. A key whose load has failed is a miss until then, or for `FAILED_S`.
+5.  A tier of which `FAILURES` calls in a row have failed is left alone for `PAUSE_S`: misses, and
+    blocks that are not kept, without a call. Then it is tried again.
+6.  Loads that take longer than computing their blocks are left (`wtransfer.specs.payoff`).
 
 What a key contains is the connector's (`wtransfer.connectors.offloading`); here a rank's number is
 added. What stands under it is a `BlockHeader` and the block's pages, one after the other.
@@ -18,21 +21,21 @@ added. What stands under it is a `BlockHeader` and the block's pages, one after 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import logging
 import queue
 import threading
 import time
-from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from wtransfer.calls import start_call
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
-from wtransfer.kv.cache_view import geometries_of, pages_of
 from wtransfer.kv.copier import Copier, RefusedError
 from wtransfer.kv.fence import InvalidatedKeys
 from wtransfer.kv.header import HEADER_NBYTES
@@ -41,15 +44,18 @@ from wtransfer.specs.interface import (
     LoadStoreSpec,
     LookupResult,
     OffloadingManager,
-    OffloadingSpec,
     PrepareStoreOutput,
     RequestOffloadingContext,
+    Tier,
 )
 from wtransfer.specs.jobs import SHUTDOWN_S, CopyThreads, Jobs, JobWorker
+from wtransfer.specs.payoff import Payoff
 from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from typing_extensions import Self
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.cache_view import GroupPages
@@ -57,12 +63,7 @@ if TYPE_CHECKING:
     from wtransfer.kv.header import BlockGeometry
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.kv.slots import Headers, Numbers
-    from wtransfer.specs.interface import (
-        CanonicalKVCaches,
-        GPULoadStoreSpec,
-        ReqContext,
-        Tier,
-    )
+    from wtransfer.specs.interface import ReqContext, ScheduleEndContext
     from wtransfer.specs.jobs import Kind
 
 logger = logging.getLogger(__name__)
@@ -75,8 +76,23 @@ FAILED_S = 30.0
 """How long a key whose load has failed is a miss, unless it is stored anew, in seconds."""
 STALL_S = 1.0
 """Longest that a store waits for a buffer while none comes free, in seconds."""
+CLOSE_S = 2.0
+"""Longest wait for a tier to close, in seconds."""
+END_S = 0.2
+"""How long the puts that run may take after those that wait were dropped, in seconds."""
+FAILURES = 3
+"""Calls that fail in a row before a tier is left alone."""
+PAUSE_S = 5.0
+"""How long it is, in seconds; then one more failure is enough."""
+BATCH_CHUNKS = 64
+"""Most blocks in one call of a tier that has batches."""
+BATCH_NBYTES = 4 << 20
+"""Bytes that are worth a call of their own."""
+MAX_OFFERED = 1 << 16
+"""Keys of which it is known how often they were offered; the oldest are forgotten."""
 
-_OF_THE_HOST = ("spec_name", "spec_module_path", "block_size")
+_NO_BUFFER = -1
+_OF_THE_HOST = ("spec_name", "spec_module_path", "tier", "block_size")
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,69 +104,34 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Threads of each rank that put, and as many that get."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
     """Longest that a load or a store may take, in seconds; it fails then."""
+    store_threshold: Annotated[int, msgspec.Meta(gt=0)] = 1
+    """A block is stored when it is offered for this time: 2 keeps what was computed twice."""
+    skip_slow_loads: bool = True
+    """Whether blocks are computed that the tier delivers more slowly than the model."""
+    cpu_bytes_to_use: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
+    """Host memory for an arena over the tier, for all ranks together; 0: the tier alone."""
+    eviction_policy: str = "lru"
+    """Of the arena: ``lru``, ``arc`` or ``module:Class``."""
+    write_back: bool = False
+    """Whether blocks are put when the arena evicts them; else when they are stored."""
 
-
-@functools.cache
-def tier_spec(tier_cls: type[Tier]) -> type[TierSpec]:
-    """Return the offloading spec that keeps blocks in a tier of this class."""
-    attributes = {"tier_cls": tier_cls, "example_options": tier_cls.example_options}
-    return type(tier_cls.__name__, (TierSpec,), {**attributes, "__module__": tier_cls.__module__})
-
-
-class TierSpec(OffloadingSpec):
-    """Keeps blocks in a tier. Made by `tier_spec`.
-
-    Args:
-        config: Options in ``extra_config``: `TierOptions`, and the tier's.
-
-    Raises:
-        OffloadingOptionError: An option of `TierOptions` cannot be used.
-    """
-
-    tier_cls: ClassVar[type[Tier]]
-    """The tier."""
-    example_options: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(self, config: OffloadingConfig) -> None:
-        super().__init__(config)
-        extra = {k: v for k, v in config.extra_config.items() if k not in _OF_THE_HOST}
-        try:
-            self.options = msgspec.convert(extra, TierOptions)
-            """Those of every tier."""
-        except msgspec.ValidationError as error:
-            raise OffloadingOptionError(f"kv_connector_extra_config: {error}") from error
-        known = TierOptions.__struct_fields__
-        self.tier_options = {name: value for name, value in extra.items() if name not in known}
-        """Those of this tier."""
-        self._manager: TierManager | None = None
-        self._worker: TierWorker | None = None
-
-    def get_manager(self) -> TierManager:
-        """Open the tier for the scheduler's side."""
-        if self._manager is None:
-            tier = self.tier_cls(self.tier_options)
-            self._manager = TierManager(tier, self.config.parallel.world_size)
-        return self._manager
-
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> TierWorker:
-        """Open the tier for one rank.
+    @classmethod
+    def of(cls, extra_config: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """Read the options; return those of every tier, and those of this one.
 
         Raises:
-            OffloadingOptionError: The cache is not what the config says of it, or there is not
-                enough memory for ``buffer_bytes``.
+            OffloadingOptionError: One cannot be used.
         """
-        if self._worker is None:
-            config, groups = self.config, pages_of(kv_caches)
-            most = max(pages.block_nbytes for pages in groups) * config.cache.blocks_per_chunk
-            geometries = geometries_of(config, kv_caches, most)
-            tier = self.tier_cls(self.tier_options)
-            copies = list(zip(groups, geometries, strict=True))
-            try:
-                self._worker = TierWorker(tier, copies, config, self.options)
-            except BaseException:
-                tier.close()
-                raise
-        return self._worker
+        extra = {k: v for k, v in extra_config.items() if k not in _OF_THE_HOST}
+        for name, value in extra.items():
+            if isinstance(value, float) and value.is_integer() and name in cls.__struct_fields__:
+                extra[name] = int(value)  # 8e9, as people write bytes
+        try:
+            options = msgspec.convert(extra, cls)
+        except msgspec.ValidationError as error:
+            raise OffloadingOptionError(f"kv_connector_extra_config: {error}") from error
+        own = {k: v for k, v in extra.items() if k not in cls.__struct_fields__}
+        return options, own
 
 
 class TierLoadStoreSpec(LoadStoreSpec):
@@ -159,18 +140,26 @@ class TierLoadStoreSpec(LoadStoreSpec):
     Args:
         keys: In the order of the blocks.
         failed: Those whose load has failed.
+        slots: Where they are in the arena over the tier; a number from the number of its slots on:
+            nowhere. None: there is no arena.
+        fetched: Slots that a load fills from the tier.
     """
 
-    def __init__(self, keys: Collection[OffloadKey], failed: Collection[OffloadKey] = ()) -> None:
+    def __init__(
+        self,
+        keys: Collection[OffloadKey],
+        failed: Collection[OffloadKey] = (),
+        slots: Sequence[int] | None = None,
+        fetched: Collection[int] = (),
+    ) -> None:
         self.keys = list(keys)
         """Keys, without rank."""
         self.failed = list(failed)
         """Keys that are stored even if the tier has them."""
-
-    @property
-    def slots(self) -> range:
-        """Numbers of the keys: to the worker, each is a slot."""
-        return range(len(self.keys))
+        self.slots = list(range(len(self.keys)) if slots is None else slots)
+        """A number for each, none twice."""
+        self.fetched = list(fetched)
+        """Slots that a load fills from the tier."""
 
     @staticmethod
     def medium() -> str:
@@ -181,6 +170,15 @@ class TierLoadStoreSpec(LoadStoreSpec):
 def rank_key(key: bytes, rank: int) -> bytes:
     """Return the key of one rank's part of a block."""
     return key + rank.to_bytes(2, "big")
+
+
+def close_tier(tier: Tier) -> None:
+    """Close a tier; one that takes longer than `CLOSE_S` goes on with it on a thread."""
+    call = start_call(tier.close, "wtransfer-tier-close")
+    if not call.done.wait(CLOSE_S):
+        logger.warning("%s.close takes longer than %g s", type(tier).__name__, CLOSE_S)
+    elif call.error is not None:
+        raise call.error
 
 
 class _Counts:
@@ -194,11 +192,11 @@ class _Counts:
         with self._lock:
             self._counts[f"{name}_total"] += number
 
-    def fail(self, name: str, reason: str, detail: object) -> None:
+    def fail(self, name: str, reason: str, detail: object, number: int = 1) -> None:
         with self._lock:
-            self._counts[f"{name}_total"] += 1
-            self._counts[f"{name}_{reason}_total"] += 1
-            is_first = self._counts[f"{name}_{reason}_total"] == 1
+            is_first = not self._counts[f"{name}_{reason}_total"]
+            self._counts[f"{name}_total"] += number
+            self._counts[f"{name}_{reason}_total"] += number
         if is_first:
             text = "%s (%s): %s; further ones are only counted"
             logger.warning(text, name.replace("_", " "), reason, detail)
@@ -206,6 +204,23 @@ class _Counts:
     def numbers(self) -> dict[str, float]:
         with self._lock:
             return dict(self._counts)
+
+
+class _Health:
+    """Leaves a tier alone whose calls fail. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._num_failed, self._until = 0, 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        return time.monotonic() < self._until
+
+    def ended(self, *, success: bool) -> None:
+        """Count the end of a call."""
+        self._num_failed = 0 if success else self._num_failed + 1
+        if self._num_failed >= FAILURES:
+            self._until = time.monotonic() + PAUSE_S
 
 
 # -- the scheduler's side ---------------------------------------------------------------------
@@ -226,6 +241,11 @@ class _Answer:
 class _Answers(dict["OffloadKey", _Answer]):
     """Answers for one request, by key."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Keys of loads that are under way.
+        self.loading: set[tuple[OffloadKey, ...]] = set()
+
     @classmethod
     def of(cls, req_context: ReqContext) -> _Answers:
         answers = req_context.get_state(cls)
@@ -239,18 +259,26 @@ class TierManager(OffloadingManager):
 
     Args:
         tier: The tier; this side's own.
-        num_ranks: Ranks whose parts make a block.
+        config: Ranks, whose parts make a block, and tokens of a block.
+        options: When to store, and when to load.
     """
 
-    def __init__(self, tier: Tier, num_ranks: int) -> None:
+    num_slots = 0
+    """Slots of an arena over the tier; blocks that have none are numbered from here on."""
+
+    def __init__(self, tier: Tier, config: OffloadingConfig, options: TierOptions) -> None:
         self._tier = tier
-        self._ranks = range(num_ranks)
+        self._ranks = range(config.parallel.world_size)
+        self._options = options
+        self._payoff = Payoff(config.groups[0].tokens_per_block * config.cache.blocks_per_chunk)
+        self._health = _Health()
         self._thread = CopyThreads("wtransfer-tier-lookup", 1)
         self._lock = threading.Lock()
         self._asked: list[tuple[OffloadKey, _Answer]] = []
         self._busy_since: float | None = None
         self._storing: set[OffloadKey] = set()
         self._failed: dict[OffloadKey, float] = {}
+        self._num_offers: dict[OffloadKey, int] = {}
         self._counts = _Counts()
         self._closed = False
 
@@ -267,8 +295,8 @@ class TierManager(OffloadingManager):
         is_late = busy_since is not None and now - busy_since > LOOKUP_S
         if known is not None and known.hit is None:
             is_late = is_late or now - known.asked > LOOKUP_S
-        if is_late:
-            self._counts.add("lookups_late")
+        if is_late or self._health.is_paused:
+            self._counts.add("lookups_late" if is_late else "lookups_paused")
             return LookupResult.MISS
         if known is None or (known.read is not None and now - known.read > FRESH_S):
             answers[key] = self._ask(key, now)
@@ -276,8 +304,12 @@ class TierManager(OffloadingManager):
         if known.hit is None:
             return LookupResult.RETRY
         known.read = known.read or now
-        has_failed = self._failed.get(key, 0.0) > now
-        return LookupResult.HIT if known.hit and not has_failed else LookupResult.MISS
+        if not known.hit or self._failed.get(key, 0.0) > now:
+            return LookupResult.MISS
+        if self._options.skip_slow_loads and self._payoff.is_loss():
+            self._counts.add("loads_skipped")
+            return LookupResult.MISS
+        return LookupResult.HIT
 
     def prepare_load(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -291,7 +323,14 @@ class TierManager(OffloadingManager):
         for key in keys:
             if key not in answers or not answers[key].hit:
                 raise BlockNotKeptError(f"The block {key.hex()} is no hit; look it up first.")
-        return TierLoadStoreSpec(keys)
+        if keys:
+            answers.loading.add(tuple(keys))
+            self._payoff.begin()
+        return self._nowhere(keys)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Record how long it took."""
+        self._end_load(keys, req_context, len(keys))
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -300,11 +339,7 @@ class TierManager(OffloadingManager):
         answers = _Answers.of(req_context)
         found = {key for key in keys if key in answers and answers[key].hit}
         taken = (found - self._failed.keys()) | self._storing
-        new = [key for key in dict.fromkeys(keys) if key not in taken]
-        self._storing.update(new)
-        # A load ends at the first block that is damaged: those behind it are there, unverified.
-        failed = [key for key in new if key in self._failed]
-        return PrepareStoreOutput(new, TierLoadStoreSpec(new, failed), [])
+        return self._store_in_tier([key for key in self._count_offers(keys) if key not in taken])
 
     def complete_store(
         self,
@@ -320,12 +355,24 @@ class TierManager(OffloadingManager):
             if success:
                 self._failed.pop(key, None)
 
-    def load_failed(self, keys: Collection[OffloadKey]) -> bool:
-        """Let keys be misses for a while: another load may fail like this one."""
+    def load_failed(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+        suspect: bool,
+    ) -> bool:
+        """Let suspect keys be misses for a while: another load may fail like this one."""
+        self._end_load(keys, req_context, 0)
+        if not suspect:
+            return True
         now = time.monotonic()
         self._failed = {key: until for key, until in self._failed.items() if until > now}
         self._failed.update(dict.fromkeys(keys, now + FAILED_S))
         return True
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Record how long the model takes."""
+        self._payoff.computed(context.seconds_per_token)
 
     def reset_cache(self) -> bool:
         """Return False: other instances share the tier; what it keeps stays."""
@@ -333,7 +380,7 @@ class TierManager(OffloadingManager):
 
     def get_stats(self) -> Mapping[str, float]:
         """Return how many keys were looked up and found, and how many look-ups failed."""
-        return {**self._tier.get_stats(), **self._counts.numbers()}
+        return {**self._tier.get_stats(), **self._counts.numbers(), **self._payoff.numbers()}
 
     def shutdown(self) -> None:
         """Close the tier, unless a look-up hangs in it. A second call does nothing."""
@@ -341,7 +388,40 @@ class TierManager(OffloadingManager):
             self._closed = True
             self._thread.stop()
             if self._thread.join(Deadline(SHUTDOWN_S)):
-                self._tier.close()
+                close_tier(self._tier)
+
+    def _end_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, num_loaded: int
+    ) -> None:
+        loading = _Answers.of(req_context).loading
+        if tuple(keys) in loading:
+            loading.remove(tuple(keys))
+            self._payoff.end(num_loaded)
+
+    def _store_in_tier(self, keys: Collection[OffloadKey]) -> PrepareStoreOutput:
+        self._storing.update(keys)
+        return PrepareStoreOutput(list(keys), self._nowhere(keys), [])
+
+    def _nowhere(self, keys: Collection[OffloadKey]) -> TierLoadStoreSpec:
+        """Return a spec of blocks that have no slot."""
+        slots = range(self.num_slots, self.num_slots + len(keys))
+        return TierLoadStoreSpec(keys, self._suspect(keys), slots)
+
+    def _suspect(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        # A load ends at the first block that is damaged: those behind it are there, unverified.
+        return [key for key in keys if key in self._failed]
+
+    def _count_offers(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys that were offered often enough, none twice."""
+        unique = list(dict.fromkeys(keys))
+        least, offers = self._options.store_threshold, self._num_offers
+        if least == 1:
+            return unique
+        for key in unique:
+            offers[key] = offers.pop(key, 0) + 1
+        while len(offers) > MAX_OFFERED:
+            del offers[next(iter(offers))]
+        return [key for key in unique if offers.get(key, 0) >= least]
 
     def _ask(self, key: OffloadKey, now: float) -> _Answer:
         answer = _Answer(now)
@@ -361,11 +441,13 @@ class TierManager(OffloadingManager):
         found = [False] * len(keys)
         try:
             if not self._closed:
-                found = list(self._tier.contains(keys))
+                found = [bool(each) for each in self._tier.contains(keys)]
             if len(found) != len(keys):
                 raise ValueError(f"contains() of {len(keys)} keys returned {len(found)} answers")
+            self._health.ended(success=True)
         except Exception as error:
             self._counts.fail("lookup_failures", type(error).__name__, error)
+            self._health.ended(success=False)
             found = [False] * len(keys)
         step = len(self._ranks)
         for number, (_, answer) in enumerate(asked):
@@ -395,14 +477,31 @@ class _Buffers:
         """Do nothing: a damaged block is removed from the tier."""
 
 
+class Put(NamedTuple):
+    """A block that is to be put."""
+
+    own: bytes
+    """Key of this rank's part."""
+    nbytes: int
+    """Bytes with header."""
+    buffer: int | None = None
+    """Where it is; None: in a slot of the arena."""
+    job_id: int | None = None
+    """Job of which this is a part."""
+    slot: int = -1
+    opening: int = -1
+    """How often the slot was opened when the block came there."""
+
+
 class TierWorker(JobWorker):
-    """Copies between one rank's cache and the tier. Made by `TierSpec.get_worker`.
+    """Copies between one rank's cache and the tier. Made by `TieringOffloadingSpec.get_worker`.
 
     Args:
         tier: The tier; this worker's own.
         groups: For each group its pages, and how a chunk of it is laid out.
         config: Rank and chunk size.
         options: Buffers, threads and deadline.
+        num_slots: Slots of an arena over the tier.
     """
 
     release_s = STALL_S
@@ -413,24 +512,42 @@ class TierWorker(JobWorker):
         groups: Sequence[tuple[GroupPages, BlockGeometry]],
         config: OffloadingConfig,
         options: TierOptions,
+        num_slots: int = 0,
     ) -> None:
         self._tier = tier
         self._rank = config.parallel.rank
         name = f"rank {self._rank} of engine {config.engine_id!r}"
         num_threads, deadline_s = options.num_io_threads, options.deadline_s
         nbytes = max(geometry.nbytes for _, geometry in groups)
+        batch = max(1, min(BATCH_CHUNKS, BATCH_NBYTES // nbytes))
+        # A call for one chunk and a call for several fail alike only where a tier has the latter.
+        self._put_batch = 1 if type(tier).put_many is Tier.put_many else batch
+        self._get_batch = 1 if type(tier).get_many is Tier.get_many else batch
         num_puts = max(1, options.buffer_bytes // (HEADER_NBYTES + nbytes))
+        num_gets, num_copies = num_threads * self._get_batch, num_threads * self._put_batch
         try:
-            self._buffers = _Buffers(num_puts + num_threads, nbytes)
+            self._buffers = _Buffers(num_puts + num_gets + num_copies, nbytes)
         except MemoryError:
             raise OffloadingOptionError(
                 f"buffer_bytes={options.buffer_bytes:,}: there is not that much memory"
             ) from None
+        tier.register_memory(self._buffers.rows.reshape(-1).data)
         self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
-        # Numbers of buffers, the one used last first. A load never waits for those of puts.
-        self._free, self._free_for_loads = queue.LifoQueue[int](), queue.LifoQueue[int]()
-        for number in range(num_puts + num_threads):
-            (self._free if number < num_puts else self._free_for_loads).put(number)
+        self._to_put: deque[Put] = deque()
+        # Numbers of buffers, the one used last first. A load never waits for those of stores; it
+        # has a batch of them, which begins at this number. Nor does a thread that puts wait: as
+        # many are its own as it puts at once.
+        self._free, self._free_for_loads, self._free_for_copies = (
+            queue.LifoQueue[int](),
+            queue.LifoQueue[int](),
+            queue.LifoQueue[int](),
+        )
+        for number in range(num_puts):
+            self._free.put(number)
+        for number in range(num_puts, num_puts + num_gets, self._get_batch):
+            self._free_for_loads.put(number)
+        for number in range(num_copies):
+            self._free_for_copies.put(num_puts + num_gets + number)
         copiers = [
             Copier(
                 self._buffers,
@@ -440,14 +557,23 @@ class TierWorker(JobWorker):
             )
             for pages, geometry in groups
         ]
-        jobs = Jobs(name, None, num_threads, 2 * deadline_s, give_up_s=deadline_s)
+        jobs = Jobs(
+            name,
+            num_slots,
+            num_threads,
+            2 * deadline_s,
+            give_up_s=deadline_s,
+            has_fetches=num_slots > 0,
+        )
         super().__init__(name, copiers, jobs)
         # Keys that are there and of no use: they are put again all the same.
         self._unreadable: dict[bytes, None] = {}
-        # By buffer, when the call began that runs.
+        # By first buffer, when the call began that runs.
         self._gets: dict[int, float] = {}
         self._num_threads, self._deadline_s = num_threads, deadline_s
-        self._is_stalled = False
+        self._is_stalled = self._is_ending = False
+        # A store that is full or read-only can still be read.
+        self._put_health, self._get_health = _Health(), _Health()
         self._counts = _Counts()
 
     def get_released(self) -> set[int]:
@@ -459,7 +585,7 @@ class TierWorker(JobWorker):
         return {**self._tier.get_stats(), **self._jobs.counts(), **self._counts.numbers()}
 
     def shutdown(self) -> None:
-        """End within two seconds: puts that are under way may end, jobs fail.
+        """End within four seconds: puts that are under way may end, jobs fail.
 
         A second call does nothing. A tier in which a call hangs is not closed.
         """
@@ -467,81 +593,164 @@ class TierWorker(JobWorker):
             return
         # They hold views of the cache.
         self._copiers = ()
+        for _ in range(self._num_threads):
+            self._free.put(_NO_BUFFER)
         ended = self._jobs.shutdown()
         self._puts.stop()
-        if self._puts.join(Deadline(SHUTDOWN_S)) and ended:
-            self._tier.close()
+        if not self._puts.join(Deadline(SHUTDOWN_S)):
+            self._is_ending = True
+            ended &= self._puts.join(Deadline(END_S))
+        if ended:
+            self._leave_arena()
+            close_tier(self._tier)
+
+    # -- the arena over the tier, if there is one
+
+    def _leave_arena(self) -> None:
+        """Let go of the arena, which nothing uses any more."""
+
+    def _keep(self, chunks: Chunks, first: int) -> None:
+        """Keep chunks that were loaded; they are in the buffers from `first` on."""
+
+    def _copy_from_slot(self, put: Put, buffer: int) -> bool:
+        """Copy a block to a buffer; return False if its slot has another one by now."""
+        raise NotImplementedError
 
     # -- jobs
 
-    def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, kept: Any) -> bool:
-        if kind == "load" and self._hangs():
-            return self._jobs.fail(job_id, kind, "slow")
+    def _num_places(self, kept: TierLoadStoreSpec) -> int:
+        return self._jobs.num_slots + len(kept.keys)
+
+    def _refusal(self, kind: Kind, kept: Any, slots: Numbers) -> Reason | None:
+        if kind == "load" and self._needs_tier(slots) and self._hangs():
+            return "slow"
         for key in getattr(kept, "failed", ()):
             self._mark_unreadable(rank_key(key, self._rank))
-        return super()._submit(job_id, kind, cache, kept)
+        return None
+
+    def _needs_tier(self, slots: Numbers) -> bool:
+        """Return whether a load of these slots gets anything from the tier."""
+        return len(slots) > 0
 
     def _tasks(self, copier: Copier, chunks: Chunks) -> Iterable[Chunks]:  # noqa: ARG002
-        return chunks.split(1)
+        return chunks.split(self._get_batch)
 
-    def _store(self, job_id: int, copier: Copier, chunk: Chunks, mark: object) -> int:
-        """Copy a chunk to a buffer, and have it put from there."""
-        if (chunk.blocks < 0).any():
+    def _store(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:
+        """Copy chunks to buffers, and have them put from there."""
+        if (chunks.blocks < 0).any():
             raise RefusedError("malformed")
-        buffer = self._take_buffer(job_id)
-        try:
-            (header,) = copier.gather(_in_buffer(chunk, buffer), mark)
-            # Refused if the job was given up meanwhile: the block may be another one by now.
-            self._jobs.add_part(job_id)
-        except BaseException:
-            self._free.put(buffer)
-            raise
-        self._buffers.headers[buffer] = header
-        own = rank_key(chunk.keys[0], self._rank)
-        self._puts.submit(functools.partial(self._put, job_id, own, copier.chunk_nbytes, buffer))
-        return copier.chunk_nbytes
+        for chunk in chunks.split(1):
+            buffer = self._take_buffer(min(STALL_S, self._jobs.seconds_left(job_id)))
+            try:
+                (header,) = copier.gather(_in_buffers(chunk, buffer), mark)
+                # Refused if the job was given up meanwhile: the block may be another one by now.
+                self._jobs.add_part(job_id)
+            except BaseException:
+                self._free.put(buffer)
+                raise
+            self._buffers.headers[buffer] = header
+            own = rank_key(chunk.keys[0], self._rank)
+            self._put_later(Put(own, HEADER_NBYTES + copier.chunk_nbytes, buffer, job_id))
+        return len(chunks) * copier.chunk_nbytes
 
-    def _take_buffer(self, job_id: int) -> int:
-        wait_s = 0.0 if self._is_stalled else min(STALL_S, self._jobs.seconds_left(job_id))
+    def _take_buffer(self, wait_s: float) -> int:
         try:
-            return self._free.get(timeout=wait_s)
+            buffer = self._free.get(timeout=0.0 if self._is_stalled else wait_s)
         except queue.Empty:
             self._is_stalled = True
             raise RefusedError("slow") from None
+        if buffer == _NO_BUFFER:
+            raise RefusedError("shutdown")
+        return buffer
 
-    def _put(self, job_id: int, own: bytes, nbytes: int, buffer: int) -> None:
+    def _put_later(self, put: Put) -> None:
+        # Those in buffers are as many as there are buffers.
+        if put.buffer is None and len(self._to_put) > self._jobs.num_slots + len(
+            self._buffers.rows
+        ):
+            self._counts.add("puts_dropped")
+            return
+        self._to_put.append(put)
+        self._puts.submit(self._put)
+
+    def _put(self) -> None:
+        """Put what waits, on a thread: as many as fit into one call."""
+        batch: list[Put] = []
+        with contextlib.suppress(IndexError):
+            while len(batch) < self._put_batch:
+                batch.append(self._to_put.popleft())
+        copied = [each for each in batch if each.buffer is None]
+        batch = [each for each in batch if each.buffer is not None] + self._copies_of(copied)
         reason: Reason | None = None
-        try:
-            if own not in self._unreadable and self._tier.contains([own]) == [True]:
-                self._counts.add("puts_skipped")
-            else:
-                self._tier.put(own, self._buffers.rows[buffer, : HEADER_NBYTES + nbytes].data)
-                self._unreadable.pop(own, None)
-                self._counts.add("puts")
-        except Exception as error:
-            self._counts.fail("put_failures", type(error).__name__, error)
+        if batch and self._is_ending:
+            self._counts.add("puts_dropped", len(batch))
+            reason = "shutdown"
+        elif batch and self._put_health.is_paused:
+            self._counts.add("puts_paused", len(batch))
             reason = "error"
-        self._free.put(buffer)
-        self._is_stalled = False
-        self._jobs.end_part(job_id, reason)
+        elif batch:
+            try:
+                self._put_new(batch)
+                self._put_health.ended(success=True)
+            except Exception as error:
+                self._counts.fail("put_failures", type(error).__name__, error, len(batch))
+                self._put_health.ended(success=False)
+                reason = "error"
+        for each in batch:
+            assert each.buffer is not None
+            if each.slot >= 0:
+                self._free_for_copies.put(each.buffer)
+                continue
+            self._free.put(each.buffer)
+            self._is_stalled = False
+            if each.job_id is not None:
+                self._jobs.end_part(each.job_id, reason)
 
-    def _load(self, job_id: int, copier: Copier, chunk: Chunks, mark: object) -> int:
-        """Get a chunk, and load it into the cache if it is right and still wanted."""
-        own = rank_key(chunk.keys[0], self._rank)
-        # There are as many as threads that load.
-        buffer = self._free_for_loads.get()
+    def _copies_of(self, puts: Sequence[Put]) -> list[Put]:
+        """Return blocks of the arena as copies in buffers; those that have gone are dropped."""
+        copies = []
+        for each in puts:
+            buffer = self._free_for_copies.get()
+            if not self._is_ending and self._copy_from_slot(each, buffer):
+                copies.append(each._replace(buffer=buffer))
+            else:
+                self._free_for_copies.put(buffer)
+                self._counts.add("puts_dropped")
+        return copies
+
+    def _put_new(self, batch: Sequence[Put]) -> None:
+        """Put those that the tier does not have, or of which it has nothing of use."""
+        doubtful = [each.own for each in batch if each.own not in self._unreadable]
+        answers = self._tier.contains(doubtful) if doubtful else []
+        kept = {own for own, is_kept in zip(doubtful, answers, strict=True) if is_kept}
+        new = [each for each in batch if each.own not in kept]
+        rows = self._buffers.rows
+        if new:
+            self._tier.put_many([(each.own, rows[each.buffer, : each.nbytes].data) for each in new])
+        for each in new:
+            self._unreadable.pop(each.own, None)
+        self._counts.add("puts", len(new))
+        self._counts.add("puts_skipped", len(batch) - len(new))
+
+    def _load(self, job_id: int, copier: Copier, chunks: Chunks, mark: object) -> int:
+        """Get chunks, and load those into the cache that are right and still wanted."""
+        # There are as many batches as threads that load.
+        first = self._free_for_loads.get()
         try:
-            self._get(own, copier.chunk_nbytes, buffer)
+            self._get(chunks, copier.chunk_nbytes, first)
             # Not the error itself: it would hold this frame, and with it the cache.
             reason: Reason | None = None
+            row = len(chunks)
             with self._jobs.committing(job_id):
                 try:
-                    copier.load(_in_buffer(chunk, buffer), mark)
+                    copier.load(_in_buffers(chunks, first), mark)
                 except RefusedError as error:
-                    reason = error.reason
+                    reason, row = error.reason, error.row
+                self._keep(chunks[:row], first)
         finally:
-            self._free_for_loads.put(buffer)
+            self._free_for_loads.put(first)
         if reason is not None:
+            own = rank_key(chunks.keys[row], self._rank)
             self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
             try:
                 self._tier.remove([own])
@@ -549,20 +758,30 @@ class TierWorker(JobWorker):
                 self._counts.fail("remove_failures", type(error).__name__, error)
                 self._mark_unreadable(own)
             raise RefusedError(reason)
-        return chunk.num_blocks * copier.pages.block_nbytes
+        return chunks.num_blocks * copier.pages.block_nbytes
 
-    def _get(self, own: bytes, nbytes: int, buffer: int) -> None:
-        """Fill a buffer; one without a header is refused as an absent block."""
-        self._gets[buffer] = time.monotonic()
+    def _get(self, chunks: Chunks, nbytes: int, first: int) -> None:
+        """Fill buffers; one without a header is refused as an absent block."""
+        if self._get_health.is_paused:
+            self._counts.add("gets_paused", len(chunks))
+            raise RefusedError("error")
+        self._gets[first] = time.monotonic()
+        own = [rank_key(key, self._rank) for key in chunks.keys]
+        rows = self._buffers.rows[first : first + len(own), : HEADER_NBYTES + nbytes]
         try:
-            if not self._tier.get(own, self._buffers.rows[buffer, : HEADER_NBYTES + nbytes].data):
-                self._buffers.headers[buffer] = 0
+            items = [(each, row.data) for each, row in zip(own, rows, strict=True)]
+            for row, is_filled in zip(rows, self._tier.get_many(items), strict=True):
+                if not is_filled:
+                    row[:HEADER_NBYTES] = 0
+            self._get_health.ended(success=True)
         except Exception as error:
-            self._counts.fail("get_failures", type(error).__name__, error)
-            self._mark_unreadable(own)
+            self._counts.fail("get_failures", type(error).__name__, error, len(own))
+            self._get_health.ended(success=False)
+            for each in own:
+                self._mark_unreadable(each)
             raise RefusedError("error") from error
         finally:
-            del self._gets[buffer]
+            del self._gets[first]
 
     def _mark_unreadable(self, own: bytes) -> None:
         self._unreadable[own] = None
@@ -576,5 +795,5 @@ class TierWorker(JobWorker):
         return len(calls) == self._num_threads and max(calls) < since
 
 
-def _in_buffer(chunk: Chunks, buffer: int) -> Chunks:
-    return dataclasses.replace(chunk, slots=np.array([buffer]))
+def _in_buffers(chunks: Chunks, first: int) -> Chunks:
+    return dataclasses.replace(chunks, slots=np.arange(first, first + len(chunks)))

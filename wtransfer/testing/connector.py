@@ -219,7 +219,7 @@ class ConnectorConformance(ConformanceKit):
                 named = msgspec.structs.replace(
                     settings, engine_id=name, num_ranks=num_ranks, seed=seed
                 )
-                return stack.enter_context(Instance(named, _zygote().spawn))
+                return stack.enter_context(Instance(named, kit_zygote().spawn))
 
             yield start
 
@@ -329,7 +329,7 @@ class ConnectorConformance(ConformanceKit):
             for request in produced
         ]
         bed.run(*consumed)
-        assert bed.consumer.counts["preemptions"] > 1, "the cache was too large for this test"
+        assert bed.consumer.counts["preemptions"], "the cache was too large for this test"
         for request in produced:
             bed.producer.check_output(request)
         for request in consumed:
@@ -1292,8 +1292,8 @@ class ConnectorTestBed:
 
 
 @functools.cache
-def _zygote() -> Zygote:
-    """Return the process whose children are instances and ranks: one for all connectors."""
+def kit_zygote() -> Zygote:
+    """Return the process whose children are instances, ranks and tiers: one for all kits."""
     zygote = Zygote(preload=["torch", *MODULES])
     atexit.register(zygote.close)
     return zygote

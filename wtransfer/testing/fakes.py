@@ -31,6 +31,7 @@ from wtransfer.engines.interface import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
 from wtransfer.kv.header import checksum
 from wtransfer.specs.interface import (
@@ -285,6 +286,8 @@ class MemoryTier(Tier):
     shelves: ClassVar[defaultdict[str, dict[bytes, bytes]]] = defaultdict(dict)
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        if unknown := ", ".join(options.keys() - {"shelf"}):
+            raise OffloadingOptionError(f"unknown: {unknown}; the option of this tier is shelf")
         self.kept = self.shelves[options.get("shelf", "")]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:

@@ -64,14 +64,15 @@ class ConformanceKit:
                     )
 
 
-def registered_name(group: str, backend: type | None) -> str:
+def registered_name(group: str, backend: type | None, kind: str = "") -> str:
     """Register a backend class that is not installed, once, and return its name.
 
     Args:
         group: ``engines``, ``connectors`` or ``specs``.
         backend: The class that a subclass of the kit states.
+        kind: What it is, where the group has several kinds.
     """
-    kind = group[:-1]
+    kind = kind or group[:-1]
     assert backend is not None, f"state the {kind} or the {kind}_cls that is tested"
     name = f"conformance of {backend.__qualname__} at {id(backend):x}"
     if not registry(group).registered(name):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
+KITS = ("connector", "engine", "kit", "policy", "spec", "tier")
 # Each by its name: the package is imported already, as this module is in it.
-pytest.register_assert_rewrite(
-    *(f"wtransfer.testing.{name}" for name in ("connector", "engine", "kit", "policy", "spec"))
-)
+pytest.register_assert_rewrite(*(f"wtransfer.testing.{name}" for name in KITS))

@@ -34,6 +34,7 @@ def main(folder: str) -> None:
         ["--no-deps", VLLM, *RAY],
         [f"{CORE}[test,server]", "httpx"],
         ["--no-deps", str(PLUGIN)],
+        [f"{PLUGIN.parent / 'wtransfer-valkey'}[test]"],
     ):
         subprocess.run([*pip, "install", *what], check=True)
 

@@ -28,8 +28,10 @@ def shapes(kinds, smoke=None):
     found = []
     for kind in kinds:
         marks = [] if kind == smoke else [nightly]
+        # Of tiers, a test of their own shows more.
+        in_one = [nightly] if kind == "tiering" else []
         found += [
-            pytest.param(kind, IN_ONE, id=f"{kind}, one process"),
+            pytest.param(kind, IN_ONE, id=f"{kind}, one process", marks=in_one),
             pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=marks),
         ]
         if "third party" not in kind and "third-party" not in kind:

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from host import Host
 
-from wtransfer.transport.zygote import Zygote
-
 HERE = Path(__file__).parent
 PARTS = runpy.run_path(str(HERE.parents[1] / "transport" / "process_group_ranks.py"))
 IMPORT_S = 120.0
@@ -49,14 +47,6 @@ def make(kind, drawn, first_store, leaves_nothing):
             return stack.enter_context(one)
 
         yield made
-
-
-@pytest.fixture(scope="session")
-def nursery():
-    """A zygote whose children are hosts."""
-    modules = ["torch", "wtransfer.testing.connector", "puppet"]
-    with Zygote(preload=modules, paths=[HERE]) as zygote:
-        yield zygote
 
 
 class Cast:
@@ -100,9 +90,9 @@ class Cast:
 
 
 @pytest.fixture
-def cast(nursery, tmp_path, kind):
+def cast(zygote, tmp_path, kind):
     """Maker of hosts in processes of their own."""
-    made = Cast(nursery, tmp_path, kind)
+    made = Cast(zygote, tmp_path, kind)
     yield made
     made.close()
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from wtransfer.testing.mini_engine.engine import make_engine
-from wtransfer.testing.mini_engine.instance import MODULES
-from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_version import process_weights
 
 _SPEC = importlib.util.spec_from_file_location(
@@ -36,13 +34,6 @@ def same_bits(one_thread):
 def no_other_model():
     """A model of an earlier test would change the weights as soon as the collector finds it."""
     process_weights.begin_anew()
-
-
-@pytest.fixture(scope="session")
-def zygote():
-    """A zygote whose children are instances and ranks."""
-    with Zygote(preload=["torch", *MODULES]) as zygote:
-        yield zygote
 
 
 @pytest.fixture

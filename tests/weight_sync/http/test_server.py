@@ -35,7 +35,7 @@ from wtransfer.weight_sync.http import server as http_server
 from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
-HttpWorker = runpy.run_path(str(Path(__file__).with_name("http_worker.py")))["HttpWorker"]
+HttpWorker = runpy.run_path(str(Path(__file__).with_name("worker_in_process.py")))["HttpWorker"]
 TOKEN = "the-secret"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 JSON = {"Content-Type": "application/json"}
@@ -600,7 +600,7 @@ def test_close_ends_a_registration_under_way(start, monkeypatch, until):
     assert joined(worker) is None
 
 
-def test_program_ends_with_an_open_server():
+def test_program_ends_with_an_open_server(run_program):
     code = """
 import torch, wtransfer
 from wtransfer.weight_sync.http.client import HttpClient
@@ -613,10 +613,8 @@ try:
 except wtransfer.errors.NotInitializedError:
     print("refused")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
+    program = run_program(code)
+    assert (program.wait(60), program.out(), program.err()) == (0, "refused\n", "")
 
 
 def test_without_the_extra_the_error_says_what_to_install():

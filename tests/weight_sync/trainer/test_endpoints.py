@@ -28,7 +28,7 @@ from wtransfer.weight_sync.http.client import HttpClient
 from wtransfer.weight_sync.trainer.endpoints import Endpoints
 
 HTTP = Path(__file__).parents[1] / "http"
-HttpWorker = runpy.run_path(str(HTTP / "http_worker.py"))["HttpWorker"]
+HttpWorker = runpy.run_path(str(HTTP / "worker_in_process.py"))["HttpWorker"]
 TOKEN = "the-secret"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -80,15 +78,9 @@ publisher.close()
 """
 
 
-def test_too_few_descriptors_are_named():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DESCRIPTORS],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+def test_too_few_descriptors_are_named(run_program):
+    program = run_program(WITHOUT_DESCRIPTORS)
+    assert (program.wait(60), program.out()) == (0, "True\n"), program.err()
 
 
 def test_publisher_that_cannot_listen_leaves_no_thread(weights, until):

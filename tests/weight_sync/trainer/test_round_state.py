@@ -378,7 +378,7 @@ class Rounds(RuleBasedStateMachine):
 
 
 TestRounds = Rounds.TestCase
-TestRounds.settings = settings(max_examples=400, stateful_step_count=20, deadline=None)
+TestRounds.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
 
 
 # -- sequences that are rarely found by chance

@@ -345,7 +345,7 @@ class WorkerMachine(RuleBasedStateMachine):
             self.session.close()
 
 
-@pytest.mark.parametrize("num_examples", [200, pytest.param(5000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_examples", [120, pytest.param(5000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "rank of several"])
 def test_any_order_of_events_keeps_the_promises(num_examples, several):
     SEEN.clear()

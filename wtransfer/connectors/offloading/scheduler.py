@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 STORE_BATCH = 32
 """Most chunks that are offered to the tier at once: it takes all of them or none."""
+NUM_STEPS = 32
+"""Steps of the model of which the mean time is taken."""
 
 
 @dataclass
@@ -74,6 +77,40 @@ class _InFlight:
     is_load: bool
     waiting_for: set[int]
     success: bool = True
+
+
+class _StepTimes:
+    """How long the model takes for a token of a prompt, over the last steps that computed some."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[float, int]] = {}
+        self._last_end = 0.0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=NUM_STEPS)
+
+    def begin(self, step: int, scheduled: Mapping[str, int], chunk: int) -> None:
+        """Note a step; one that computes no chunk at once says nothing of prompts."""
+        counts = scheduled.values()
+        self._begun[step] = (
+            time.monotonic(),
+            sum(counts) if max(counts, default=0) >= chunk else 0,
+        )
+
+    def end(self, step: int) -> None:
+        """Note that all ranks have ended a step, and those before it."""
+        now = time.monotonic()
+        begun = [self._begun.pop(each) for each in list(self._begun) if each <= step]
+        # The next step may be planned while one runs: it begins when that has ended.
+        if len(begun) == 1 and begun[0][1]:
+            began, num_tokens = begun[0]
+            self._steps.append((now - max(began, self._last_end), num_tokens))
+        if begun:
+            self._last_end = now
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """None: nothing was measured yet."""
+        num_tokens = sum(each[1] for each in self._steps)
+        return sum(each[0] for each in self._steps) / num_tokens if num_tokens else None
 
 
 class OffloadingScheduler(ConnectorScheduler):
@@ -108,6 +145,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self._next = OffloadingMetadata()
         self._step = 0
         self._heard: dict[int, int] = {}
+        self._times = _StepTimes()
         # Of jobs: what the spec's manager counts are blocks.
         self._counts = Counter(
             load_jobs_failed_total=0,
@@ -315,7 +353,10 @@ class OffloadingScheduler(ConnectorScheduler):
         metadata, self._next = self._next, OffloadingMetadata()
         metadata.step, metadata.preempted = self._step, preempted
         new = tuple(each.req_id for each in scheduler_output.scheduled_new_reqs)
-        self._manager.on_schedule_end(ScheduleEndContext(new, tuple(preempted)))
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._times.begin(self._step, scheduled, self._naming.block_size)
+        context = ScheduleEndContext(new, tuple(preempted), self._times.seconds_per_token)
+        self._manager.on_schedule_end(context)
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -324,6 +365,7 @@ class OffloadingScheduler(ConnectorScheduler):
         if isinstance(said, OffloadingWorkerMetadata):
             self._hear(said.versions)
             self._heard |= said.steps
+            self._times.end(self._num_heard)
             for rank, outcomes in said.outcomes.items():
                 for outcome in outcomes:
                     self._take(rank, outcome)
@@ -394,13 +436,14 @@ class OffloadingScheduler(ConnectorScheduler):
             self._manager.complete_store(job.keys, job.context, job.success)
             return
         self._counts["load_jobs_failed_total"] += not job.success
+        if not job.success:
+            suspect = job.versions is self._fence.current
+            # Managers of other classes may not have it.
+            load_failed = getattr(self._manager, "load_failed", None)
+            is_known = load_failed is not None and load_failed(job.keys, job.context, suspect)
+            if suspect and not is_known:
+                self._counts["fence_blocks_invalidated_total"] += self._invalidated.add(job.keys)
         self._manager.complete_load(job.keys, job.context)
-        if job.success or job.versions is not self._fence.current:
-            return
-        # Managers of other classes may not have it.
-        load_failed = getattr(self._manager, "load_failed", None)
-        if load_failed is None or not load_failed(job.keys):
-            self._counts["fence_blocks_invalidated_total"] += self._invalidated.add(job.keys)
 
     # -- the rest
 

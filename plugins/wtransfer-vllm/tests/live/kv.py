@@ -24,6 +24,14 @@ PLAIN = {"dtype": "float32", "block_size": BLOCK_SIZE, "max_num_seqs": 64}
 
 STORAGE = ("SharedStorageConnector", lambda folder: {"shared_storage_path": f"{folder}/kv"})
 OFFLOADING = ("wtransfer-OffloadingConnector", lambda _: {"cpu_bytes_to_use": 64 << 20})
+TIERING = (
+    "wtransfer-OffloadingConnector",
+    lambda folder: {
+        "tier": "file",
+        "shared_storage_path": f"{folder}/tier",
+        "cpu_bytes_to_use": 64 << 20,
+    },
+)
 THIRD_PARTY_SPEC = (
     "wtransfer-OffloadingConnector",
     lambda folder: {"spec_name": "acme-disk", "disk_bytes_to_use": 64 << 20, "folder": str(folder)},
@@ -41,6 +49,7 @@ MULTI = (
 TO_A_STORE = {
     "storage": STORAGE,
     "offloading": OFFLOADING,
+    "tiering": TIERING,
     "third-party spec": THIRD_PARTY_SPEC,
     "third party": THIRD_PARTY,
     "multi": MULTI,

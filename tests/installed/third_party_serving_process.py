@@ -1,4 +1,4 @@
-"""One serving process of many over one folder, with the third party's connector.
+"""One serving process of many over one store, with a third party's connector or tier.
 
 Prints, for each request, whether the tokens are those of a fresh model, and how many were loaded. A
 request is the number of its prompt, and a salt after a colon if it has one.
@@ -16,12 +16,11 @@ from wtransfer.testing.mini_engine.engine import LocalExecutor, make_engine
 from wtransfer.testing.mini_engine.worker import make_worker
 
 
-def main(folder: str, seed: str, *requests: str) -> None:
+def main(site: str, connector: str, options: dict, seed: int, *requests: str) -> None:
+    sys.path.insert(0, site)
     torch.set_num_threads(1)
-    plain = EngineConfig(seed=int(seed), cache=CacheShape(16, 12))
-    with_it = EngineConfig(
-        seed=plain.seed, cache=plain.cache, connector="acme-folder", options={"folder": folder}
-    )
+    plain = EngineConfig(seed=seed, cache=CacheShape(16, 12))
+    with_it = EngineConfig(seed=plain.seed, cache=plain.cache, connector=connector, options=options)
     report = []
     with (
         make_engine(plain) as fresh,
@@ -40,6 +39,3 @@ def main(folder: str, seed: str, *requests: str) -> None:
             is_right = request.output == fresh.generate([prompt], 4)[0]
             report.append([is_right, host.scheduler.counts["tokens_loaded"] - before])
     print(json.dumps(report))  # noqa: T201
-
-
-main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Tier ``mooncake`` of wtransfer: KV cache in the Mooncake store."""

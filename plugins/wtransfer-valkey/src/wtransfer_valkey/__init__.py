@@ -1,0 +1,1 @@
+"""KV cache in Valkey or Redis."""

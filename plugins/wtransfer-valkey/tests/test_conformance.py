@@ -1,0 +1,29 @@
+"""`OffloadingConnector` over the tier passes the kit that third parties get."""
+
+from __future__ import annotations
+
+import pytest
+from valkey_server import Server
+from wtransfer.testing.connector import ConnectorConformance
+
+
+class TestValkey(ConnectorConformance):
+    connector = "OffloadingConnector"
+    is_shared = True
+
+    @pytest.fixture(autouse=True)
+    def server(self):
+        self.made = Server()
+        yield self.made
+        self.made.close()
+
+    def options_in(self, folder):
+        return {"spec_name": "valkey", "url": self.made.url, "buffer_bytes": 1 << 20}
+
+    def damage(self, bed):
+        with self.made.client() as client:
+            for name in client.keys("wtransfer:*"):
+                value = bytearray(client.get(name))
+                value[-1] ^= 1
+                client.set(name, bytes(value))
+        return True

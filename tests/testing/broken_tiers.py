@@ -1,0 +1,552 @@
+"""Tiers that are broken in one way each. `test_kits.py` runs this file as a test module."""
+
+import contextlib
+import io
+import pickle
+import sqlite3
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from wtransfer.errors import StorageError
+from wtransfer.specs.file import FileTier
+from wtransfer.testing.fakes import MemoryTier
+from wtransfer.testing.tier import TierConformance
+
+NOTHING = pickle.dumps(b"")
+
+
+def broken(caught_by, **attributes):
+    """Have the kit run with a class that overrides a part of a healthy tier."""
+
+    def make(cls):
+        in_files = issubclass(cls, FileTier)
+        option = "shared_storage_path" if in_files else "shelf"
+        # Other processes find the class by this name.
+        cls.__qualname__ = f"{cls.__name__}.tier_cls"
+        kit = {
+            "caught_by": caught_by,
+            "tier_cls": cls,
+            "in_processes": in_files,
+            "options_in": lambda self, folder: {option: str(folder)},
+            "ends_within_s": 0.5,
+            "__module__": cls.__module__,
+            **attributes,
+        }
+        return type(cls.__name__, (TierConformance,), kit)
+
+    return make
+
+
+# -- one value
+
+
+@broken("test_one_value_is_put_and_found")
+class TestDropsValues(MemoryTier):
+    def put(self, key, data): ...
+
+
+@broken("test_one_value_is_put_and_found")
+class TestForgetsToReturnTrue(MemoryTier):
+    def get(self, key, into):
+        super().get(key, into)
+
+
+@broken("test_one_value_is_put_and_found", excused="test_put_replaces", deadline_s=0.2)
+class TestHangs(MemoryTier):
+    def put(self, key, data):
+        time.sleep(3)
+
+
+@broken("test_missing_key_is_not_found")
+class TestContainsEverything(MemoryTier):
+    def contains(self, keys):
+        return [True] * len(keys)
+
+
+@broken("test_missing_key_is_not_found", passes=("test_put_replaces",))
+class TestRaisesForMissingKeys(MemoryTier):
+    def get(self, key, into):
+        into[:] = self.kept[key]
+        return True
+
+
+@broken("test_missing_key_is_not_found", deadline_s=0.2)
+class TestWaitsForMissingKeys(MemoryTier):
+    def get(self, key, into):
+        for _ in range(1000):
+            if key in self.kept:
+                break
+            time.sleep(0.01)
+        return super().get(key, into)
+
+
+@broken("test_missing_key_is_not_found")
+class TestFillsWithZeros(MemoryTier):
+    def get(self, key, into):
+        if key not in self.kept:
+            into[:] = bytes(len(into))
+            return True
+        return super().get(key, into)
+
+
+@broken("test_value_of_another_length_is_not_found[1]", passes=("test_put_replaces",))
+class TestCopiesWhatFits(MemoryTier):
+    def get(self, key, into):
+        data = self.kept.get(key)
+        if data is None or len(data) < len(into):
+            return False
+        into[:] = data[: len(into)]
+        return True
+
+
+@broken("test_value_of_another_length_is_not_found[1001]")
+class TestPadsWhatIsShort(MemoryTier):
+    def get(self, key, into):
+        data = self.kept.get(key)
+        if data is None or len(data) > len(into):
+            return False
+        into[: len(data)] = data
+        return True
+
+
+@broken("test_value_stays_when_it_was_read", passes=("test_put_replaces",))
+class TestTakesValuesAway(MemoryTier):
+    def get(self, key, into):
+        found = super().get(key, into)
+        if found:
+            del self.kept[key]
+        return found
+
+
+@broken("test_put_replaces", passes=("test_value_of_any_length[1]",))
+class TestKeepsTheFirstValue(MemoryTier):
+    def put(self, key, data):
+        self.kept.setdefault(key, bytes(data))
+
+
+@broken("test_put_replaces")
+class TestReplacesTheBeginning(MemoryTier):
+    def put(self, key, data):
+        self.kept[key] = bytes(data) + self.kept.get(key, b"")[len(data) :]
+
+
+@broken("test_put_copies[put]", passes=("test_put_replaces", "test_many_equal_singles"))
+class TestKeepsViews(MemoryTier):
+    def put(self, key, data):
+        self.kept[key] = data
+
+
+@broken("test_put_copies[put_many]", passes=("test_put_copies[put]", "test_many_equal_singles"))
+class TestKeepsViewsOfMany(MemoryTier):
+    def put_many(self, items):
+        self.kept.update(items)
+
+
+@broken("test_value_of_any_length[4194309]", passes=("test_value_of_any_length[65537]",))
+class TestRefusesMoreThanAMegabyte(MemoryTier):
+    def put(self, key, data):
+        if len(data) > 2**20:
+            raise StorageError(f"{len(data)} bytes are too many")
+        super().put(key, data)
+
+
+@broken("test_value_of_any_length[65537]", passes=("test_value_of_any_length[4096]",))
+class TestCutsLengths(MemoryTier):
+    def put(self, key, data):
+        super().put(key, data[: len(data) % 2**16])
+
+
+@broken("test_value_of_any_bytes[ends with zeros]", passes=("test_value_of_any_bytes[zeros]",))
+class TestStripsZeros(MemoryTier):
+    def put(self, key, data):
+        self.kept[key] = bytes(data).rstrip(b"\0") or bytes(data)
+
+
+@broken("test_value_of_any_bytes[zeros]")
+class TestTakesZerosForNothing(MemoryTier):
+    def get(self, key, into):
+        return super().get(key, into) and any(into)
+
+
+@broken("test_get_writes_only_to_into[13]", passes=("test_value_of_any_length[511]",))
+class TestWritesWholeWords(MemoryTier):
+    def get(self, key, into):
+        found = super().get(key, into)
+        # The array that the view is part of, as a store in C would see it.
+        memory, own = into.obj.base, np.frombuffer(into, np.uint8)
+        if found and memory is not None:
+            end = own.ctypes.data - memory.ctypes.data + len(own)
+            memory[end : end + -end % 8] = 0
+        return found
+
+
+# -- keys
+
+
+class OtherKeys(MemoryTier):
+    """A tier whose store has other keys than the product."""
+
+    def other(self, key):
+        raise NotImplementedError
+
+    def contains(self, keys):
+        return super().contains([self.other(key) for key in keys])
+
+    def put(self, key, data):
+        super().put(self.other(key), data)
+
+    def get(self, key, into):
+        return super().get(self.other(key), into)
+
+    def remove(self, keys):
+        super().remove([self.other(key) for key in keys])
+
+
+@broken("test_keys_of_any_bytes[no text]", passes=("test_keys_of_any_bytes[upper and lower case]",))
+class TestDecodesKeys(OtherKeys):
+    def other(self, key):
+        return key.decode(errors="replace")
+
+
+@broken("test_keys_of_any_bytes[upper and lower case]", passes=("test_keys_of_any_bytes[no text]",))
+class TestFoldsCase(OtherKeys):
+    def other(self, key):
+        return key.lower()
+
+
+@broken("test_keys_of_any_bytes[1 to 66 zeros]")
+class TestEndsKeysAtZero(OtherKeys):
+    def other(self, key):
+        return key.partition(b"\0")[0]
+
+
+@broken("test_keys_of_any_bytes[separators]", passes=("test_keys_of_any_bytes[no text]",))
+class TestStripsKeys(OtherKeys):
+    def other(self, key):
+        return key.strip(b" ") or key
+
+
+@broken("test_keys_of_any_bytes[1 to 66 bytes, one the beginning of the next]")
+class TestPadsKeys(OtherKeys):
+    def other(self, key):
+        return key + b"k" * (-len(key) % 8)
+
+
+@broken("test_keys_of_any_bytes[66 bytes, different in one]")
+class TestComparesTheBeginning(OtherKeys):
+    def other(self, key):
+        return key[:32]
+
+
+@broken("test_keys_of_any_bytes[one byte]", passes=("test_keys_of_any_bytes[no text]",))
+class TestRefusesShortKeys(OtherKeys):
+    def other(self, key):
+        if len(key) < 2:
+            raise ValueError(f"the key {key!r} is too short")
+        return key
+
+
+@broken("test_ranks_are_kept_apart", passes=("test_removed_keys_are_gone",))
+class TestDropsTheRank(OtherKeys):
+    def other(self, key):
+        return key[:64]
+
+
+@broken("test_contains_answers_for_each_key", passes=("test_missing_key_is_not_found",))
+class TestAnswersOnce(MemoryTier):
+    def contains(self, keys):
+        return super().contains(list(dict.fromkeys(keys)))
+
+
+@broken("test_contains_answers_for_each_key")
+class TestAnswersInTheStoresOrder(MemoryTier):
+    def contains(self, keys):
+        found = super().contains(keys)
+        return found if len(found) < 5 else sorted(found)
+
+
+@broken("test_contains_answers_for_each_key", passes=("test_ranks_are_kept_apart",))
+class TestRefusesNoKeys(MemoryTier):
+    def contains(self, keys):
+        if not keys:
+            raise ValueError("wrong number of arguments")
+        return super().contains(keys)
+
+
+@broken("test_removed_keys_are_gone", passes=("test_missing_key_is_not_found",))
+class TestRemovesNothing(MemoryTier):
+    def remove(self, keys): ...
+
+
+@broken("test_removed_keys_are_gone")
+class TestMissesRemovedKeys(MemoryTier):
+    def remove(self, keys):
+        for key in keys:
+            del self.kept[key]
+
+
+@broken("test_removed_keys_are_gone")
+class TestRemovesAll(MemoryTier):
+    def remove(self, keys):
+        if keys:
+            self.kept.clear()
+
+
+# -- several values at a time
+
+
+@broken("test_many_equal_singles", passes=("test_put_copies[put_many]",))
+class TestStopsAtAMissingOne(MemoryTier):
+    def get_many(self, items):
+        found = []
+        for key, into in items:
+            if not self.get(key, into):
+                break
+            found.append(True)
+        return found + [False] * (len(items) - len(found))
+
+
+@broken("test_many_equal_singles")
+class TestPutsTheLastOfMany(MemoryTier):
+    def put_many(self, items):
+        keys = [key for key, _ in items]
+        super().put_many([(key, items[-1][1]) for key in keys])
+
+
+# -- memory
+
+
+@broken("test_registered_memory", passes=("test_get_writes_only_to_into[13]",))
+class TestIgnoresOffsets(MemoryTier):
+    registered = None
+
+    def register_memory(self, memory):
+        self.registered = memory
+
+    def put(self, key, data):
+        super().put(key, self.registered[: len(data)] if self.registered else data)
+
+
+@broken("test_registered_memory")
+class TestUsesRegisteredMemory(MemoryTier):
+    def register_memory(self, memory):
+        memory[:64] = bytes(64)
+
+
+@broken("test_replaced_values_are_let_go", passes=("test_put_replaces",))
+class TestHoldsAllValues(MemoryTier):
+    def put(self, key, data):
+        super().put(key, data)
+        self.log = [*getattr(self, "log", ()), self.kept[key]]
+
+
+@broken("test_nothing_is_unpickled", passes=("test_put_replaces",))
+class TestUnpickles(MemoryTier):
+    def put(self, key, data):
+        super().put(key, pickle.dumps(bytes(data)))
+
+    def get(self, key, into):
+        # Not by `pickle.loads`, which the record of what the tests unpickle would have.
+        data = pickle.Unpickler(io.BytesIO(self.kept.get(key, NOTHING))).load()
+        if len(data) != len(into):
+            return False
+        into[:] = data
+        return True
+
+
+# -- several callers
+
+
+@broken("test_threads_share_an_object", passes=("test_many_equal_singles",))
+class TestSharesABuffer(MemoryTier):
+    def put(self, key, data):
+        self.buffer = bytearray(data[: len(data) // 2])
+        time.sleep(1e-4)
+        self.buffer += data[len(data) // 2 :]
+        super().put(key, self.buffer)
+
+
+@broken("test_threads_share_an_object")
+class TestIsForOneThread(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.connection = sqlite3.connect(":memory:")
+
+    def get(self, key, into):
+        self.connection.execute("select 1")
+        return super().get(key, into)
+
+    def close(self):
+        self.connection.close()
+
+
+@broken("test_objects_reach_one_store", passes=("test_removed_keys_are_gone",))
+class TestKeepsByObject(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.kept = {}
+
+
+@broken("test_object_made_before_a_put_finds_it", passes=("test_removed_keys_are_gone",))
+class TestListsTheStoreWhenMade(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.listed = set(self.kept)
+
+    def put(self, key, data):
+        super().put(key, data)
+        self.listed.add(key)
+
+    def contains(self, keys):
+        return [key in self.listed and key in self.kept for key in keys]
+
+
+@broken("test_object_made_before_a_put_finds_it", passes=("test_objects_reach_one_store",))
+class TestRemembersMissingKeys(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        self.missing = set()
+
+    def put(self, key, data):
+        super().put(key, data)
+        self.missing.discard(key)
+
+    def contains(self, keys):
+        self.missing.update(key for key in keys if key not in self.kept)
+        return [key not in self.missing for key in keys]
+
+
+@broken("test_processes_see_each_others_values", in_processes=True)
+class TestIsMemoryOfOneProcess(MemoryTier): ...
+
+
+@broken("test_processes_see_each_others_values", passes=("test_objects_reach_one_store",))
+class TestCachesByProcess(FileTier):
+    cached: ClassVar = defaultdict(dict)
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.values = self.cached[options["shared_storage_path"]]
+
+    def put(self, key, data):
+        super().put(key, data)
+        self.values[key] = bytes(data)
+
+    def get(self, key, into):
+        if len(self.values.get(key, b"")) == len(into):
+            into[:] = self.values[key]
+            return True
+        return super().get(key, into)
+
+    def remove(self, keys):
+        super().remove(keys)
+        for key in keys:
+            self.values.pop(key, None)
+
+
+@broken(
+    "test_killed_process_leaves_whole_values", passes=("test_processes_see_each_others_values",)
+)
+class TestWritesInPlace(FileTier):
+    def put(self, key, data):
+        path = Path(self._current().blocks.path, key.hex())
+        with path.open("wb", buffering=0) as file:
+            file.write(data[: len(data) // 2])
+            time.sleep(0.005)
+            file.write(data[len(data) // 2 :])
+
+
+@broken(
+    "test_killed_process_leaves_whole_values",
+    passes=("test_threads_share_an_object",),
+    deadline_s=0.5,
+)
+class TestLeavesALock(FileTier):
+    def put(self, key, data):
+        lock = Path(self._current().blocks.path, "lock")
+        for _ in range(1000):
+            with contextlib.suppress(FileExistsError):
+                lock.touch(exist_ok=False)
+                break
+            time.sleep(0.01)
+        super().put(key, data)
+        time.sleep(0.002)
+        lock.unlink()
+
+
+# -- construction, statistics and close
+
+
+@broken("test_unknown_option_is_refused", passes=("test_objects_reach_one_store",))
+class TestIgnoresUnknownOptions(MemoryTier):
+    def __init__(self, options):
+        super().__init__({"shelf": options["shelf"]})
+
+
+@broken("test_unknown_option_is_refused")
+class TestRaisesTypeErrors(MemoryTier):
+    def __init__(self, options):
+        self.open(**options)
+
+    def open(self, shelf):
+        super().__init__({"shelf": shelf})
+
+
+@broken("test_stats_are_numbers_and_counters_rise")
+class TestHasTextForStats(MemoryTier):
+    def get_stats(self):
+        return {"state": "connected"}
+
+
+@broken("test_stats_are_numbers_and_counters_rise")
+class TestCountsWhatIsLeft(MemoryTier):
+    num_left = 10
+
+    def get_stats(self):
+        self.num_left -= 1
+        return {"left_total": self.num_left}
+
+
+@broken("test_close_is_idempotent", passes=("test_close_ends_one_object_only",))
+class TestClosesOnce(MemoryTier):
+    def close(self):
+        del self.kept
+
+
+@broken("test_close_is_idempotent", passes=("test_close_ends_one_object_only",))
+class TestCannotCloseUnused(MemoryTier):
+    def put(self, key, data):
+        super().put(key, data)
+        self.connection = object()
+
+    def close(self):
+        assert self.connection
+
+
+@broken("test_close_ends_one_object_only", passes=("test_close_is_idempotent",))
+class TestClosesTheStore(MemoryTier):
+    def close(self):
+        self.kept.clear()
+
+
+@broken("test_close_leaves_nothing", passes=("test_close_is_idempotent",))
+class TestLeavesAThread(MemoryTier):
+    def __init__(self, options):
+        super().__init__(options)
+        threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+
+
+# -- a model
+
+
+@broken("test_model_is_served_from_the_tier", passes=("test_threads_share_an_object",))
+class TestAnswersLate(MemoryTier):
+    def contains(self, keys):
+        # As long as keys that a model's requests have are asked for.
+        time.sleep(1.2 if threading.current_thread().name.startswith("wtransfer") else 0)
+        return super().contains(keys)

@@ -1,0 +1,738 @@
+"""The conformance kit of tiers; the built-in tier passes it.
+
+Subclass it in a test module of your own::
+
+    from wtransfer.testing.tier import TierConformance
+
+
+    class TestMine(TierConformance):
+        tier = "mine"
+
+        def options_in(self, folder):
+            return {"path": str(folder)}
+
+The tier is opened several times with equal options, in this process and in others, and called with
+views of larger memory, as the offloading spec over tiers calls it. Then a model is served from it.
+Every failure ends with what it usually means. A test may be overridden only by one that says why
+the tier may fail it::
+
+        @pytest.mark.xfail(reason="my store takes at most a megabyte")
+        def test_value_of_any_length(self, open_tier, key_of, nbytes):
+            super().test_value_of_any_length(open_tier, key_of, nbytes)
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import copy
+import functools
+import gc
+import secrets
+import sys
+import threading
+import time
+import tracemalloc
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from wtransfer.calls import start_call
+from wtransfer.errors import OffloadingOptionError
+from wtransfer.kv.keys import fence_key, make_offload_key
+from wtransfer.registry.registry import registry
+from wtransfer.specs.interface import Tier
+from wtransfer.specs.tier import rank_key
+from wtransfer.testing.connector import (
+    SIX_HEADS,
+    ConnectorTestBed,
+    RecordedInstance,
+    kit_zygote,
+)
+from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
+from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.model import LocalWeights
+from wtransfer.testing.mini_engine.reference import some_prompts
+from wtransfer.testing.tier_process import (
+    NUM_ROUNDS,
+    TierPlace,
+    TierProcess,
+    TierUser,
+    value_of,
+)
+from wtransfer.weight_version import process_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    OpenTier = Callable[[], TierUser]
+    StartTier = Callable[[], Any]
+    KeyOf = Callable[..., bytes]
+
+Test = TypeVar("Test", bound="Callable[..., None]")
+
+SMALL = 1000
+"""Bytes of a value whose length does not matter."""
+LENGTHS = (1, 2, 3, 511, 4096, 65_537, 2**20 - 1, 2**22 + 5)
+"""Lengths of values, in bytes."""
+PATTERNS = {
+    "zeros": b"\0" * SMALL,
+    "ones": b"\xff" * SMALL,
+    "ends of lines": b"\r\n" * SMALL,
+    "ends with zeros": b"value" + bytes(SMALL),
+    "ends with blanks": b" value" + b" \t\n" * SMALL,
+}
+"""Values that are text, or that end like it."""
+KEYS = {
+    "one byte": [bytes([number]) for number in range(256)],
+    "1 to 66 bytes, one the beginning of the next": [b"k" * number for number in range(1, 67)],
+    "1 to 66 zeros": [b"\0" * number for number in range(1, 67)],
+    "66 bytes, different in one": [
+        b"k" * place + b"K" + b"k" * (65 - place) for place in range(66)
+    ],
+    "upper and lower case": [b"key", b"Key", b"KEY", b"kEy"],
+    "no text": [b"\xff\xfe", b"\xff\xfd", b"\xc3\x28", b"\xc3\x29", b"\x80" * 66, b"\x81" * 66],
+    "separators": [
+        *(b"a" + each + b"b" for each in (b"/", b"//", b"\\", b"\n", b"\r\n", b"\0", b" ", b":")),
+        *(b"a", b"a\0", b"a\n", b"a ", b" a", b"/a", b"a/", b"../a", b".", b"..", b"*", b"a*"),
+        *(b"?", b"[a]", b"{a}", b"%00", b"%s", b"$(a)", b"'a'", b'"a"'),
+    ],
+}
+"""Keys that a store may take for one another."""
+NUM_THREADS = 4
+"""Threads that call one object."""
+NUM_KILLS = 5
+"""Processes that are killed while they put."""
+HANGS_AFTER = 6
+"""A test that takes longer than so many times `deadline_s` is given up."""
+
+_RIGHT = "the bytes that were put"
+_GUARD = 0xA5
+
+
+def usually(hint: str) -> Callable[[Test], Test]:
+    """Add to every failure of a test what it usually means, and fail a test that hangs."""
+    end = f"\nUsually this means that {hint}."
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        def explained(self: TierConformance, *args: Any, **kwargs: Any) -> None:
+            call = start_call(functools.partial(test, self, *args, **kwargs), test.__name__)
+            bound_s = HANGS_AFTER * self.deadline_s
+            if not call.done.wait(bound_s):
+                raise AssertionError(f"a call of the tier has not returned in {bound_s:g} s{end}")
+            error = call.error
+            if isinstance(error, AssertionError):
+                error.args = (f"{error}{end}",)
+            elif isinstance(error, Exception):
+                error = AssertionError(f"{type(error).__name__}: {error}{end}")
+                error.__cause__ = call.error
+            # Or what is none, such as a skip.
+            if error is not None:
+                raise error
+
+        return explained
+
+    return decorate
+
+
+class TierConformance(ConformanceKit):
+    """Subclass it with a name that starts with ``Test``, and state the tier."""
+
+    tier: ClassVar[str] = ""
+    """Name of the tier, as a user would write it."""
+    tier_cls: ClassVar[type[Tier] | None] = None
+    """Instead of a name: the class of a tier that is not installed."""
+    options: ClassVar[dict[str, Any]] = {}
+    """The tier's options."""
+    in_processes: ClassVar[bool] = True
+    """Whether objects in other processes reach the same store, as they must where scheduler and
+    workers are processes. Without it, the tests with other processes are skipped."""
+    deadline_s: ClassVar[float] = 10.0
+    """Bound on the wait for another process, and for a request that is served, in seconds. A test
+    that takes six times as long has failed: a call of the tier hangs."""
+    ends_within_s: ClassVar[float] = 5.0
+    """Bound on the leftovers of a closed tier, in seconds."""
+    smoke_test = "test_one_value_is_put_and_found"
+
+    def options_in(self, folder: Path) -> dict[str, Any]:
+        """Return the tier's options: the same store for the same folder.
+
+        Args:
+            folder: An empty folder of the test's own. A store elsewhere need not be empty: but for
+                a few short ones, no test uses keys of another one.
+        """
+        del folder
+        return dict(self.options)
+
+    # -- fixtures
+
+    @pytest.fixture
+    def name(self) -> str:
+        """Return the name by which the tier is found in this process."""
+        return self.tier or registered_name("specs", self.tier_cls, "tier")
+
+    @pytest.fixture
+    def found_cls(self, name: str) -> type[Tier]:
+        """Return the class that is tested."""
+        found = registry("specs").get(name)
+        assert issubclass(found, Tier), f"{name} is a spec and no tier: SpecConformance is its kit"
+        return found
+
+    @pytest.fixture
+    def tier_options(self, tmp_path: Path) -> dict[str, Any]:
+        """Return the options of all objects of a test."""
+        folder = tmp_path / "kept"
+        folder.mkdir()
+        return self.options_in(folder)
+
+    @pytest.fixture
+    def open_tier(
+        self, found_cls: type[Tier], tier_options: dict[str, Any]
+    ) -> Iterator[Callable[[], TierUser]]:
+        """Open objects of the tier, which are closed at the end of the test."""
+        users: list[TierUser] = []
+
+        def open_one() -> TierUser:
+            users.append(TierUser(found_cls(copy.deepcopy(tier_options))))
+            return users[-1]
+
+        yield open_one
+        for user in users:
+            if not user.is_closed:
+                user.close()
+
+    @pytest.fixture
+    def start_tier(
+        self, found_cls: type[Tier], tier_options: dict[str, Any]
+    ) -> Iterator[Callable[[], Any]]:
+        """Open the tier in processes, which end with the test."""
+        if not self.in_processes:
+            pytest.skip("in_processes is not set: other processes do not reach the store")
+        place = TierPlace(self.tier) if self.tier else TierPlace.of(found_cls)
+        processes: list[TierProcess] = []
+
+        def start() -> TierProcess:
+            spawn = kit_zygote().spawn
+            processes.append(TierProcess(place, tier_options, spawn, self.deadline_s))
+            return processes[-1]
+
+        yield start
+        for process in processes:
+            process.close()
+
+    @pytest.fixture
+    def key_of(self) -> Callable[..., bytes]:
+        """Make keys as the product makes them: of a block, for a rank; others in each test."""
+        salt = secrets.token_bytes(28)
+
+        def key_of(number: int, rank: int = 0) -> bytes:
+            block = make_offload_key(salt + number.to_bytes(16, "big"))
+            return rank_key(fence_key(block, "weights of the kit"), rank)
+
+        return key_of
+
+    @pytest.fixture
+    def bed(
+        self, name: str, tier_options: dict[str, Any], tmp_path: Path
+    ) -> Iterator[ConnectorTestBed]:
+        """Serve a model with two instances of two ranks, which share the tier."""
+        num_threads = torch.get_num_threads()
+        # The bits do not depend on how work is divided.
+        torch.set_num_threads(1)
+        # A model of an earlier test would change their name as soon as the collector finds it.
+        process_weights.begin_anew()
+        with contextlib.ExitStack() as closing:
+            closing.callback(torch.set_num_threads, num_threads)
+            weights = LocalWeights(0)
+            closing.callback(weights.close)
+
+            def serve(engine_id: str) -> RecordedInstance:
+                config = EngineConfig(
+                    model=SIX_HEADS,
+                    num_ranks=2,
+                    connector="OffloadingConnector",
+                    options={"tier": name, "skip_slow_loads": False, **tier_options},
+                    engine_id=engine_id,
+                )
+                instance = RecordedInstance(config, weights)
+                closing.callback(instance.close)
+                return instance
+
+            yield ConnectorTestBed(
+                serve("producer"),
+                serve("consumer"),
+                weights,
+                folder=tmp_path,
+                prefill_params=None,
+                deadline_s=self.deadline_s,
+            )
+
+    # -- one value
+
+    def test_one_value_is_put_and_found(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """A value is put, contained, and got."""
+        with self.is_smoke_test():
+            self._check_one_value(open_tier, key_of(1))
+
+    @usually("put() keeps nothing, or that get() does not return True after it has filled `into`")
+    def _check_one_value(self, open_tier: OpenTier, key: bytes) -> None:
+        user, value = open_tier(), value_of(1, SMALL)
+        user.put(key, value)
+        assert user.contains([key]) == [True], "contains() does not find a key that was put"
+        assert _content(user, key, value) == _RIGHT
+
+    @usually("the answer for a key that is not there is an error, or that of another key")
+    def test_missing_key_is_not_found(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """`contains` and `get` say False, in an empty store and beside other keys."""
+        user = open_tier()
+        for number in range(2):
+            assert user.contains([key_of(99)]) == [False], "contains() finds a key never put"
+            assert user.get(key_of(99), SMALL) is None, "get() finds a key that was never put"
+            user.put(key_of(number), value_of(number, SMALL))
+
+    @usually("get() copies as much as fits and returns True, without a look at the length")
+    @pytest.mark.parametrize("nbytes", [1, SMALL - 1, SMALL + 1, 2 * SMALL, 2**20])
+    def test_value_of_another_length_is_not_found(
+        self, open_tier: OpenTier, key_of: KeyOf, nbytes: int
+    ) -> None:
+        """`get` into less or more memory than the value has returns False, and keeps the value."""
+        user, key, value = open_tier(), key_of(1), value_of(1, SMALL)
+        user.put(key, value)
+        assert user.get(key, nbytes) is None, f"get() of {nbytes} bytes found {SMALL}"
+        assert _content(user, key, value) == _RIGHT
+
+    @usually("get() takes the value away")
+    def test_value_stays_when_it_was_read(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """A value may be read many times."""
+        user, key, value = open_tier(), key_of(1), value_of(1, SMALL)
+        user.put(key, value)
+        assert [_content(user, key, value) for _ in range(3)] == [_RIGHT] * 3
+        assert user.contains([key]) == [True]
+
+    @usually("put() keeps the first value of a key, or a part of it")
+    def test_put_replaces(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Another value, of equal length or not, takes the place of the value."""
+        user, key = open_tier(), key_of(1)
+        for seed, nbytes in enumerate([SMALL, SMALL, 3 * SMALL, 10]):
+            user.put(key, value_of(seed, nbytes))
+            assert _content(user, key, value_of(seed, nbytes)) == _RIGHT, f"after put {seed + 1}"
+
+    @usually("the tier keeps `data` itself, whose memory is used for another block at once")
+    @pytest.mark.parametrize("method", ["put", "put_many"])
+    def test_put_copies(self, open_tier: OpenTier, key_of: KeyOf, method: str) -> None:
+        """The memory of `data` may be overwritten when `put` has returned."""
+        user, values = open_tier(), [value_of(number, SMALL) for number in range(3)]
+        memory = np.zeros((3, SMALL), np.uint8)
+        for number, value in enumerate(values):
+            memory[number] = np.frombuffer(value, np.uint8)
+        items = [(key_of(number), memory[number].data) for number in range(3)]
+        if method == "put":
+            for key, data in items:
+                user.tier.put(key, data)
+        else:
+            user.tier.put_many(items)
+        memory[:] = 0
+        for number, value in enumerate(values):
+            assert _content(user, key_of(number), value) == _RIGHT
+
+    @usually("a value is cut, padded or refused at a bound of the store")
+    @pytest.mark.parametrize("nbytes", LENGTHS)
+    def test_value_of_any_length(self, open_tier: OpenTier, key_of: KeyOf, nbytes: int) -> None:
+        """From one byte to some megabytes, also of odd length."""
+        user, value = open_tier(), value_of(nbytes, nbytes)
+        user.put(key_of(1), value)
+        assert _content(user, key_of(1), value) == _RIGHT
+
+    @usually("values are handled as text: stripped, decoded, or taken for empty")
+    @pytest.mark.parametrize("value", PATTERNS.values(), ids=PATTERNS)
+    def test_value_of_any_bytes(self, open_tier: OpenTier, key_of: KeyOf, value: bytes) -> None:
+        """Zeros, ends of lines and blanks are bytes like others."""
+        user = open_tier()
+        user.put(key_of(1), value)
+        assert _content(user, key_of(1), value) == _RIGHT
+
+    @usually("get() writes whole words, pages or records, or to the memory that `into` is part of")
+    @pytest.mark.parametrize("nbytes", [1, 13, 4097])
+    def test_get_writes_only_to_into(self, open_tier: OpenTier, key_of: KeyOf, nbytes: int) -> None:
+        """`into` is part of larger memory, whose other bytes stay as they are."""
+        user, value = open_tier(), value_of(1, nbytes)
+        user.put(key_of(1), value)
+        for key, has_value in ((key_of(1), True), (key_of(2), False)):
+            memory = np.full(nbytes + 8192, _GUARD, np.uint8)
+            into = memory[4097 : 4097 + nbytes]
+            assert user.tier.get(key, into.data) is has_value
+            assert into.tobytes() == value or not has_value
+            into[:] = _GUARD
+            assert (memory == _GUARD).all(), "bytes before or behind `into` were written"
+
+    # -- keys
+
+    @usually("the store changes keys: it decodes, folds, strips, cuts or splits them")
+    @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+    def test_keys_of_any_bytes(self, open_tier: OpenTier, keys: list[bytes]) -> None:
+        """Keys are bytes: each has a value of its own, and is removed alone."""
+        user = open_tier()
+        for number, key in enumerate(keys):
+            user.put(key, value_of(number, 64))
+        _check_kept(user, {key: value_of(number, 64) for number, key in enumerate(keys)})
+        user.remove(keys[::2])
+        found = dict(zip(keys, user.contains(keys), strict=True))
+        assert {key: key not in keys[::2] for key in keys} == found, (
+            "after every second was removed"
+        )
+
+    @usually("the end of a key, with the number of the rank, is cut off or not compared")
+    def test_ranks_are_kept_apart(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """The parts of a block that several ranks have are different values."""
+        user, ranks = open_tier(), [0, 1, 2, 10, 255, 256, 257, 0xFFFF]
+        values = {key_of(1, rank): value_of(rank, SMALL) for rank in ranks}
+        for key, value in values.items():
+            user.put(key, value)
+        _check_kept(user, values)
+        user.remove([key_of(1, 1)])
+        assert user.contains(list(values)) == [rank != 1 for rank in ranks]
+
+    @usually("answers are made from a set, or from what the store returns for the keys it has")
+    def test_contains_answers_for_each_key(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """One bool for each key, in the order of the keys, which may repeat; none for none."""
+        user = open_tier()
+        for number in (1, 3, 4):
+            user.put(key_of(number), value_of(number, SMALL))
+        numbers = [4, 0, 3, 3, 2, 2, 1, 4, 0]
+        found = user.contains([key_of(number) for number in numbers])
+        assert found == [number in (1, 3, 4) for number in numbers]
+        assert user.contains([]) == []
+        many = [key_of(number) for number in range(2000)]
+        assert user.contains(many) == [number in (1, 3, 4) for number in range(2000)]
+
+    @usually("remove() does nothing, raises for a key that is not there, or removes too much")
+    def test_removed_keys_are_gone(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Others stay, missing ones are ignored, and a removed one may be put again."""
+        user, keys = open_tier(), [key_of(number) for number in range(6)]
+        values = {key: value_of(number, SMALL) for number, key in enumerate(keys)}
+        for key, value in values.items():
+            user.put(key, value)
+        user.remove([])
+        user.remove([key_of(99)])
+        _check_kept(user, values)
+        user.remove([keys[1], key_of(98), keys[3], keys[1]])
+        user.remove([keys[1]])
+        gone = [keys[1], keys[3]]
+        assert user.contains(gone) == [False, False], "contains() finds removed keys"
+        assert [user.get(key, SMALL) for key in gone] == [None, None], "get() finds removed keys"
+        _check_kept(user, {key: value for key, value in values.items() if key not in gone})
+        user.put(keys[1], values[keys[1]])
+        assert _content(user, keys[1], values[keys[1]]) == _RIGHT
+
+    # -- several values at a time
+
+    @usually("put_many() or get_many() mixes up its items, or stops at one that is not there")
+    def test_many_equal_singles(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """`put_many` and `get_many` do for each item what `put` and `get` do."""
+        user, lengths = open_tier(), [SMALL, 1, 70_000, 33, SMALL]
+        values = {key_of(number): value_of(number, n) for number, n in enumerate(lengths)}
+        user.tier.put_many([])
+        assert user.tier.get_many([]) == []
+        user.put(key_of(0), value_of(99, SMALL))
+        user.tier.put_many([(key, np.array(memoryview(v)).data) for key, v in values.items()])
+        _check_kept(user, values)
+        # One is missing in the midst, and one has another length.
+        asked = [(0, SMALL), (98, SMALL), (2, 70_000), (3, 34), (1, 1), (4, SMALL)]
+        memory = [np.zeros(nbytes, np.uint8) for _, nbytes in asked]
+        found = user.tier.get_many(
+            [(key_of(number), into.data) for (number, _), into in zip(asked, memory, strict=True)]
+        )
+        assert found == [True, False, True, False, True, True]
+        for (number, _), into, is_found in zip(asked, memory, found, strict=True):
+            assert not is_found or into.tobytes() == values[key_of(number)], f"item {number}"
+
+    # -- memory
+
+    @usually("offsets in the registered memory are wrong, or that it is taken for the tier's own")
+    def test_registered_memory(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Values are put from and got into parts of it; nothing else in it is written."""
+        user, memory = open_tier(), np.full(2**18, _GUARD, np.uint8)
+        user.tier.register_memory(memory.data)
+        values = {number: value_of(number, 4000 + number) for number in range(3)}
+        for number, value in values.items():
+            data = memory[101 + 10_000 * number :][: len(value)]
+            data[:] = np.frombuffer(value, np.uint8)
+            user.tier.put(key_of(number), data.data)
+            data[:] = _GUARD
+        for number, value in values.items():
+            into = memory[150_003 + 10_000 * number :][: len(value)]
+            assert user.tier.get(key_of(number), into.data) is True
+            assert into.tobytes() == value, f"value {number} has other bytes"
+            into[:] = _GUARD
+        user.close()
+        assert (memory == _GUARD).all(), "the tier has written elsewhere in the memory"
+
+    @usually("every value that was ever put is held: in a list, a log, or a client's buffers")
+    def test_replaced_values_are_let_go(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Memory does not grow when one key is put and got again and again."""
+        user, nbytes, num_puts = open_tier(), 2**18, 48
+        was_tracing = tracemalloc.is_tracing()
+        if not was_tracing:
+            tracemalloc.start()
+        try:
+            # The first ones may fill caches.
+            for number in range(-8, num_puts):
+                if number == 0:
+                    gc.collect()
+                    before, _ = tracemalloc.get_traced_memory()
+                user.put(key_of(1), value_of(abs(number), nbytes))
+                assert user.get(key_of(1), nbytes) is not None
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            if not was_tracing:
+                tracemalloc.stop()
+        assert grown < num_puts * nbytes // 3, f"{num_puts} puts of {nbytes} bytes hold {grown}"
+
+    @usually("values or answers pass through pickle: who writes to the store runs code here")
+    def test_nothing_is_unpickled(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """No call of `pickle` that loads."""
+        # What is imported at the first use is no concern of this test.
+        _use(open_tier(), key_of(1))
+        loads: list[str] = []
+
+        def watch(frame: Any, event: str, function: Any) -> None:
+            modules, name = {frame.f_globals.get("__name__")}, frame.f_code.co_name
+            if event == "c_call":
+                owner = type(getattr(function, "__self__", None))
+                modules = {function.__module__, *(base.__module__ for base in owner.__mro__)}
+                name = function.__name__
+            if event in ("call", "c_call") and "load" in name and modules & {"pickle", "_pickle"}:
+                loads.append(name)
+
+        before = sys.getprofile(), threading.getprofile()
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+        try:
+            user = open_tier()
+            _use(user, key_of(2))
+            user.close()
+        finally:
+            sys.setprofile(before[0])
+            threading.setprofile(before[1])
+        assert loads == [], "functions of the module pickle were called"
+
+    # -- several callers
+
+    @usually(
+        "threads share a buffer or a connection without a lock, only one thread may call, or put() "
+        "writes in the place that is read"
+    )
+    def test_threads_share_an_object(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Several threads put, get and remove, under keys of their own and under the same one."""
+        user, nbytes, shared = open_tier(), 2**16, key_of(0)
+        of_thread = [value_of(number, nbytes) for number in range(NUM_THREADS)]
+        begin = threading.Barrier(NUM_THREADS)
+
+        def work(number: int) -> None:
+            begin.wait(self.deadline_s)
+            for turn in range(25):
+                own, value = key_of(1 + number), value_of(100 * number + turn, nbytes)
+                user.put(own, value)
+                assert _content(user, own, value) == _RIGHT, "under a thread's own key"
+                user.put(shared, of_thread[number])
+                found = user.get(shared, nbytes)
+                assert found is not None, "nothing, while another thread replaces the value"
+                assert any(found == each for each in of_thread), "a mix of two threads' values"
+                user.remove([own])
+                assert user.contains([own, shared]) == [False, True]
+
+        with concurrent.futures.ThreadPoolExecutor(NUM_THREADS) as pool:
+            for _ in pool.map(work, range(NUM_THREADS)):
+                pass
+
+    @usually("values are kept by the object and not by the store that its options name")
+    def test_objects_reach_one_store(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """What one object puts or removes, another with equal options finds, or does not."""
+        one, other = open_tier(), open_tier()
+        for first, second, seed in ((one, other, 1), (other, one, 2)):
+            value = value_of(seed, SMALL)
+            first.put(key_of(1), value)
+            assert second.contains([key_of(1)]) == [True], "contains() of the other object"
+            assert _content(second, key_of(1), value) == _RIGHT, "in the other object"
+        one.remove([key_of(1)])
+        assert other.contains([key_of(1)]) == [False], "after the other object has removed it"
+
+    @usually("an object lists the store when it is made, or remembers what was not there")
+    def test_object_made_before_a_put_finds_it(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """A scheduler's object is made, and asked, before those of the workers put anything."""
+        scheduler = open_tier()
+        keys = [key_of(number) for number in range(3)]
+        assert scheduler.contains(keys) == [False] * 3
+        assert scheduler.get(keys[0], SMALL) is None
+        worker = open_tier()
+        for number, key in enumerate(keys[:2]):
+            worker.put(key, value_of(number, SMALL))
+        assert scheduler.contains(keys) == [True, True, False]
+        assert _content(scheduler, keys[0], value_of(0, SMALL)) == _RIGHT
+
+    @usually(
+        "the store is memory of one process, its options mean another place there, or values are "
+        "cached or buffered in a process; a tier of one process only sets in_processes = False"
+    )
+    def test_processes_see_each_others_values(
+        self, open_tier: OpenTier, start_tier: StartTier, key_of: KeyOf
+    ) -> None:
+        """At once: values, replaced values and removals, in both directions."""
+        user, other = open_tier(), start_tier()
+        for first, second, seed in ((user, other, 1), (other, user, 2), (user, other, 3)):
+            value = value_of(seed, SMALL)
+            first.put(key_of(1), value)
+            assert second.contains([key_of(1), key_of(2)]) == [True, False]
+            assert _content(second, key_of(1), value) == _RIGHT, f"value {seed}"
+        other.remove([key_of(1)])
+        assert user.contains([key_of(1)]) == [False], "after the other process has removed it"
+        assert user.get(key_of(1), SMALL) is None, "after the other process has removed it"
+
+    @usually("put() writes in the place that is read, or leaves a lock behind")
+    def test_killed_process_leaves_whole_values(
+        self, open_tier: OpenTier, start_tier: StartTier, key_of: KeyOf
+    ) -> None:
+        """After SIGKILL in the midst of puts each key has a whole value or none."""
+        user, nbytes = open_tier(), 2**20
+        keys = [key_of(number) for number in range(3)]
+        values = {value_of(number, nbytes) for number in range(NUM_ROUNDS)}
+        user.put(key_of(99), value_of(99, nbytes))
+        for number in range(NUM_KILLS):
+            process = start_tier()
+            process.put_until_killed(keys, nbytes)
+            # At another moment of a put each time.
+            time.sleep(0.003 * number)
+            process.kill()
+            for key in keys:
+                found = user.get(key, nbytes)
+                assert found is None or found in values, "a value is torn"
+                is_there = user.contains([key])
+                assert is_there == [found is not None], "contains() and get() do not agree"
+            assert _content(user, key_of(99), value_of(99, nbytes)) == _RIGHT, "of another key"
+            user.put(keys[0], value_of(1, nbytes))
+            assert _content(user, keys[0], value_of(1, nbytes)) == _RIGHT, "put after the kill"
+
+    # -- construction, statistics and close
+
+    @usually("the constructor takes what it knows from its options and does not look at the rest")
+    def test_unknown_option_is_refused(
+        self, found_cls: type[Tier], tier_options: dict[str, Any]
+    ) -> None:
+        """An option with a typing error is an `OffloadingOptionError` that names it."""
+        unknown = "an_option_that_no_tier_has"
+        refusal = None
+        try:
+            found_cls({**copy.deepcopy(tier_options), unknown: 1}).close()
+        except OffloadingOptionError as error:
+            refusal = str(error)
+        assert refusal is not None, f"the option {unknown!r} is accepted"
+        assert unknown in refusal, "the error does not name the option"
+
+    @usually("get_stats() returns text or objects, or that a counter starts again")
+    def test_stats_are_numbers_and_counters_rise(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Statistics are names and numbers; those that end in ``_total`` never fall."""
+        user = open_tier()
+        before: dict[str, float] = {}
+        for number in range(3):
+            _use(user, key_of(number))
+            after = checked_stats(user.tier.get_stats(), "tier")
+            assert fallen_counters(before, after) == [], "counters that have fallen"
+            before = after
+
+    @usually("close() of a closed object, or of one that was never used, uses what is not there")
+    def test_close_is_idempotent(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Twice, used and unused."""
+        for is_used in (False, True):
+            user = open_tier()
+            if is_used:
+                _use(user, key_of(1))
+            user.close()
+            user.close()
+
+    @usually("close() removes the store, or closes what objects share")
+    def test_close_ends_one_object_only(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """Other objects find what a closed one has put, and go on."""
+        one, other = open_tier(), open_tier()
+        for number in (1, 2):
+            one.put(key_of(number), value_of(number, SMALL))
+        one.close()
+        _check_kept(other, {key_of(number): value_of(number, SMALL) for number in (1, 2)})
+        _use(other, key_of(3))
+
+    @usually("close() does not end a thread, a connection or a pool that the constructor has made")
+    def test_close_leaves_nothing(self, open_tier: OpenTier, key_of: KeyOf) -> None:
+        """No thread, descriptor or shared memory, within `ends_within_s`."""
+
+        def live() -> None:
+            user = open_tier()
+            _use(user, key_of(1))
+            user.close()
+
+        # A process may make something once and keep it, such as a pool of threads.
+        live()
+        leftovers = Leftovers()
+        live()
+        live()
+        assert leftovers.found(self.ends_within_s) == []
+
+    # -- a model that is served from the tier
+
+    @usually("contains() takes longer than a second, or that a method raises on the spec's threads")
+    def test_model_is_served_from_the_tier(self, bed: ConnectorTestBed) -> None:
+        """Tokens equal a fresh model's, with blocks of another instance, also for new weights."""
+        for number in range(2):
+            bed.weights.change(number)
+            # The schedulers learn of the change.
+            bed.step()
+            before = bed.num_loaded
+            # A look-up may come late on a machine that is busy.
+            for _ in range(3):
+                bed.transfer(some_prompts(1, seed=secrets.randbits(32))[0])
+                if bed.num_loaded > before:
+                    break
+            counts = _nonzero(side.get_stats() for side in bed.sides)
+            assert bed.num_loaded > before, f"no block was loaded, weights {number}: {counts}"
+            failures = {name: count for name, count in counts.items() if "fail" in name}
+            assert failures == {}, "calls of the tier have failed"
+
+
+def _content(user: Any, key: bytes, value: bytes) -> str:
+    """Say what `get` finds: pytest's diff of the bytes would take minutes."""
+    found = user.get(key, len(value))
+    if found is None:
+        return "nothing, though it was put"
+    if found == value:
+        return _RIGHT
+    pairs = enumerate(zip(found, value, strict=True))
+    return f"other bytes, from byte {next(n for n, (one, other) in pairs if one != other)} on"
+
+
+def _check_kept(user: TierUser, values: Mapping[bytes, bytes]) -> None:
+    """Fail unless each key has its value."""
+    found = {key: _content(user, key, value) for key, value in values.items()}
+    wrong = {key: what for key, what in found.items() if what != _RIGHT}
+    assert wrong == {}, f"{len(wrong)} of {len(values)} keys have no or other values"
+    keys = list(values)
+    missing = [key for key, has in zip(keys, user.contains(keys), strict=True) if not has]
+    assert missing == [], "contains() does not find keys that get() finds"
+
+
+def _use(user: TierUser, key: bytes) -> None:
+    """Call each method once."""
+    user.put(key, value_of(1, SMALL))
+    assert user.contains([key]) == [True]
+    assert _content(user, key, value_of(1, SMALL)) == _RIGHT
+    user.tier.put_many([(key, np.zeros(10, np.uint8).data)])
+    assert user.tier.get_many([(key, np.ones(10, np.uint8).data)]) == [True]
+    user.remove([key])
+
+
+def _nonzero(stats: Iterator[Mapping[str, float]]) -> dict[str, float]:
+    """Return the numbers of several sides that are not zero."""
+    return {name: number for each in stats for name, number in each.items() if number}
