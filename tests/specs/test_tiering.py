@@ -515,6 +515,8 @@ def test_tier_is_named_in_either_option(tmp_path, options):
     [
         ({"spec_name": "TieringOffloadingSpec"}, "needs the option tier"),
         ({"tier": "CPUOffloadingSpec"}, "'CPUOffloadingSpec' is an offloading spec, and no tier"),
+        ({"spec_name": "file", "tier": "acme"}, "spec_name='file' and tier='acme': name one"),
+        ({"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1e6, "tier": "file"}, "`tier`"),
         ({"tier": "file", "cpu_bytes_to_use": 7}, "too little for one block"),
         ({"tier": "file", "cpu_bytes_to_use": -7}, "cpu_bytes_to_use"),
         ({"tier": "file", "store_threshold": 0}, "store_threshold"),

@@ -20,7 +20,7 @@ from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.cache_view import Pinned, geometries_of, pages_of
 from wtransfer.kv.copier import Copier, RefusedError
 from wtransfer.kv.slots import HeaderForm
-from wtransfer.specs.interface import OffloadingSpec
+from wtransfer.specs.interface import OffloadingSpec, options_of_spec
 from wtransfer.specs.jobs import Jobs, JobWorker
 from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.shared_region import ArenaLayout, SharedRegion
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from wtransfer.specs.interface import CanonicalKVCaches
 
 logger = logging.getLogger(__name__)
-
-_OF_THE_HOST = ("spec_name", "spec_module_path", "block_size")
-"""Options that stand beside a spec's own."""
 
 
 class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -61,12 +58,8 @@ class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=Tr
         Raises:
             OffloadingOptionError: One is missing, unknown, or cannot be used.
         """
-        own = {name: value for name, value in extra_config.items() if name not in _OF_THE_HOST}
-        for name, value in own.items():
-            if isinstance(value, float) and value.is_integer():
-                own[name] = int(value)  # 8e9, as people write bytes
         try:
-            return msgspec.convert(own, cls)
+            return msgspec.convert(options_of_spec(extra_config), cls)
         except msgspec.ValidationError as error:
             raise OffloadingOptionError(
                 f"kv_connector_extra_config of CPUOffloadingSpec: {error}; the options are "

@@ -66,7 +66,7 @@ class OffloadingSpecFactory:
             PluginTypeError: It is no subclass of `OffloadingSpec` or `Tier`; an `AssertionError`,
                 too.
             PluginError: It cannot be loaded, for one of the other reasons.
-            OffloadingOptionError: ``tier`` names a spec.
+            OffloadingOptionError: ``tier`` names a spec, or another tier than ``spec_name``.
         """
         return _spec_cls(extra_config, DEFAULT)
 
@@ -114,7 +114,11 @@ def _spec_cls(extra_config: Mapping[str, Any], default: str) -> type[OffloadingS
     )
     if by_tier and not issubclass(found, Tier):
         raise OffloadingOptionError(f"tier={tier!r} is an offloading spec, and no tier")
-    return tier_spec(found) if issubclass(found, Tier) else found
+    if not issubclass(found, Tier):
+        return found
+    if tier is not None and not by_tier and tier != name:
+        raise OffloadingOptionError(f"spec_name={name!r} and tier={tier!r}: name one of the two")
+    return tier_spec(found)
 
 
 def _observe(spec: Any) -> None:

@@ -370,6 +370,19 @@ class OffloadingManager(ABC):
         """Let go of everything. A second call does nothing."""
 
 
+def options_of_spec(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are a spec's or a tier's own; ``8e9``, as people write bytes, as int.
+
+    Args:
+        extra_config: ``kv_connector_extra_config``, which also names the spec.
+    """
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in extra_config.items()
+        if name not in {"spec_name", "spec_module_path", "block_size"}
+    }
+
+
 # -- a tier: a store of bytes by key --------------------------------------------------------------
 
 

@@ -45,8 +45,8 @@ from wtransfer.specs.interface import (
     LookupResult,
     OffloadingManager,
     PrepareStoreOutput,
-    RequestOffloadingContext,
     Tier,
+    options_of_spec,
 )
 from wtransfer.specs.jobs import SHUTDOWN_S, CopyThreads, Jobs, JobWorker
 from wtransfer.specs.payoff import Payoff
@@ -92,7 +92,6 @@ MAX_OFFERED = 1 << 16
 """Keys of which it is known how often they were offered; the oldest are forgotten."""
 
 _NO_BUFFER = -1
-_OF_THE_HOST = ("spec_name", "spec_module_path", "tier", "block_size")
 
 
 class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,10 +121,7 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             OffloadingOptionError: One cannot be used.
         """
-        extra = {k: v for k, v in extra_config.items() if k not in _OF_THE_HOST}
-        for name, value in extra.items():
-            if isinstance(value, float) and value.is_integer() and name in cls.__struct_fields__:
-                extra[name] = int(value)  # 8e9, as people write bytes
+        extra = {k: v for k, v in options_of_spec(extra_config).items() if k != "tier"}
         try:
             options = msgspec.convert(extra, cls)
         except msgspec.ValidationError as error:
@@ -227,6 +223,20 @@ class _Health:
 
 
 @dataclasses.dataclass
+class Load:
+    """Where the blocks of a load come from."""
+
+    got: list[OffloadKey]
+    """From the tier."""
+    pinned: list[OffloadKey] = dataclasses.field(default_factory=list)
+    """From the arena over it."""
+    promoted: list[OffloadKey] = dataclasses.field(default_factory=list)
+    """From the tier, also to the arena."""
+    success: bool = True
+    """False: it has failed on a rank."""
+
+
+@dataclasses.dataclass
 class _Answer:
     """What the tier has said of one key."""
 
@@ -238,20 +248,19 @@ class _Answer:
     """When the answer was first used: it ages from then on, as steps may be long."""
 
 
-class _Answers(dict["OffloadKey", _Answer]):
-    """Answers for one request, by key."""
+class _Request:
+    """One request: the tier's answers by key, and loads that are under way by their keys."""
 
     def __init__(self) -> None:
-        super().__init__()
-        # Keys of loads that are under way.
-        self.loading: set[tuple[OffloadKey, ...]] = set()
+        self.answers: dict[OffloadKey, _Answer] = {}
+        self.loads: dict[tuple[OffloadKey, ...], Load] = {}
 
     @classmethod
-    def of(cls, req_context: ReqContext) -> _Answers:
-        answers = req_context.get_state(cls)
-        if answers is None:
-            req_context.set_state(answers := cls())
-        return answers
+    def of(cls, req_context: ReqContext) -> _Request:
+        request = req_context.get_state(cls)
+        if request is None:
+            req_context.set_state(request := cls())
+        return request
 
 
 class TierManager(OffloadingManager):
@@ -282,14 +291,9 @@ class TierManager(OffloadingManager):
         self._counts = _Counts()
         self._closed = False
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Ask for the blocks that a request computes."""
-        req_context.set_state(_Answers())
-        return RequestOffloadingContext()
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the tier has answered, *RETRY* until then; a late answer is a miss."""
-        answers, now = _Answers.of(req_context), time.monotonic()
+        answers, now = _Request.of(req_context).answers, time.monotonic()
         known, busy_since = answers.get(key), self._busy_since
         # A tier that hangs is not asked: the answer would wait behind.
         is_late = busy_since is not None and now - busy_since > LOOKUP_S
@@ -319,24 +323,18 @@ class TierManager(OffloadingManager):
         Raises:
             BlockNotKeptError: One was no hit.
         """
-        answers = _Answers.of(req_context)
-        for key in keys:
-            if key not in answers or not answers[key].hit:
-                raise BlockNotKeptError(f"The block {key.hex()} is no hit; look it up first.")
-        if keys:
-            answers.loading.add(tuple(keys))
-            self._payoff.begin()
+        self._begin_load(keys, req_context, Load(list(keys)))
         return self._nowhere(keys)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Record how long it took."""
-        self._end_load(keys, req_context, len(keys))
+        self._end_load(keys, req_context)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """Take all blocks but those that are being stored, or that this request has found."""
-        answers = _Answers.of(req_context)
+        answers = _Request.of(req_context).answers
         found = {key for key in keys if key in answers and answers[key].hit}
         taken = (found - self._failed.keys()) | self._storing
         return self._store_in_tier([key for key in self._count_offers(keys) if key not in taken])
@@ -349,7 +347,7 @@ class TierManager(OffloadingManager):
     ) -> None:
         """Let the tier be asked again about these keys, and take them again."""
         self._storing.difference_update(keys)
-        answers = _Answers.of(req_context)
+        answers = _Request.of(req_context).answers
         for key in keys:
             answers.pop(key, None)
             if success:
@@ -362,9 +360,13 @@ class TierManager(OffloadingManager):
         suspect: bool,
     ) -> bool:
         """Let suspect keys be misses for a while: another load may fail like this one."""
-        self._end_load(keys, req_context, 0)
+        if (load := _Request.of(req_context).loads.get(tuple(keys))) is not None:
+            load.success = False
+            # What the arena had is whole, as far as is known: a load of that alone would tell.
+            keys = load.got or keys
         if not suspect:
             return True
+        self._forget(keys)
         now = time.monotonic()
         self._failed = {key: until for key, until in self._failed.items() if until > now}
         self._failed.update(dict.fromkeys(keys, now + FAILED_S))
@@ -390,13 +392,26 @@ class TierManager(OffloadingManager):
             if self._thread.join(Deadline(SHUTDOWN_S)):
                 close_tier(self._tier)
 
-    def _end_load(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, num_loaded: int
+    def _begin_load(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, load: Load
     ) -> None:
-        loading = _Answers.of(req_context).loading
-        if tuple(keys) in loading:
-            loading.remove(tuple(keys))
-            self._payoff.end(num_loaded)
+        request = _Request.of(req_context)
+        for key in load.got:
+            if key not in request.answers or not request.answers[key].hit:
+                raise BlockNotKeptError(f"The block {key.hex()} is no hit; look it up first.")
+        request.loads[tuple(keys)] = load
+        if load.got:
+            self._payoff.begin()
+
+    def _end_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Load | None:
+        """Return a load that has ended; None: it had ended before, or never begun."""
+        load = _Request.of(req_context).loads.pop(tuple(keys), None)
+        if load is not None and load.got:
+            self._payoff.end(len(load.got) if load.success else 0)
+        return load
+
+    def _forget(self, keys: Collection[OffloadKey]) -> None:
+        """Remove suspect keys from the arena, if there is one."""
 
     def _store_in_tier(self, keys: Collection[OffloadKey]) -> PrepareStoreOutput:
         self._storing.update(keys)
@@ -484,11 +499,12 @@ class Put(NamedTuple):
     """Key of this rank's part."""
     nbytes: int
     """Bytes with header."""
-    buffer: int | None = None
-    """Where it is; None: in a slot of the arena."""
+    buffer: int = _NO_BUFFER
+    """Where it is, or is copied to from its slot."""
     job_id: int | None = None
     """Job of which this is a part."""
-    slot: int = -1
+    slot: int | None = None
+    """Slot of the arena where it is."""
     opening: int = -1
     """How often the slot was opened when the block came there."""
 
@@ -566,9 +582,10 @@ class TierWorker(JobWorker):
             has_fetches=num_slots > 0,
         )
         super().__init__(name, copiers, jobs)
+        self._lock = threading.Lock()
         # Keys that are there and of no use: they are put again all the same.
         self._unreadable: dict[bytes, None] = {}
-        # By first buffer, when the call began that runs.
+        # By first buffer, since when it is in use.
         self._gets: dict[int, float] = {}
         self._num_threads, self._deadline_s = num_threads, deadline_s
         self._is_stalled = self._is_ending = False
@@ -609,8 +626,8 @@ class TierWorker(JobWorker):
     def _leave_arena(self) -> None:
         """Let go of the arena, which nothing uses any more."""
 
-    def _keep(self, chunks: Chunks, first: int) -> None:
-        """Keep chunks that were loaded; they are in the buffers from `first` on."""
+    def _promote(self, chunks: Chunks, first: int) -> None:
+        """Copy chunks that were loaded to their slots; they are in the buffers from `first` on."""
 
     def _copy_from_slot(self, put: Put, buffer: int) -> bool:
         """Copy a block to a buffer; return False if its slot has another one by now."""
@@ -665,7 +682,7 @@ class TierWorker(JobWorker):
 
     def _put_later(self, put: Put) -> None:
         # Those in buffers are as many as there are buffers.
-        if put.buffer is None and len(self._to_put) > self._jobs.num_slots + len(
+        if put.slot is not None and len(self._to_put) > self._jobs.num_slots + len(
             self._buffers.rows
         ):
             self._counts.add("puts_dropped")
@@ -679,8 +696,8 @@ class TierWorker(JobWorker):
         with contextlib.suppress(IndexError):
             while len(batch) < self._put_batch:
                 batch.append(self._to_put.popleft())
-        copied = [each for each in batch if each.buffer is None]
-        batch = [each for each in batch if each.buffer is not None] + self._copies_of(copied)
+        copies = self._copies_of([each for each in batch if each.slot is not None])
+        batch = [each for each in batch if each.slot is None] + copies
         reason: Reason | None = None
         if batch and self._is_ending:
             self._counts.add("puts_dropped", len(batch))
@@ -697,8 +714,7 @@ class TierWorker(JobWorker):
                 self._put_health.ended(success=False)
                 reason = "error"
         for each in batch:
-            assert each.buffer is not None
-            if each.slot >= 0:
+            if each.slot is not None:
                 self._free_for_copies.put(each.buffer)
                 continue
             self._free.put(each.buffer)
@@ -727,8 +743,9 @@ class TierWorker(JobWorker):
         rows = self._buffers.rows
         if new:
             self._tier.put_many([(each.own, rows[each.buffer, : each.nbytes].data) for each in new])
-        for each in new:
-            self._unreadable.pop(each.own, None)
+        with self._lock:
+            for each in new:
+                self._unreadable.pop(each.own, None)
         self._counts.add("puts", len(new))
         self._counts.add("puts_skipped", len(batch) - len(new))
 
@@ -736,6 +753,7 @@ class TierWorker(JobWorker):
         """Get chunks, and load those into the cache that are right and still wanted."""
         # There are as many batches as threads that load.
         first = self._free_for_loads.get()
+        self._gets[first] = time.monotonic()
         try:
             self._get(chunks, copier.chunk_nbytes, first)
             # Not the error itself: it would hold this frame, and with it the cache.
@@ -746,18 +764,13 @@ class TierWorker(JobWorker):
                     copier.load(_in_buffers(chunks, first), mark)
                 except RefusedError as error:
                     reason, row = error.reason, error.row
-                self._keep(chunks[:row], first)
+                self._promote(chunks[:row], first)
+            if reason is not None:
+                self._remove(rank_key(chunks.keys[row], self._rank), reason)
+                raise RefusedError(reason)
         finally:
+            del self._gets[first]
             self._free_for_loads.put(first)
-        if reason is not None:
-            own = rank_key(chunks.keys[row], self._rank)
-            self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
-            try:
-                self._tier.remove([own])
-            except Exception as error:
-                self._counts.fail("remove_failures", type(error).__name__, error)
-                self._mark_unreadable(own)
-            raise RefusedError(reason)
         return chunks.num_blocks * copier.pages.block_nbytes
 
     def _get(self, chunks: Chunks, nbytes: int, first: int) -> None:
@@ -765,7 +778,6 @@ class TierWorker(JobWorker):
         if self._get_health.is_paused:
             self._counts.add("gets_paused", len(chunks))
             raise RefusedError("error")
-        self._gets[first] = time.monotonic()
         own = [rank_key(key, self._rank) for key in chunks.keys]
         rows = self._buffers.rows[first : first + len(own), : HEADER_NBYTES + nbytes]
         try:
@@ -780,13 +792,21 @@ class TierWorker(JobWorker):
             for each in own:
                 self._mark_unreadable(each)
             raise RefusedError("error") from error
-        finally:
-            del self._gets[first]
+
+    def _remove(self, own: bytes, reason: Reason) -> None:
+        """Remove a block that is not what it should be."""
+        self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
+        try:
+            self._tier.remove([own])
+        except Exception as error:
+            self._counts.fail("remove_failures", type(error).__name__, error)
+            self._mark_unreadable(own)
 
     def _mark_unreadable(self, own: bytes) -> None:
-        self._unreadable[own] = None
-        if len(self._unreadable) > InvalidatedKeys.MAX_KEYS:
-            del self._unreadable[next(iter(self._unreadable))]
+        with self._lock:
+            self._unreadable[own] = None
+            if len(self._unreadable) > InvalidatedKeys.MAX_KEYS:
+                del self._unreadable[next(iter(self._unreadable))]
 
     def _hangs(self) -> bool:
         """Return whether every thread that loads has been in one call for too long."""

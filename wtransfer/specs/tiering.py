@@ -33,6 +33,7 @@ from wtransfer.specs.manager import CPUOffloadingManager
 from wtransfer.specs.shared_region import SharedRegion
 from wtransfer.specs.tier import (
     STALL_S,
+    Load,
     Put,
     TierLoadStoreSpec,
     TierManager,
@@ -116,19 +117,17 @@ class TieringOffloadingSpec(OffloadingSpec):
         """
         if self._manager is None:
             config, options = self.config, self.options
-            arena = None
-            if self.layout is not None:
+            if self.layout is None:
+                tier = self.tier_cls(self.tier_options)
+                self._manager = TierManager(tier, config, options)
+            else:
                 arena = CPUOffloadingManager(
                     self.layout.num_slots,
                     options.eviction_policy,
                     enable_events=config.enable_kv_cache_events,
                 )
-            tier = self.tier_cls(self.tier_options)
-            self._manager = (
-                TierManager(tier, config, options)
-                if arena is None
-                else TieringManager(tier, config, options, arena)
-            )
+                tier = self.tier_cls(self.tier_options)
+                self._manager = TieringManager(tier, config, options, arena)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> TierWorker:
@@ -161,20 +160,6 @@ class TieringOffloadingSpec(OffloadingSpec):
 # -- the scheduler's side ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Load:
-    """From where the blocks of a load come."""
-
-    pinned: list[OffloadKey]
-    promoted: list[OffloadKey]
-    got: list[OffloadKey]
-    success: bool = True
-
-
-class _Loads(dict[tuple["OffloadKey", ...], _Load]):
-    """Loads of one request that are under way, by their keys."""
-
-
 class TieringManager(TierManager):
     """Decides what is in the arena, and asks the tier for the rest.
 
@@ -200,7 +185,6 @@ class TieringManager(TierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for the blocks that a request computes."""
         self._arena.on_new_request(req_context)
-        req_context.set_state(_Loads())
         return super().on_new_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -222,20 +206,22 @@ class TieringManager(TierManager):
         Raises:
             BlockNotKeptError: One was no hit; nothing is pinned then.
         """
-        arena = self._arena
-        pinned = [key for key in keys if arena.lookup(key, req_context) is LookupResult.HIT]
-        got = [key for key in keys if key not in set(pinned)]
-        super().prepare_load(got, req_context)
+        arena, load = self._arena, Load([])
+        for key in keys:
+            is_hit = arena.lookup(key, req_context) is LookupResult.HIT
+            (load.pinned if is_hit else load.got).append(key)
+        self._begin_load(keys, req_context, load)
         # Pinned before room is made: they might give way.
-        slots = dict(zip(pinned, arena.prepare_load(pinned, req_context).slots, strict=True))
+        pinned = arena.prepare_load(load.pinned, req_context)
+        slots = dict(zip(load.pinned, pinned.slots, strict=True))
         try:
-            room = arena.prepare_store(got, req_context)
+            room = arena.prepare_store(load.got, req_context)
         except EvictionPolicyError:
             logger.exception("nothing is promoted")
             room = None
         promoted = {} if room is None else _slots_of(room)
+        load.promoted = list(promoted)
         self._promoting.update(promoted)
-        _loads_of(req_context)[tuple(keys)] = _Load(pinned, list(promoted), got)
         slots |= promoted
         nowhere = range(self.num_slots, self.num_slots + len(keys))
         places = [slots.get(key, number) for key, number in zip(keys, nowhere, strict=True)]
@@ -243,26 +229,15 @@ class TieringManager(TierManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin blocks, and let those be hits that were promoted."""
-        load = _loads_of(req_context).pop(tuple(keys), None)
+        load = self._end_load(keys, req_context)
         if load is None:
             return
         self._arena.complete_load(load.pinned, req_context)
         self._arena.complete_store(load.promoted, req_context, load.success)
         self._promoting.difference_update(load.promoted)
-        super().complete_load(load.got, req_context)
 
-    def load_failed(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, suspect: bool
-    ) -> bool:
-        """Forget suspect blocks of the arena, and what was to be promoted."""
-        loads = _loads_of(req_context)
-        if (load := loads.get(tuple(keys))) is not None:
-            loads[tuple(keys)] = dataclasses.replace(load, success=False)
-            # What the arena had is whole, as far as is known: a load of that alone would tell.
-            keys = load.got or keys
-        if suspect:
-            self._arena.forget(keys)
-        return super().load_failed(keys, req_context, suspect)
+    def _forget(self, keys: Collection[OffloadKey]) -> None:
+        self._arena.forget(keys)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -314,13 +289,6 @@ class TieringManager(TierManager):
 def _slots_of(room: PrepareStoreOutput) -> dict[OffloadKey, int]:
     slots = cast("ArenaLoadStoreSpec", room.store_spec).slots
     return dict(zip(room.keys_to_store, slots, strict=True))
-
-
-def _loads_of(req_context: ReqContext) -> _Loads:
-    loads = req_context.get_state(_Loads)
-    if loads is None:
-        req_context.set_state(loads := _Loads())
-    return loads
 
 
 # -- the worker's side ------------------------------------------------------------------------
@@ -398,7 +366,7 @@ class TieringWorker(TierWorker):
         copier = self._in_arena[chunks.group]
         # Not given up meanwhile: the slots stay this job's.
         with self._jobs.committing(job_id):
-            opened = self._open(chunks, min(STALL_S, self._jobs.seconds_left(job_id)))
+            opened = self._open_slots(chunks, min(STALL_S, self._jobs.seconds_left(job_id)))
             headers = copier.gather(chunks, mark)
             if not self.part.close(chunks.slots, opened, headers):
                 raise RefusedError("reused")
@@ -416,18 +384,18 @@ class TieringWorker(TierWorker):
             self._in_arena[chunks.group].load(chunks, mark)
         return chunks.num_blocks * copier.pages.block_nbytes
 
-    def _keep(self, chunks: Chunks, first: int) -> None:
-        """Copy chunks that were loaded from the tier to their slots."""
+    def _promote(self, chunks: Chunks, first: int) -> None:
         rows = np.arange(first, first + len(chunks))
         has_slot = chunks.slots < self._jobs.num_slots
         chunks, rows = chunks.where(has_slot), rows[has_slot]
-        opened = self._open(chunks)
+        opened = self._open_slots(chunks)
         nbytes = self._copiers[chunks.group].chunk_nbytes
         for slot, row in zip(chunks.slots, rows, strict=True):
             self.part.slots[slot, :nbytes] = self._buffers.slots[row, :nbytes]
         self.part.close(chunks.slots, opened, self._buffers.headers[rows])
 
     def _copy_from_slot(self, put: Put, buffer: int) -> bool:
+        assert put.slot is not None
         slots = np.array([put.slot])
         before = self.part.look(slots)
         # Without a header it was found to be damaged.
@@ -439,7 +407,7 @@ class TieringWorker(TierWorker):
         # A block that is refilled is opened first: so these are the bytes of one block.
         return bool(self.part.look(slots).openings[0] == put.opening)
 
-    def _open(self, chunks: Chunks, wait_s: float = 0.0) -> Numbers:
+    def _open_slots(self, chunks: Chunks, wait_s: float = 0.0) -> Numbers:
         """Open slots for writing; with ``write_back``, what they had is put into the tier.
 
         Args:

@@ -100,27 +100,32 @@ def joined(engine, weights):
 @pytest.fixture(scope="session")
 def fresh(models, tmp_path_factory):
     """Model's name -> the tokens of a fresh vLLM without us, prompt by prompt."""
-    from engines import PROMPTS, Engine
+    from engines import PROMPTS, Engine, ask_each
 
     folder = tmp_path_factory.mktemp("fresh")
-    tokens = {}
-    for name in ("A", "B"):
-        engine = Engine(folder, model=str(models / name))
-        tokens[name] = engine.tokens(PROMPTS)
-        engine.close()
+    engines = {name: Engine(folder, model=str(models / name)) for name in ("A", "B")}
+    tokens = ask_each(engines, lambda engine: engine.tokens(PROMPTS))
     assert tokens["A"] != tokens["B"]
     (folder / "tokens.json").write_text(json.dumps(tokens))
     return tokens
 
 
 @pytest.fixture(scope="session")
+def fresh_kv(sealed, tmp_path_factory):
+    """Model's name -> the answers of a fresh vLLM without us, as `kv.check_same` compares them."""
+    from engines import ask_each
+    from kv import PROMPTS, start
+
+    folder = tmp_path_factory.mktemp("fresh")
+    engines = {name: start(folder, sealed / name) for name in ("A", "B")}
+    return ask_each(engines, lambda engine: engine.do("answer", PROMPTS))
+
+
+@pytest.fixture(scope="session")
 def fresh_ranks(models, tmp_path_factory):
     """Model's name -> tokens of two fresh ranks: they add in another order than one does."""
-    from engines import PROMPTS, start_ranks
+    from engines import PROMPTS, ask_each, start_ranks
 
-    tokens = {}
-    for name in ("A", "B"):
-        engine = start_ranks(tmp_path_factory.mktemp("fresh"), models / name)
-        tokens[name] = engine.tokens(PROMPTS)
-        engine.close()
-    return tokens
+    folder = tmp_path_factory.mktemp("fresh")
+    engines = {name: start_ranks(folder, models / name) for name in ("A", "B")}
+    return ask_each(engines, lambda engine: engine.tokens(PROMPTS))

@@ -26,17 +26,6 @@ TOKEN_NBYTES = 1024
 """KV cache of a token: 2 layers, 2 heads, 32 float32, keys and values."""
 
 
-@pytest.fixture(scope="module")
-def fresh(sealed, tmp_path_factory):
-    """Model's name -> the answers of a fresh vLLM."""
-    answers = {}
-    for name in ("A", "B"):
-        engine = start(tmp_path_factory.mktemp("fresh"), sealed / name)
-        answers[name] = engine.do("answer", PROMPTS)
-        engine.close()
-    return answers
-
-
 @pytest.fixture
 def engines(sealed, tmp_path):
     """Maker of engines with a connector, which are closed at the end."""
@@ -73,23 +62,23 @@ def cut(file):
 @pytest.mark.parametrize(
     "damage", [flip, pytest.param(cut, marks=nightly)], ids=["tampered", "truncated"]
 )
-def test_damaged_blocks_are_computed(engines, fresh, tmp_path, damage):
+def test_damaged_blocks_are_computed(engines, fresh_kv, tmp_path, damage):
     engine = engines(STORAGE, kv=RECOMPUTE)
     engine.do("answer", PROMPTS)
     for file in block_files(tmp_path)[::2]:
         damage(file)
     forget_prefixes(engine)
-    check_same(engine.do("answer", PROMPTS), fresh["A"])
+    check_same(engine.do("answer", PROMPTS), fresh_kv["A"])
     # They were removed and stored again.
     block_files(tmp_path)
     forget_prefixes(engine)
     again, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
-    check_same(again, fresh["A"])
+    check_same(again, fresh_kv["A"])
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
 
 
 @nightly
-def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh, tmp_path):
+def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh_kv, tmp_path):
     engines(STORAGE, kv=RECOMPUTE).do("answer", PROMPTS)
     of_a = block_files(tmp_path)
     engine = engines(STORAGE, kv=RECOMPUTE, model="B")
@@ -101,14 +90,14 @@ def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh, t
         foreign = kept[number - 1] if number % 2 else of_a[number].read_bytes()
         file.write_bytes(foreign)
     forget_prefixes(engine)
-    check_same(engine.do("answer", PROMPTS), fresh["B"])
+    check_same(engine.do("answer", PROMPTS), fresh_kv["B"])
 
 
 @nightly
 @pytest.mark.parametrize("stopped_first", [True, False], ids=["in mid-transfer", "before it"])
 @pytest.mark.parametrize("kind", TO_ANOTHER)
 def test_a_prefill_instance_that_is_killed_costs_a_recompute_and_no_block(
-    engines, fresh, kind, stopped_first
+    engines, fresh_kv, kind, stopped_first
 ):
     shape = {"processes": 3}
     prefill = engines(TO_ANOTHER[kind], kv={"role": "kv_producer"}, **shape)
@@ -125,10 +114,10 @@ def test_a_prefill_instance_that_is_killed_costs_a_recompute_and_no_block(
         limit = time.monotonic() + 40
         while not (state := decode.do("step", 5))["ended"]:
             assert time.monotonic() < limit
-        assert state["tokens"]["loading"] == fresh["A"][0]["tokens"]
+        assert state["tokens"]["loading"] == fresh_kv["A"][0]["tokens"]
     served = decode.do("answer", PROMPTS, 16, transfers)
-    check_same(served, fresh["A"])
-    check_same(decode.do("answer", PROMPTS), fresh["A"])
+    check_same(served, fresh_kv["A"])
+    check_same(decode.do("answer", PROMPTS), fresh_kv["A"])
     assert decode.do("counters")["vllm:kv_cache_usage_perc"] == 0
 
 
@@ -171,7 +160,7 @@ def test_fifty_requests_at_once_with_shared_prefixes_and_preemptions(
 
 @nightly
 def test_an_instance_that_was_killed_leaves_its_blocks_to_the_next(
-    engines, models, fresh, tmp_path
+    engines, models, fresh_kv, tmp_path
 ):
     first = engines(STORAGE, folder=models)
     # This checkpoint is not sealed: its digest is worked out once, and kept.
@@ -184,7 +173,7 @@ def test_an_instance_that_was_killed_leaves_its_blocks_to_the_next(
     second = engines(STORAGE, folder=models)
     # From the first request on.
     served, hits = count_hits(second, lambda: second.do("answer", PROMPTS))
-    check_same(served, fresh["A"])
+    check_same(served, fresh_kv["A"])
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import wtransfer
-from engines import publish
+from engines import ask_each, publish
 from kv import (
     LOCAL_HITS,
     OFFLOADING,
@@ -34,11 +34,9 @@ def held_offloading(folder):
 @pytest.fixture(scope="module")
 def fresh(sealed, tmp_path_factory):
     """Model's name -> the answers of a fresh vLLM of its own: tokens, and how probable they are."""
-    answers = {}
-    for name in ("A", "B"):
-        engine = start(tmp_path_factory.mktemp("fresh"), sealed / name)
-        answers[name] = engine.do("answer", PROMPTS, NUM_TOKENS)
-        engine.close()
+    folder = tmp_path_factory.mktemp("fresh")
+    engines = {name: start(folder, sealed / name) for name in ("A", "B")}
+    answers = ask_each(engines, lambda engine: engine.do("answer", PROMPTS, NUM_TOKENS))
     assert answers["A"][0]["tokens"] != answers["B"][0]["tokens"]
     return answers
 

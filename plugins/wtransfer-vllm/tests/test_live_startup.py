@@ -72,6 +72,7 @@ def test_each_of_an_engines_processes_registers_once(models, startup, tmp_path, 
         model=str(models / "A"),
         weight_transfer_config={"backend": "shm"},
     )
+    engine.wait_started()
     engine.close()
     check_costs(log, 3, record_property)
 

@@ -70,17 +70,6 @@ def engines(sealed, tmp_path, options):
         yield make
 
 
-@pytest.fixture(scope="module")
-def fresh(sealed, tmp_path_factory):
-    """Answers of a fresh vLLM without us, by model."""
-    found = {}
-    for model in "AB":
-        engine = start(tmp_path_factory.mktemp("fresh"), sealed / model)
-        found[model] = engine.do("answer", PROMPTS)
-        engine.close()
-    return found
-
-
 nightly = pytest.mark.nightly
 
 
@@ -88,39 +77,38 @@ nightly = pytest.mark.nightly
     "options",
     [
         pytest.param("file", marks=nightly),
-        "arena over file",
-        "valkey",
-        pytest.param("arena over valkey", marks=nightly),
+        pytest.param("arena over file", marks=nightly),
+        pytest.param("valkey", marks=nightly),
+        "arena over valkey",
     ],
     indirect=True,
 )
-def test_blocks_are_found_after_a_restart_and_not_under_other_weights(engines, fresh):
-    first = engines("A")
+def test_blocks_are_found_after_a_restart_and_not_under_other_weights(engines, fresh_kv):
+    first, other = engines("A"), engines("B")
     computed, hits = count_hits(first, lambda: first.do("answer", PROMPTS))
-    check_same(computed, fresh["A"])
+    check_same(computed, fresh_kv["A"])
     assert hits == 0
     forget_prefixes(first)
     first.close()
-    other = engines("B")
     computed, hits = count_hits(other, lambda: other.do("answer", PROMPTS))
-    check_same(computed, fresh["B"])
+    check_same(computed, fresh_kv["B"])
     assert hits == 0
     other.close()
     again = engines("A")
     loaded, hits = count_hits(again, lambda: again.do("answer", PROMPTS))
-    check_same(loaded, fresh["A"])
+    check_same(loaded, fresh_kv["A"])
     assert hits >= LEAST_HITS
 
 
 @nightly
 @pytest.mark.parametrize("options", ["valkey"], indirect=True)
-def test_server_that_is_killed_and_restarted_costs_hits_only(engines, fresh, server):
+def test_server_that_is_killed_and_restarted_costs_hits_only(engines, fresh_kv, server):
     engine = engines("A")
-    check_same(engine.do("answer", PROMPTS), fresh["A"])
+    check_same(engine.do("answer", PROMPTS), fresh_kv["A"])
     forget_prefixes(engine)
     server()
     computed, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
-    check_same(computed, fresh["A"])
+    check_same(computed, fresh_kv["A"])
     assert hits == 0
     # It is left alone for a while after failures, and then used again.
     end = time.monotonic() + 60
@@ -128,4 +116,4 @@ def test_server_that_is_killed_and_restarted_costs_hits_only(engines, fresh, ser
         assert time.monotonic() < end
         forget_prefixes(engine)
         answers, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
-        check_same(answers, fresh["A"])
+        check_same(answers, fresh_kv["A"])

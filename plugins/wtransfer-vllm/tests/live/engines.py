@@ -42,7 +42,11 @@ class HostError(Exception):
 
 
 class Engine:
-    """A vLLM engine in a process of its own (or in three)."""
+    """A vLLM engine in a process of its own (or in three).
+
+    The first call waits until it has started: engines that are made one after the other start at
+    the same time.
+    """
 
     def __init__(self, folder, *, processes=1, env=None, **options):
         self.log = folder / f"host-{time.monotonic_ns()}.log"
@@ -54,32 +58,26 @@ class Engine:
             **(env or {}),
         }
         command = [sys.executable, str(HOST), place, json.dumps(options)]
-        with socket.socket(socket.AF_UNIX) as listener, self.log.open("w") as log:
-            listener.bind(f"\0{place}")
-            listener.listen(1)
-            listener.settimeout(START_S)
-            # A group of their own: an engine core outlives a host that had to be killed.
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{place}")
+        self._listener.listen(1)
+        self._line = self._stream = None
+        # A group of their own: an engine core outlives a host that had to be killed.
+        with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, env=environ, stdout=log, stderr=log, start_new_session=True
             )
-            with self._ended_on_error():
-                self._line, _ = listener.accept()
-        self._line.settimeout(START_S)
-        self._stream = self._line.makefile("rw")
-        with self._ended_on_error(self._stream, self._line):
-            self._answer()
-        self._line.settimeout(ANSWER_S)
         self.before_commit = None
 
-    @contextlib.contextmanager
-    def _ended_on_error(self, *lines):
-        try:
-            yield
-        except BaseException:
-            for line in lines:
-                line.close()
-            self._kill()
-            raise
+    def wait_started(self):
+        """Wait until the engine answers."""
+        if self._stream is None:
+            self._listener.settimeout(START_S)
+            self._line, _ = self._listener.accept()
+            self._line.settimeout(START_S)
+            self._stream = self._line.makefile("rw")
+            self._answer()
+            self._line.settimeout(ANSWER_S)
 
     def _kill(self):
         with contextlib.suppress(ProcessLookupError):
@@ -96,6 +94,7 @@ class Engine:
         return answer["result"]
 
     def send(self, name, *arguments):
+        self.wait_started()
         print(json.dumps([name, arguments]), file=self._stream, flush=True)
 
     def do(self, name, *arguments):
@@ -125,11 +124,13 @@ class Engine:
         self.do("init", {"wtransfer": {"address": address, "token": token}})
 
     def close(self):
-        with contextlib.suppress(OSError):
-            self._stream.close()
-        self._line.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+            self._line.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
+        self._listener.close()
         self._kill()
 
 
@@ -204,6 +205,15 @@ def start_ranks(folder, model, *, env=None, **options):
     """Start an engine of two tensor-parallel ranks."""
     env = RANKS_ENV | (env or {})
     return Engine(folder, processes=4, env=env, model=str(model), tensor_parallel_size=2, **options)
+
+
+def ask_each(engines, ask):
+    """Ask engines, by name; return what they answer, and close them."""
+    try:
+        return {name: ask(engine) for name, engine in engines.items()}
+    finally:
+        for engine in engines.values():
+            engine.close()
 
 
 def check_update(engine, publish, tokens, label):
