@@ -11,7 +11,13 @@ import sys
 import pytest
 
 ENGINE = """
+class Info: ...
+class Twin:
+    init_info_cls = Info
+    def trainer_init(init_info, client, source): ...
+    def send_weights(self): ...
 class Engine:
+    init_info_cls = update_info_cls = Info
     devices = ("cpu", "cuda")
     multi_host = True
     trainer_cls = "acme_engine:Twin"
@@ -68,7 +74,7 @@ def test_list_shows_backends_conflicts_and_diagnostics(cli):
     assert done.returncode == 0, done.stderr
     lines = [line.split(maxsplit=5) for line in done.stdout.splitlines()]
     assert lines[0] == ["kind", "name", "distribution", "version", "origin", "status"]
-    assert ["engines", "acme", "acme-wt", "1.0", "discovered", "available"] in lines
+    assert ["engines", "acme", "acme-wt", "1.0", "discovered", "found"] in lines
     conflict = "conflict: address it as other-wt:twice"
     assert ["engines", "twice", "other-wt", "1.0", "discovered", conflict] in lines
     assert any(line[1:3] == ["shm", "wtransfer"] and line[4] == "built-in" for line in lines)
@@ -86,9 +92,9 @@ def test_list_as_json(cli):
         "version": "1.0",
         "value": "acme_engine:Engine",
         "origin": "discovered",
-        "status": "available",
+        "status": "found",
     }
-    assert rows["twice", "acme-wt"]["status"] == "available"
+    assert rows["twice", "acme-wt"]["status"] == "found"
     assert rows["twice", "other-wt"]["status"] == (
         "blocked: WTRANSFER_PLUGINS_BLOCK names 'other-wt'; remove it there to use it"
     )
@@ -98,7 +104,7 @@ def test_list_as_json(cli):
 def test_list_shows_pins(cli):
     done = cli("plugins", "list", "--json", WTRANSFER_PIN="engines:twice=other-wt")
     rows = {(r["name"], r["distribution"]): r["status"] for r in json.loads(done.stdout)["plugins"]}
-    assert rows["twice", "other-wt"] == "available, pinned by WTRANSFER_PIN"
+    assert rows["twice", "other-wt"] == "found, pinned by WTRANSFER_PIN"
     assert rows["twice", "acme-wt"] == "conflict: address it as acme-wt:twice"
 
 
@@ -132,6 +138,26 @@ def test_show_of_a_broken_backend_prints_the_whole_error(cli):
     )
     assert "ZeroDivisionError: division by zero" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    assert (
+        'acme_bad.py", line 1, in <module>' in cli("plugins", "show", "bad", "--traceback").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "info", "error"),
+    [
+        ('"acme_engine:Twinn"', "Info", "has no attribute 'Twinn'"),
+        ("None", "Info", "has no trainer side: set trainer_cls in Engine"),
+        ('"acme_engine:Twin"', "None", "Engine.init_info_cls is no class"),
+    ],
+)
+def test_engine_without_its_other_half_is_not_usable(cli, site, trainer_cls, info, error):
+    module = site / "acme_engine.py"
+    text = module.read_text().replace('"acme_engine:Twin"', trainer_cls)
+    module.write_text(text.replace("update_info_cls = Info", f"update_info_cls = {info}"))
+    done = cli("plugins", "show", "acme")
+    assert done.returncode == 1
+    assert error in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -156,10 +182,45 @@ def test_show_of_a_name_that_cannot_be_resolved(cli, name, error):
     assert (card["usable"], card["error"]["class"]) == (False, error)
 
 
-def test_show_of_a_name_unknown_to_every_kind_prints_one_error_each(cli):
-    done = cli("plugins", "show", "nonsense", "--json")
+def test_show_of_a_name_unknown_to_every_kind_prints_one_error(cli):
+    done = cli("plugins", "show", "acmee", "--json")
     assert done.returncode == 1
-    assert len(json.loads(done.stdout)) == 3
+    (card,) = json.loads(done.stdout)
+    assert "No backend has the name 'acmee'. Did you mean 'acme'?" in card["error"]["message"]
+
+
+def test_check_exits_with_what_it_found(cli, site):
+    assert cli("plugins", "check", "acme").returncode == 0
+    assert cli("plugins", "check", "acmee").returncode == 2
+    assert cli("plugins", "check", WTRANSFER_PIN="nonsense").returncode == 2
+    # Found, and not by that name alone.
+    assert cli("plugins", "check", "acme-wt:twice").returncode == 1
+    done = cli("plugins", "check", "--kind", "engines", WTRANSFER_PLUGINS_BLOCK="other-wt,acme-wt")
+    lines = [line.split(maxsplit=4) for line in done.stdout.splitlines()]
+    blocked = "blocked: WTRANSFER_PLUGINS_BLOCK names 'acme-wt'; remove it there to use it"
+    assert ["engines", "bad", "acme-wt", "1.0", blocked] in lines
+    assert "warning: malformed-wt: its entry points cannot be read" in done.stderr
+    assert done.returncode == 1
+    (site / "malformed_wt-1.0.dist-info" / "entry_points.txt").unlink()
+    done = cli("plugins", "check", "--kind", "engines", WTRANSFER_PLUGINS_BLOCK="other-wt,acme-wt")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "last"),
+    [
+        ("ACME", {}, "used: 'acme' (acme-wt 1.0), acme_engine:Engine"),
+        ("other-wt:twice", {}, "used: 'twice' (other-wt 1.0), acme_engine:Engine"),
+        ("twice", {}, "PluginAmbiguousError: The weight transfer engine 'twice' is offered by"),
+        ("twice", {"WTRANSFER_PIN": "engines:twice=other-wt"}, "used: 'twice' (other-wt 1.0)"),
+        ("acme", {"WTRANSFER_PLUGINS": "other-wt"}, "PluginBlockedError: "),
+        ("acmee", {}, "UnknownBackendError: "),
+    ],
+)
+def test_why_explains_and_imports_nothing(cli, name, environ, last):
+    done = cli("plugins", "why", name, "--kind", "engines", **environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip().startswith(last)
 
 
 CALL = "from wtransfer.cli import main; main({}, standalone_mode=False)"
@@ -171,6 +232,7 @@ CALL = "from wtransfer.cli import main; main({}, standalone_mode=False)"
         (CALL.format("['--help']"), {"wtransfer.commands", "torch", "pluggy"}),
         (CALL.format("['push', '--help']"), {"torch", "numpy", "rich", "httpx", "pluggy"}),
         (CALL.format("['plugins', 'list']"), {"torch", "numpy", "rich", "pluggy", "acme_engine"}),
+        (CALL.format("['plugins', 'why', 'acme']"), {"torch", "numpy", "pluggy", "acme_engine"}),
         ("import wtransfer", {"torch", "pluggy", "click"}),
         ("from wtransfer import WeightTransferEngine, hookimpl", {"torch"}),
         ("from wtransfer import WeightTransferEngineFactory", {"torch", "pluggy"}),

@@ -27,7 +27,7 @@ name = "{name}"
 version = "{version}"
 dependencies = {dependencies}
 
-[project.entry-points."wtransfer.engines"]
+[project.entry-points."{group}"]
 {entry} = "{value}"
 
 [tool.hatch.build.targets.wheel]
@@ -38,6 +38,27 @@ ENGINE = """
 from wtransfer.engines.interface import WeightTransferEngine
 
 class Engine(WeightTransferEngine):
+    def init_transfer_engine(self, init_info): ...
+    def receive_weights(self, update_info, load_weights): ...
+    def shutdown(self): ...
+"""
+
+WHOLE = """
+import dataclasses
+from wtransfer.engines.interface import TrainerWeightTransferEngine, WeightTransferEngine
+
+@dataclasses.dataclass
+class Info: ...
+
+class Trainer(TrainerWeightTransferEngine):
+    init_info_cls = Info
+    def trainer_init(init_info, *, client, source=None): ...
+    def send_weights(self): ...
+    def shutdown(self): ...
+
+class Engine(WeightTransferEngine):
+    init_info_cls = update_info_cls = Info
+    trainer_cls = Trainer
     def init_transfer_engine(self, init_info): ...
     def receive_weights(self, update_info, load_weights): ...
     def shutdown(self): ...
@@ -62,6 +83,7 @@ class Project:
     version: str = "1.0"
     value: str | None = None
     dependencies: tuple[str, ...] = ()
+    group: str = "wtransfer.engines"
 
     def write(self, root: Path) -> str:
         module = self.name.replace("-", "_") + "_plugin"
@@ -74,6 +96,7 @@ class Project:
             entry=self.entry,
             value=f"{module}:Engine" if self.value is None else self.value,
             module=module,
+            group=self.group,
             dependencies=json.dumps(self.dependencies),
         )
         (folder / "pyproject.toml").write_text(text)
@@ -81,7 +104,11 @@ class Project:
 
 
 PROJECTS = [
-    Project("good-wt", "good", dependencies=("wtransfer>=0.1",)),
+    Project("good-wt", "good", WHOLE, dependencies=("wtransfer>=0.1",)),
+    Project("noisy-wt", "noisy", f"print('[\\n{{')\n{WHOLE}"),
+    Project("crashing-wt", "crashing", "import os\nos._exit(3)"),
+    Project("no-info-wt", "no-info", WHOLE.replace("update_info_cls", "update_infos_cls")),
+    Project("stray-wt", "stray", group="wtransfer.engine"),
     Project("raising-wt", "raising", "1 / 0"),
     Project("exiting-wt", "exiting", "raise SystemExit(5)"),
     Project("hanging-wt", "hanging", "import time\ntime.sleep(3600)"),

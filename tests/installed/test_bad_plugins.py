@@ -80,7 +80,7 @@ def probed(python):
 
 def test_listing_shows_all_and_imports_none(probed):
     assert probed["imported_by_listing"] == []
-    expected = {*BAD, "good", "shm", "hanging", "lonely"}
+    expected = {*BAD, "good", "shm", "hanging", "lonely", "crashing"}
     expected |= {"first-wt:two_homes", "second-wt:Two-Homes", "shadow-wt:SHM"}
     assert expected <= set(probed["names"])
     assert not {"not-utf8", "malformed", "two_homes", "SHM"} & set(probed["names"])
@@ -107,7 +107,7 @@ def test_the_built_in_works_beside_them(probed):
 
 
 def test_malformed_distributions_are_diagnosed_and_nothing_more(probed):
-    assert {"malformed-wt", "not-utf8-wt"} <= set(probed["diagnostics"])
+    assert {"malformed-wt", "not-utf8-wt", "stray-wt"} <= set(probed["diagnostics"])
 
 
 def test_two_homes_are_never_chosen_from(probed):
@@ -164,3 +164,50 @@ def test_a_twin_that_is_not_there_names_the_workers_distribution(python):
     text = python("-c", TWIN)
     assert text.startswith("PluginBrokenError The weight transfer trainer engine 'lonely' (lonely-")
     assert "No module named 'nowhere'" in text
+
+
+CHECK = """
+import sys
+from wtransfer.cli import main
+try:
+    main(["plugins", "check", *sys.argv[1:]], standalone_mode=False)
+except SystemExit as ended:
+    print(ended.code)
+"""
+
+
+@pytest.mark.slow
+def test_check_says_of_each_what_is_wrong_with_it(python):
+    names = {*BAD, "good", "noisy", "crashing", "hanging", "lonely", "no-info", "shm", "file"}
+    said = python("-c", CHECK, "--kind", "engines", "--json", WTRANSFER_LOAD_TIMEOUT_S="5")
+    document, _, code = said.rstrip().rpartition("\n")
+    assert code == "1"
+    checked = json.loads(document)
+    cards = {card["name"]: card for card in checked["plugins"]}
+    assert names <= cards.keys()
+    for name in ("good", "noisy", "shm", "file"):
+        assert cards[name]["usable"] is True, cards[name]
+    for name, (error, _, text) in BAD.items():
+        assert (cards[name]["usable"], cards[name]["error"]["class"]) == (False, error)
+        assert text in cards[name]["error"]["message"]
+    errors = {
+        "crashing": "its process ended with 3 while it was loaded",
+        "hanging": "did not finish importing",
+        "lonely": "No module named 'nowhere'",
+        "no-info": "Engine.update_info_cls is no class",
+    }
+    for name, text in errors.items():
+        assert text in cards[name]["error"]["message"]
+    problems = {each["distribution"]: each["problem"] for each in checked["diagnostics"]}
+    assert problems["stray-wt"] == (
+        "'stray' is in the group 'wtransfer.engine', which is not read: "
+        "did you mean wtransfer.engines?"
+    )
+    assert {"malformed-wt", "not-utf8-wt"} <= problems.keys()
+
+
+def test_check_of_one_name_looks_at_nothing_else(python):
+    fine = python("-c", CHECK, "good")
+    assert fine.splitlines()[1].split()[:4] == ["engines", "good", "good-wt", "1.0"]
+    assert (len(fine.splitlines()), fine.splitlines()[-1]) == (3, "0")
+    assert python("-c", CHECK, "raising").splitlines()[-1] == "1"

@@ -32,7 +32,7 @@ def python(site, run_beside):
 def test_it_is_listed_with_its_distribution(python):
     rows = python("-m", "wtransfer", "plugins", "list", "--json")["plugins"]
     (row,) = [row for row in rows if row["distribution"] == "acme-folder-connector"]
-    assert (row["kind"], row["name"], row["status"]) == ("connectors", "acme-folder", "available")
+    assert (row["kind"], row["name"], row["status"]) == ("connectors", "acme-folder", "found")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_it_is_listed_with_its_distribution_and_can_be_used(python):
         "specs",
         "acme-disk",
         "discovered",
-        "available",
+        "found",
     )
     (card,) = json.loads(python("-m", "wtransfer", "plugins", "show", "ACME_disk", "--json").stdout)
     assert (card["usable"], card["class"]) == (True, "acme_disk_spec.spec:DiskSpec")

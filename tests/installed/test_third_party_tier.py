@@ -26,7 +26,7 @@ def python(site, run_beside):
 def test_it_is_listed_with_its_distribution_and_can_be_used(python):
     rows = json.loads(python("-m", "wtransfer", "plugins", "list", "--json").stdout)["plugins"]
     (row,) = [row for row in rows if row["distribution"] == "acme-shelf-tier"]
-    assert (row["kind"], row["name"], row["status"]) == ("specs", "acme-shelf", "available")
+    assert (row["kind"], row["name"], row["status"]) == ("specs", "acme-shelf", "found")
     (card,) = json.loads(
         python("-m", "wtransfer", "plugins", "show", "acme_shelf", "--json").stdout
     )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
+import os
+import subprocess
 import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from wtransfer.errors import PluginError, UnknownBackendError
-from wtransfer.registry.discovery import DISCOVERED, installed
+from wtransfer.errors import PluginError, PluginTypeError, UnknownBackendError
+from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, installed
 from wtransfer.registry.registry import Listed, Registry, host
 
 if TYPE_CHECKING:
@@ -21,11 +27,15 @@ if TYPE_CHECKING:
 DECLARED = ("devices", "multi_host", "tensors_valid_until", "needs_generation", "trainer_cls")
 """Class attributes by which a backend states what it can do."""
 
-HOSTS = "wtransfer.hosts"
-"""Entry-point group of serving engines: functions of a backend's kind, its name and its example
-options, that return what to write there, by words."""
+START_S = 30.0
+"""What a process may take besides the import of one backend, in seconds."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+of_kind = click.option(
+    "--kind",
+    type=click.Choice([kind.word for kind in DISCOVERED]),
+    help="Look among this kind only.",
+)
 
 
 @click.group()
@@ -38,40 +48,23 @@ def plugins() -> None:
 def list_plugins(as_json: bool) -> None:
     """List every backend that is installed. Imports none of them."""
     try:
-        listed = [
-            each
-            for kind in DISCOVERED
-            for each in sorted(host.registry(kind.word).listed(), key=_place_in_list)
-        ]
+        rows = [_row(each) for each in _listed(None, None)]
     except PluginError as error:
         raise click.ClickException(str(error)) from error
-    rows = [_row(each) for each in listed]
-    problems = [
-        {"distribution": each.distribution, "problem": each.problem}
-        for each in host.catalog.diagnostics
-    ]
+    problems = _problems()
     if as_json:
         click.echo(json.dumps({"plugins": rows, "diagnostics": problems}, indent=2))
         return
-    columns = ("kind", "name", "distribution", "version", "origin", "status")
-    table = [columns, *(tuple(str(row[column]) for column in columns) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
-    for problem in problems:
-        click.echo(f"warning: {problem['distribution']}: {problem['problem']}", err=True)
+    _echo_table(("kind", "name", "distribution", "version", "origin", "status"), rows)
+    _echo_problems(problems)
 
 
 @plugins.command()
 @click.argument("name")
-@click.option(
-    "--kind",
-    type=click.Choice([kind.word for kind in DISCOVERED]),
-    help="Look among this kind only.",
-)
+@of_kind
+@click.option("--traceback", "with_traceback", is_flag=True, help="Show where its import failed.")
 @as_json
-def show(name: str, kind: str | None, as_json: bool) -> None:
+def show(name: str, kind: str | None, with_traceback: bool, as_json: bool) -> None:
     """Load the backend NAME and show what it declares, or why it cannot be used.
 
     NAME may be distribution:name. The exit code is 1 if it cannot be used.
@@ -84,17 +77,153 @@ def show(name: str, kind: str | None, as_json: bool) -> None:
             continue
         registry = host.registry(each.word)
         try:
-            found.append(_card(registry, registry.record(name), name))
+            found.append(_card(registry, registry.record(name), name, with_traceback))
         except PluginError as error:
             (unknown if type(error) is UnknownBackendError else failed).append(_failure(error))
     # A name that one kind knows needs no word about the others.
-    cards = found + failed or unknown
+    cards = found + failed or (unknown if kind else [_failure(_unknown_error(name))])
     if as_json:
         click.echo(json.dumps(cards, indent=2))
     else:
         click.echo("\n\n".join(map(_card_text, cards)))
     if any(not card["usable"] for card in cards):
         sys.exit(1)
+
+
+@plugins.command()
+@click.argument("name", required=False)
+@of_kind
+@as_json
+def check(name: str | None, kind: str | None, as_json: bool) -> None:
+    """Load every backend, or NAME, each in a process of its own, and say what to mend.
+
+    What WTRANSFER_PLUGINS or WTRANSFER_PLUGINS_BLOCK excludes is not loaded. The exit code is 1 if
+    a backend cannot be used, or not by its name alone, or if entry points cannot be read; 2 if no
+    backend has the name NAME.
+    """
+    try:
+        listed = _listed(name, kind)
+        limit_s = host.settings.load_timeout_s + START_S
+    except PluginError as error:
+        raise click.UsageError(str(error)) from error
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cards = list(pool.map(lambda each: _probe(each, limit_s), listed))
+    problems = [] if name else _problems()
+    if as_json:
+        click.echo(json.dumps({"plugins": cards, "diagnostics": problems}, indent=2))
+    else:
+        columns = ("kind", "name", "distribution", "version", "result")
+        _echo_table(columns, [{**card, "result": _result(card)} for card in cards])
+        _echo_problems(problems)
+    is_fine = all(card["usable"] is not False and _is_plain(card) for card in cards)
+    sys.exit(0 if is_fine and not problems else 1)
+
+
+@plugins.command()
+@click.argument("name")
+@of_kind
+def why(name: str, kind: str | None) -> None:
+    """Say step by step which backend NAME means. Imports none of them."""
+    try:
+        words = [each.word for each in DISCOVERED if kind in (None, each.word)]
+        steps = {word: host.registry(word).explain(name) for word in words}
+    except PluginError as error:
+        raise click.ClickException(str(error)) from error
+    # A name that one kind knows needs no word about the others.
+    known = {w: s for w, s in steps.items() if not s[-1].startswith(UnknownBackendError.__name__)}
+    for word, lines in (known or steps).items():
+        click.echo("\n  ".join([f"{word}:", *lines]))
+
+
+def _listed(name: str | None, kind: str | None) -> list[Listed]:
+    """Return what is installed, or what a name means.
+
+    Raises:
+        PluginError: No backend has the name, or the settings cannot be read.
+    """
+    kinds = [each.word for each in DISCOVERED if kind in (None, each.word)]
+    every = [
+        each for word in kinds for each in sorted(host.registry(word).listed(), key=_place_in_list)
+    ]
+    if name is None:
+        return every
+    records, errors = [], []
+    for word in kinds:
+        try:
+            records.append(host.registry(word).record(name))
+        except UnknownBackendError as error:  # noqa: PERF203
+            errors.append(error)
+    if not records:
+        raise errors[0] if kind else _unknown_error(name)
+    return [each for each in every if each.record in records]
+
+
+def _probe(listed: Listed, limit_s: float) -> dict[str, Any]:
+    """Return the card of a backend, made in a process of its own."""
+    row = _row(listed)
+    if listed.address is None:
+        return {**row, "usable": None}
+    options = ["show", listed.address, "--kind", row["kind"], "--json"]
+    command = [sys.executable, "-m", "wtransfer", "plugins", *options]
+    try:
+        done = subprocess.run(  # noqa: S603  # this command
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+        )
+        # What it printed while it was imported comes first.
+        start = f"\n{done.stdout}".rindex("\n[\n")
+        cards, _ = json.JSONDecoder().raw_decode(done.stdout[start:])
+        card: dict[str, Any] = cards[0]
+    except subprocess.TimeoutExpired:
+        text = f"it was not loaded within {limit_s:g} s, and its process was ended"
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        text = f"its process ended with {done.returncode} while it was loaded: {last}"
+    else:
+        return row | card | {"status": row["status"]}
+    error = {"class": "PluginBrokenError", "message": text, "cause": None}
+    return {**row, "usable": False, "error": error}
+
+
+def _result(card: dict[str, Any]) -> str:
+    if card["usable"] is False:
+        return f"{card['error']['class']}: {card['error']['message']}"
+    loaded = f"ok, {card['import_s']:.2f} s" if card["usable"] else ""
+    return ", ".join(filter(None, [loaded, "" if _is_found(card) else card["status"]]))
+
+
+def _is_plain(card: dict[str, Any]) -> bool:
+    """Return whether a backend is used by its name, or excluded on purpose."""
+    return _is_found(card) or card["usable"] is None
+
+
+def _is_found(card: dict[str, Any]) -> bool:
+    return str(card["status"]).startswith("found")
+
+
+def _problems() -> list[dict[str, str]]:
+    return [
+        {"distribution": each.distribution, "problem": each.problem}
+        for each in host.catalog.diagnostics
+    ]
+
+
+def _echo_table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    table = [columns, *(tuple(str(row[column]) for column in columns) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+def _echo_problems(problems: list[dict[str, str]]) -> None:
+    for problem in problems:
+        click.echo(f"warning: {problem['distribution']}: {problem['problem']}", err=True)
 
 
 def _place_in_list(listed: Listed) -> tuple[str, str, str]:
@@ -115,15 +244,50 @@ def _row(listed: Listed) -> dict[str, Any]:
     }
 
 
-def _card(registry: Registry, record: Record, name: str) -> dict[str, Any]:
+def _card(
+    registry: Registry, record: Record, name: str, with_traceback: bool = False
+) -> dict[str, Any]:
     row = _row(next(each for each in registry.listed() if each.record is record))
+    before, began = set(sys.modules), time.perf_counter()
     try:
         cls = registry.get(name)
+        import_s = time.perf_counter() - began
+        imported = sorted({each.partition(".")[0] for each in sys.modules.keys() - before})
+        if record.kind is ENGINES:
+            _check_engine(record, name, cls)
     except PluginError as error:
-        return {**row, **_failure(error)}
+        return {**row, **_failure(error, with_traceback)}
     declared = {each: _plain(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
     hosts = _in_hosts(record, getattr(cls, "example_options", {}))
-    return {**row, "usable": True, "class": _plain(cls), "declared": declared, "hosts": hosts}
+    return {
+        **row,
+        "usable": True,
+        "class": _plain(cls),
+        "import_s": round(import_s, 3),
+        "imported": [
+            each
+            for each in imported
+            if not (each.startswith("_") or each in sys.stdlib_module_names or each == CORE)
+        ],
+        "declared": declared,
+        "hosts": hosts,
+    }
+
+
+def _check_engine(record: Record, name: str, cls: type[Any]) -> None:
+    """Check what is looked up when an engine is made: its trainer's side, and its infos.
+
+    Raises:
+        PluginError: That cannot be found or loaded, or is not what it should be.
+    """
+    from wtransfer.engines.factory import WeightTransferTrainerFactory
+
+    trainer_cls = WeightTransferTrainerFactory.trainer_class(name)
+    infos = [(cls, "init_info_cls"), (cls, "update_info_cls"), (trainer_cls, "init_info_cls")]
+    for side, attribute in infos:
+        if not isinstance(getattr(side, attribute, None), type):
+            text = f"cannot be used: {side.__qualname__}.{attribute} is no class; expected one"
+            raise record.error(PluginTypeError, f"{text} whose fields are the options.")
 
 
 def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -143,16 +307,25 @@ def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str,
     return hosts
 
 
-def _failure(error: PluginError) -> dict[str, Any]:
+def _failure(error: PluginError, with_traceback: bool = False) -> dict[str, Any]:
     cause = error.__cause__
-    return {
-        "usable": False,
-        "error": {
-            "class": type(error).__name__,
-            "message": str(error),
-            "cause": None if cause is None else f"{type(cause).__name__}: {cause}",
-        },
+    said = {
+        "class": type(error).__name__,
+        "message": str(error),
+        "cause": None if cause is None else f"{type(cause).__name__}: {cause}",
     }
+    if with_traceback and cause is not None:
+        said["traceback"] = "".join(traceback.format_exception(cause))
+    return {"usable": False, "error": said}
+
+
+def _unknown_error(name: str) -> UnknownBackendError:
+    """Return the error for a name that no kind knows."""
+    names = {kind.word: host.registry(kind.word).names() for kind in DISCOVERED}
+    close = difflib.get_close_matches(name, [each for word in names.values() for each in word], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    there_are = "; ".join(f"{word}: {', '.join(each)}" for word, each in names.items())
+    return UnknownBackendError(f"No backend has the name {name!r}.{hint} There are {there_are}.")
 
 
 def _plain(value: Any) -> Any:
@@ -165,7 +338,11 @@ def _plain(value: Any) -> Any:
 
 
 def _card_text(card: dict[str, Any]) -> str:
-    lines = {k: v for k, v in card.items() if k not in ("usable", "error", "declared", "hosts")}
+    apart = ("usable", "error", "declared", "hosts", "import_s", "imported")
+    lines = {k: v for k, v in card.items() if k not in apart}
+    if "import_s" in card:
+        imported = ", ".join(card["imported"]) or "nothing else"
+        lines["import"] = f"{card['import_s']:.2f} s: {imported}"
     lines |= card.get("declared", {})
     for host_name, facts in card.get("hosts", {}).items():
         lines |= {f"{host_name}: {word}": text for word, text in facts.items()}
@@ -175,4 +352,5 @@ def _card_text(card: dict[str, Any]) -> str:
         lines["cause"] = error["cause"] or "none"
     lines["usable"] = "yes" if card["usable"] else "no"
     width = max(map(len, lines))
-    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in lines.items())
+    text = "\n".join(f"{key.ljust(width)}  {value}" for key, value in lines.items())
+    return text if error is None else f"{text}\n{error.get('traceback', '')}".rstrip()

@@ -6,6 +6,7 @@ leaves a `Diagnostic`; all others are listed.
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
@@ -95,6 +96,10 @@ TRAINERS = Kind(
     unknown="Invalid weight transfer trainer backend: {name}. Available trainers: {available}",
     taken="Weight transfer trainer engine '{name}' is already registered.",
 )
+
+HOSTS = "wtransfer.hosts"
+"""Entry-point group of serving engines: functions of a backend's kind, its name and its example
+options, that return what to write there, by words."""
 
 DISCOVERED: tuple[Kind, ...] = (ENGINES, CONNECTORS, SPECS)
 """Kinds that distributions declare, in the order in which they are shown."""
@@ -220,7 +225,7 @@ def discover(distributions: Distributions = installed) -> Catalog:
 def _read(distribution: Distribution) -> tuple[Iterable[Record], list[Diagnostic]]:
     """Return the backends that one distribution declares; any error is the distribution's."""
     kinds = {kind.group: kind for kind in DISCOVERED}
-    points = [point for point in distribution.entry_points if point.group in kinds]
+    points = [point for point in distribution.entry_points if point.group.startswith(CORE)]
     if not points:
         return [], []
     name, version = distribution.name, distribution.version
@@ -228,6 +233,13 @@ def _read(distribution: Distribution) -> tuple[Iterable[Record], list[Diagnostic
     records: dict[Record, None] = {}  # an entry that is written twice counts once
     problems: list[Diagnostic] = []
     for point in points:
+        if point.group not in kinds:
+            meant = difflib.get_close_matches(point.group, kinds, n=1, cutoff=0.8)
+            if meant or (point.group.startswith(f"{CORE}.") and point.group != HOSTS):
+                problem = f"{point.name!r} is in the group {point.group!r}, which is not read: "
+                problem += f"did you mean {meant[0] if meant else ', '.join(kinds)}?"
+                problems.append(Diagnostic(name, problem))
+            continue
         # A colon would let one distribution pose as "another:name".
         if not point.name or ":" in point.name:
             problem = f"{point.group} has an entry named {point.name!r}: not a name; left out"

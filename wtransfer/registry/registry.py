@@ -29,6 +29,7 @@ from wtransfer.errors import (
     AlreadyRegisteredError,
     PluginAmbiguousError,
     PluginBlockedError,
+    PluginError,
     PluginNotInstalledError,
     PluginSettingError,
     RegistrationError,
@@ -217,7 +218,7 @@ class Registry:
                 if refusal is not None:
                     yield Listed(record, None, f"blocked: {refusal}")
                 elif meant == {record.distribution}:
-                    status = "available" if pin is None else f"available, pinned by {PIN}"
+                    status = "found" if pin is None else f"found, pinned by {PIN}"
                     yield Listed(record, record.name, status)
                 else:
                     address = f"{record.distribution}:{record.name}"
@@ -323,6 +324,27 @@ class Registry:
         if distribution is None and record.origin == "built-in":
             self._warn_of_hidden(record)
         return record
+
+    def explain(self, name: str) -> list[str]:
+        """Return how a name resolves, step by step, without importing anything."""
+        settings = self._host.settings
+        pin = settings.pins.get((self.kind.word, fold(name)))
+        plain, _, distribution = name.rpartition(":")[::-1]
+        steps = [f"{PIN}: {f'chooses {pin!r}' if pin else 'says nothing of this name'}"]
+        if name in self._registered and pin is None:
+            return [*steps, f"registered at run time: {self._registered[name].value}, is used"]
+        same_name = self._discovered.get(fold(plain if distribution and pin is None else name), [])
+        steps.append(f"installed under this name: {', '.join(map(str, same_name)) or 'nothing'}")
+        refusals = {each: settings.refusal(each) for each in same_name}
+        steps += [f"blocked: {each}: {refusal}" for each, refusal in refusals.items() if refusal]
+        try:
+            record = self.record(name)
+        except PluginError as error:
+            return [*steps, f"{type(error).__name__}: {error}"]
+        others = [each for each in same_name if each is not record and not refusals[each]]
+        if others and record.origin == "built-in":
+            steps.append("a built-in goes before what others install under its name")
+        return [*steps, f"used: {record}, {record.value}"]
 
     @cached_property
     def _discovered(self) -> dict[str, list[Record]]:
