@@ -30,7 +30,7 @@ FLOORS = [
     {"testing"},
     {"demo"},
     {"bench"},
-    {"commands"},
+    {"scaffold", "commands"},
     {"cli", "__main__"},
 ]
 ROOMS = {"engines", "connectors", "specs"}

@@ -176,7 +176,7 @@ def python(installed):
 
 @pytest.fixture(scope="module")
 def pip_install(tmp_path_factory):
-    """Lets pip install a project of this folder; returns where to."""
+    """Lets pip install a project, of this folder or elsewhere; returns where to."""
 
     def install(name):
         folder = tmp_path_factory.mktemp("third-party")
@@ -195,12 +195,12 @@ def run_beside(tmp_path):
     """Runs Python where a project is installed, in a folder of its own; returns what it printed."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WTRANSFER_")}
 
-    def run(site, *arguments, **environ):
+    def run(site, *arguments, cwd=tmp_path, **environ):
         path = os.pathsep.join(filter(None, [str(site), clean.get("PYTHONPATH")]))
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             env={**clean, "PYTHONPATH": path, **environ},
-            cwd=tmp_path,
+            cwd=cwd,
             capture_output=True,
             text=True,
             check=False,

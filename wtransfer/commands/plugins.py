@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,7 @@ import click
 from wtransfer.errors import PluginError, PluginTypeError, UnknownBackendError
 from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, installed
 from wtransfer.registry.registry import Listed, Registry, host
+from wtransfer.scaffold import GROUPS, create
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,6 +135,31 @@ def why(name: str, kind: str | None) -> None:
     known = {w: s for w, s in steps.items() if not s[-1].startswith(UnknownBackendError.__name__)}
     for word, lines in (known or steps).items():
         click.echo("\n  ".join([f"{word}:", *lines]))
+
+
+@plugins.command()
+@click.argument("kind", type=click.Choice(sorted(GROUPS)))
+@click.argument("name")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Where to write it; by default NAME, in this folder.",
+)
+def new(kind: str, name: str, folder: Path | None) -> None:
+    """Write a distribution with a small working backend of that KIND, called NAME, to be changed.
+
+    Its tests pass as it is: pip install -e "NAME[test]" && pytest NAME
+    """
+    folder = folder or Path(name)
+    try:
+        written = create(kind, name, folder)
+    except FileExistsError as error:
+        raise click.UsageError(f"{folder} is there already; choose another folder") from error
+    except (PluginError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    for place in written:
+        click.echo(place)
+    click.echo(f'now: pip install -e "{folder}[test]" && pytest {folder}')
 
 
 def _listed(name: str | None, kind: str | None) -> list[Listed]:

@@ -1,0 +1,51 @@
+"""``wtransfer plugins new``: what it writes is installed, typed, tested, and found by its name."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from wtransfer.scaffold import GROUPS
+
+NAME = "acme-new"
+
+
+@pytest.fixture(scope="module", params=sorted(GROUPS))
+def made(request, tmp_path_factory, pip_install):
+    """A distribution of each kind as the command writes it, and where pip has installed it."""
+    folder = tmp_path_factory.mktemp("new") / NAME
+    command = ["wtransfer", "plugins", "new", request.param, NAME, "--folder", str(folder)]
+    subprocess.run([sys.executable, "-m", *command], check=True, timeout=60)
+    return request.param, folder, pip_install(folder)
+
+
+@pytest.fixture
+def python(made, run_beside):
+    """Runs Python where it is installed."""
+    return functools.partial(run_beside, made[2])
+
+
+def test_it_is_found_by_its_name_and_can_be_used(made, python):
+    done = python("-m", "wtransfer", "plugins", "check", NAME, "--json")
+    assert done.returncode == 0, done.stdout
+    (card,) = json.loads(done.stdout)["plugins"]
+    assert (card["distribution"], card["usable"]) == (NAME, True)
+
+
+@pytest.mark.slow
+def test_its_own_tests_pass(made, python):
+    options = ["-q", "-p", "no:cacheprovider", "-c", made[1] / "pyproject.toml"]
+    done = python("-m", "pytest", *options, made[1])
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_it_is_typed(made, python):
+    pytest.importorskip("mypy", reason="pip install '.[lint]'")
+    done = python("-m", "mypy", "--config-file", "pyproject.toml", cwd=made[1])
+    assert done.returncode == 0, done.stdout
