@@ -12,6 +12,11 @@ import pytest
 from wtransfer.scaffold import GROUPS
 
 NAME = "acme-new"
+SERVED = {
+    "spec": ("OffloadingConnector", {"spec_name": NAME, "memory_bytes_to_use": 1 << 20}),
+    "tier": ("OffloadingConnector", {"spec_name": NAME, "folder": ""}),
+}
+"""Kind -> connector and its options in the mini engine."""
 
 
 @pytest.fixture(scope="module", params=sorted(GROUPS))
@@ -34,6 +39,14 @@ def test_it_is_found_by_its_name_and_can_be_used(made, python):
     assert done.returncode == 0, done.stdout
     (card,) = json.loads(done.stdout)["plugins"]
     assert (card["distribution"], card["usable"]) == (NAME, True)
+
+
+def test_tokens_are_served_through_it_by_its_name(made, serve_beside, tmp_path):
+    kind, _, site = made
+    connector, options = SERVED[kind]
+    if "folder" in options:
+        options = options | {"folder": str(tmp_path)}
+    assert serve_beside(site, connector, options, 3, "1", "1") == [[True, 0], [True, 64]]
 
 
 @pytest.mark.slow
