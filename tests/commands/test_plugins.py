@@ -276,3 +276,23 @@ def test_show_prints_what_each_serving_engine_says_also_if_one_fails(cli, site):
     assert ["some:", "argument", told["argument"]] in lines
     # An engine without options of its own.
     assert "--engines acme {}" in cli("plugins", "show", "acme").stdout
+
+
+def test_show_lists_options(cli):
+    def options(name):
+        (card,) = json.loads(cli("plugins", "show", name, "--json").stdout)
+        return {each["name"]: each for each in card["options"]}
+
+    assert options("CPUOffloadingSpec")["cpu_bytes_to_use"] == {
+        "name": "cpu_bytes_to_use",
+        "type": "int",
+        "default": None,
+        "help": "Host memory for all ranks of the instance together, headers included.",
+    }
+    of_two = options("SharedStorageConnector")
+    assert of_two["shared_storage_path"]["default"] is None
+    assert (of_two["write_back"]["type"], of_two["write_back"]["default"]) == ("bool", "False")
+    assert options("gloo")["packed_buffer_size_bytes"]["default"] == "16 << 20"
+    assert options("acme") == {}
+    shown = cli("plugins", "show", "ProcessGroupConnector").stdout
+    assert "option lease_s" in shown

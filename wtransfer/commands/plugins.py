@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from wtransfer.commands.options import options_of
 from wtransfer.errors import PluginError, PluginTypeError, UnknownBackendError
-from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, installed
+from wtransfer.registry.discovery import CORE, DISCOVERED, ENGINES, HOSTS, SPECS, installed
 from wtransfer.registry.registry import Listed, Registry, host
 from wtransfer.scaffold import GROUPS, create
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 DECLARED = ("devices", "multi_host", "tensors_valid_until", "needs_generation", "trainer_cls")
 """Class attributes by which a backend states what it can do."""
 
+TIER = "wtransfer.specs.interface:Tier"
 START_S = 30.0
 """What a process may take besides the import of one backend, in seconds."""
 
@@ -280,8 +283,12 @@ def _card(
         cls = registry.get(name)
         import_s = time.perf_counter() - began
         imported = sorted({each.partition(".")[0] for each in sys.modules.keys() - before})
+        options_cls = getattr(cls, "options_cls", ())
         if record.kind is ENGINES:
-            _check_engine(record, name, cls)
+            options_cls = _check_engine(record, name, cls).init_info_cls
+        elif record.kind is SPECS and issubclass(cls, pkgutil.resolve_name(TIER)):
+            own = options_cls if isinstance(options_cls, tuple) else (options_cls,)
+            options_cls = (*own, "wtransfer.specs.tier:TierOptions")
     except PluginError as error:
         return {**row, **_failure(error, with_traceback)}
     declared = {each: _plain(getattr(cls, each)) for each in DECLARED if hasattr(cls, each)}
@@ -297,12 +304,13 @@ def _card(
             if not (each.startswith("_") or each in sys.stdlib_module_names or each == CORE)
         ],
         "declared": declared,
+        "options": options_of(options_cls),
         "hosts": hosts,
     }
 
 
-def _check_engine(record: Record, name: str, cls: type[Any]) -> None:
-    """Check what is looked up when an engine is made: its trainer's side, and its infos.
+def _check_engine(record: Record, name: str, cls: type[Any]) -> type[Any]:
+    """Return an engine's trainer side, if all that is looked up to make both sides is there.
 
     Raises:
         PluginError: That cannot be found or loaded, or is not what it should be.
@@ -315,6 +323,7 @@ def _check_engine(record: Record, name: str, cls: type[Any]) -> None:
         if not isinstance(getattr(side, attribute, None), type):
             text = f"cannot be used: {side.__qualname__}.{attribute} is no class; expected one"
             raise record.error(PluginTypeError, f"{text} whose fields are the options.")
+    return trainer_cls
 
 
 def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -365,12 +374,15 @@ def _plain(value: Any) -> Any:
 
 
 def _card_text(card: dict[str, Any]) -> str:
-    apart = ("usable", "error", "declared", "hosts", "import_s", "imported")
+    apart = ("usable", "error", "declared", "options", "hosts", "import_s", "imported")
     lines = {k: v for k, v in card.items() if k not in apart}
     if "import_s" in card:
         imported = ", ".join(card["imported"]) or "nothing else"
         lines["import"] = f"{card['import_s']:.2f} s: {imported}"
     lines |= card.get("declared", {})
+    for option in card.get("options", ()):
+        default = "required" if option["default"] is None else f"= {option['default']}"
+        lines[f"option {option['name']}"] = f"{option['type']} {default}: {option['help']}"
     for host_name, facts in card.get("hosts", {}).items():
         lines |= {f"{host_name}: {word}": text for word, text in facts.items()}
     error = card.get("error")

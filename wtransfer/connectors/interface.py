@@ -388,6 +388,9 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     example_options: ClassVar[Mapping[str, Any]] = {}
     """Options that a configuration needs at least, with values to replace; ``wtransfer plugins
     show`` prints them within a configuration to copy."""
+    options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
+    """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
+    plugins show`` prints each with its type, default and docstring."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003

@@ -401,6 +401,7 @@ class ProcessGroupConnector(KVConnectorBase_V1):
     worker_cls = ProcessGroupWorker
     names_weights = True
     example_options: ClassVar[Mapping[str, Any]] = {"host": "10.0.0.1"}
+    options_cls = ProcessGroupOptions
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003

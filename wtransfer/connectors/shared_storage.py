@@ -27,3 +27,4 @@ class SharedStorageConnector(OffloadingConnector):
     scheduler_cls = "wtransfer.connectors.offloading.scheduler:SharedStorageScheduler"
     worker_cls = "wtransfer.connectors.offloading.worker:SharedStorageSide"
     example_options: ClassVar[Mapping[str, Any]] = {"shared_storage_path": "/mnt/kv"}
+    options_cls = ("wtransfer.specs.file:FileOptions", "wtransfer.specs.tier:TierOptions")

@@ -118,6 +118,7 @@ class SharedMemoryConnector(KVConnectorBase_V1):
     scheduler_cls = SharedMemoryScheduler
     worker_cls = SharedMemoryWorker
     names_weights = True
+    options_cls = "wtransfer.connectors.p2p.protocol:P2POptions"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003

@@ -72,6 +72,7 @@ class FileTier(Tier):
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {"shared_storage_path": "/mnt/kv"}
+    options_cls = FileOptions
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:

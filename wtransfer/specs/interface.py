@@ -406,6 +406,9 @@ class Tier(ABC):
 
     example_options: ClassVar[Mapping[str, Any]] = {}
     """Options with which ``wtransfer plugins show`` writes an example."""
+    options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
+    """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
+    plugins show`` prints each with its type, default and docstring."""
 
     @abstractmethod
     def __init__(self, options: Mapping[str, Any]) -> None: ...
@@ -555,6 +558,9 @@ class OffloadingSpec(ABC):
     """Shape of the KV cache, in the seed's API."""
     extra_config: Mapping[str, Any]
     """Options: ``kv_connector_extra_config``."""
+    options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
+    """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
+    plugins show`` prints each with its type, default and docstring."""
 
     def __init__(self, config: Any, kv_cache_config: Any = None) -> None:
         self.config = config

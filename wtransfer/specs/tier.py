@@ -104,7 +104,7 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
     """Longest that a load or a store may take, in seconds; it fails then."""
     store_threshold: Annotated[int, msgspec.Meta(gt=0)] = 1
-    """A block is stored when it is offered for this time: 2 keeps what was computed twice."""
+    """A block is stored when it is offered for the n-th time: 2 keeps what was computed twice."""
     skip_slow_loads: bool = True
     """Whether blocks are computed that the tier delivers more slowly than the model."""
     cpu_bytes_to_use: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0

@@ -84,6 +84,7 @@ class MooncakeTier(Tier):
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {"master": "10.0.0.1:50051"}
+    options_cls = MooncakeOptions
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:
