@@ -280,7 +280,9 @@ def test_show_prints_what_each_serving_engine_says_also_if_one_fails(cli, site):
 
 def test_show_lists_options(cli):
     def options(name):
-        (card,) = json.loads(cli("plugins", "show", name, "--json").stdout)
+        # Without that, torch fails on the entry points that cannot be read.
+        done = cli("plugins", "show", name, "--json", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        (card,) = json.loads(done.stdout)
         return {each["name"]: each for each in card["options"]}
 
     assert options("CPUOffloadingSpec")["cpu_bytes_to_use"] == {
@@ -294,5 +296,4 @@ def test_show_lists_options(cli):
     assert (of_two["write_back"]["type"], of_two["write_back"]["default"]) == ("bool", "False")
     assert options("gloo")["packed_buffer_size_bytes"]["default"] == "16 << 20"
     assert options("acme") == {}
-    shown = cli("plugins", "show", "ProcessGroupConnector").stdout
-    assert "option lease_s" in shown
+    assert "lease_s" in options("ProcessGroupConnector")
