@@ -19,7 +19,13 @@ SERVED = {
 """Kind -> connector and its options in the mini engine."""
 
 
-@pytest.fixture(scope="module", params=sorted(GROUPS))
+def kinds():
+    """Every kind; those beside the smallest are slow."""
+    marks = [() if kind == "tier" else pytest.mark.slow for kind in sorted(GROUPS)]
+    return [pytest.param(kind, marks=m) for kind, m in zip(sorted(GROUPS), marks, strict=True)]
+
+
+@pytest.fixture(scope="module", params=kinds())
 def made(request, tmp_path_factory, pip_install):
     """A distribution of each kind as the command writes it, and where pip has installed it."""
     folder = tmp_path_factory.mktemp("new") / NAME
@@ -57,8 +63,15 @@ def test_its_own_tests_pass(made, python):
     assert " passed" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """What mypy knows of torch and of wtransfer."""
+    return tmp_path_factory.mktemp("mypy")
+
+
 @pytest.mark.slow
-def test_it_is_typed(made, python):
+def test_it_is_typed(made, python, cache):
     pytest.importorskip("mypy", reason="pip install '.[lint]'")
-    done = python("-m", "mypy", "--config-file", "pyproject.toml", cwd=made[1])
+    options = ["--config-file", "pyproject.toml", "--cache-dir", cache]
+    done = python("-m", "mypy", *options, cwd=made[1])
     assert done.returncode == 0, done.stdout
