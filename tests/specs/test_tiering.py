@@ -268,6 +268,7 @@ def test_block_is_put_when_the_arena_evicts_it(put):
 def test_evicted_block_of_other_weights_is_not_put():
     with Rig(num_slots=2, num_io_threads=1, write_back=True) as rig:
         rig.keep([1, 2], weights="before")
+        rig.manager.weights_changed()
         rig.keep([1, 2])
         rig.keep([3, 4])
         until(lambda: own[1] in rig.kept and own[2] in rig.kept)

@@ -31,7 +31,8 @@ numbers = itertools.count()
 
 
 def key(number, weights="weights"):
-    return fence_key(make_offload_key(b"block %d" % number), weights)
+    # With a check hash, as hosts have them.
+    return fence_key(make_offload_key(b"block %d" % number), weights, b"check %d" % number)
 
 
 def until(condition):

@@ -139,6 +139,7 @@ class TierLoadStoreSpec(LoadStoreSpec):
         slots: Where they are in the arena over the tier; a number from the number of its slots on:
             nowhere. None: there is no arena.
         fetched: Slots that a load fills from the tier.
+        outdated: Slots whose former block is of other weights.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class TierLoadStoreSpec(LoadStoreSpec):
         failed: Collection[OffloadKey] = (),
         slots: Sequence[int] | None = None,
         fetched: Collection[int] = (),
+        outdated: Collection[int] = (),
     ) -> None:
         self.keys = list(keys)
         """Keys, without rank."""
@@ -156,6 +158,8 @@ class TierLoadStoreSpec(LoadStoreSpec):
         """A number for each, none twice."""
         self.fetched = list(fetched)
         """Slots that a load fills from the tier."""
+        self.outdated = list(outdated)
+        """Slots whose former block is of no use any more: with ``write_back`` it is not put."""
 
     @staticmethod
     def medium() -> str:

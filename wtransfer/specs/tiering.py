@@ -26,7 +26,6 @@ from wtransfer.errors import EvictionPolicyError, OffloadingOptionError
 from wtransfer.kv.cache_view import geometries_of, pages_of
 from wtransfer.kv.copier import RefusedError
 from wtransfer.kv.header import HEADER_NBYTES, BlockHeader
-from wtransfer.kv.keys import FENCE_NBYTES
 from wtransfer.specs.cpu import arena_layout, pin_region
 from wtransfer.specs.interface import LookupResult, OffloadingSpec, PrepareStoreOutput
 from wtransfer.specs.manager import CPUOffloadingManager
@@ -182,6 +181,8 @@ class TieringManager(TierManager):
         self._arena = arena
         self.num_slots = arena.num_slots
         self._promoting: set[OffloadKey] = set()
+        # How often the weights had changed when a slot was given to a block.
+        self._num_changes, self._changes_at = 0, dict[int, int]()
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for the blocks that a request computes."""
@@ -226,7 +227,8 @@ class TieringManager(TierManager):
         slots |= promoted
         nowhere = range(self.num_slots, self.num_slots + len(keys))
         places = [slots.get(key, number) for key, number in zip(keys, nowhere, strict=True)]
-        return TierLoadStoreSpec(keys, (), places, promoted.values())
+        outdated = self._take(promoted.values())
+        return TierLoadStoreSpec(keys, (), places, promoted.values(), outdated)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin blocks, and let those be hits that were promoted."""
@@ -249,7 +251,8 @@ class TieringManager(TierManager):
         if room is None:
             return self._store_in_tier([key for key in wanted if key not in self._arena])
         slots = _slots_of(room)
-        spec = TierLoadStoreSpec(slots, self._suspect(slots), list(slots.values()))
+        outdated = self._take(slots.values())
+        spec = TierLoadStoreSpec(slots, self._suspect(slots), list(slots.values()), (), outdated)
         return PrepareStoreOutput(list(slots), spec, room.evicted_keys)
 
     def complete_store(
@@ -265,12 +268,20 @@ class TieringManager(TierManager):
         self._arena.on_request_finished(req_context)
 
     def weights_changed(self) -> None:
-        """Let what is kept now give way first."""
+        """Let what is kept now give way first, without being put into the tier."""
+        self._num_changes += 1
         self._arena.weights_changed()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what happened in the arena since the last call."""
         return self._arena.take_events()
+
+    def _take(self, slots: Iterable[int]) -> list[int]:
+        """Note that slots have new blocks; return those whose former block is of other weights."""
+        now, at = self._num_changes, self._changes_at
+        outdated = [slot for slot in slots if at.get(slot, now) != now]
+        at.update(dict.fromkeys(slots, now))
+        return outdated
 
     def reset_cache(self) -> bool:
         """Empty the arena; return False, as other instances share the tier."""
@@ -325,8 +336,10 @@ class TieringWorker(TierWorker):
         self._in_arena = [dataclasses.replace(each, part=region) for each in self._copiers]
         self._pinned = pin_region(region, self._in_arena)
         self._writes_back = options.write_back
-        # By slot, whether its last load fills it from the tier.
+        # By slot: whether its last load fills it from the tier, and whether what was in it before
+        # its last job is of other weights.
         self._fetched = np.zeros(layout.num_slots, np.bool_)
+        self._outdated = np.zeros(layout.num_slots, np.bool_)
 
     def shutdown(self) -> None:
         """End as `TierWorker.shutdown` does, and let go of the arena; where a call hangs, later."""
@@ -342,6 +355,7 @@ class TieringWorker(TierWorker):
     def _refusal(self, kind: Kind, kept: Any, slots: Numbers) -> Reason | None:
         own = slots[slots < self._jobs.num_slots]
         self._fetched[own] = np.isin(own, getattr(kept, "fetched", ())) if kind == "load" else False
+        self._outdated[own] = np.isin(own, getattr(kept, "outdated", ()))
         return super()._refusal(kind, kept, slots)
 
     def _is_in_arena(self, slots: Numbers) -> npt.NDArray[np.bool_]:
@@ -418,14 +432,10 @@ class TieringWorker(TierWorker):
         if self._writes_back:
             wait = Deadline(wait_s)
             headers = self.part.look(chunks.slots).headers
-            for row, (slot, key) in enumerate(zip(chunks.slots, chunks.keys, strict=True)):
-                header = BlockHeader.unpack(headers[row].tobytes())
-                # What was computed with other weights is of no use any more.
-                if (
-                    isinstance(header, BlockHeader)
-                    and header.key[:FENCE_NBYTES] == key[:FENCE_NBYTES]
-                ):
-                    self._put_evicted(slot, headers[row], header, wait.remaining())
+            for slot, packed in zip(chunks.slots, headers, strict=True):
+                header = BlockHeader.unpack(packed.tobytes())
+                if isinstance(header, BlockHeader) and not self._outdated[slot]:
+                    self._put_evicted(slot, packed, header, wait.remaining())
         return self.part.open(chunks.slots)
 
     def _put_evicted(self, slot: int, packed: Headers, header: BlockHeader, wait_s: float) -> None:
