@@ -421,14 +421,24 @@ def test_each_rank_has_its_own_blocks(make):
 # -- FAULTS 26, 28, 31
 
 
-@pytest.mark.parametrize("when", ["loading", "loaded"])
-def test_load_that_lives_through_a_commit_is_a_miss(make, drawn, hold, when):
-    """The second: after the load, and before the step that reports it."""
+@pytest.mark.parametrize("when", ["loading", "loaded", "asked for errors"])
+def test_load_that_lives_through_a_commit_is_a_miss(make, drawn, hold, until, when):
+    """The second: after the load, and before the step that reports it.
+
+    The third: it ends within a step, after the host has asked which loads have ended, and before it
+    asks for blocks that could not be loaded.
+    """
     one, other = make("p"), make("d")
     params = one.prefill(PROMPT)
-    reached, go_on = hold(worker_of(other)._loads, "end", after=when == "loaded")
+    loads = worker_of(other)._loads
+    reached, go_on = hold(loads, "end")
     request = begin(other, params)
     assert reached.wait(10)
+    if when != "loading":
+        go_on.set()
+        until(lambda: loads._ended)
+    if when == "asked for errors":
+        assert worker_of(other).get_block_ids_with_load_errors() == set()
     drawn.change(1)
     go_on.set()
     other.finish(request)

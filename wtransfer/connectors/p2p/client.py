@@ -149,7 +149,6 @@ class RemoteLoads:
         self._lock = threading.Lock()
         self._pending: dict[str, PendingLoad] = {}
         self._ended: list[tuple[PendingLoad, str | None]] = []
-        self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()
@@ -189,16 +188,20 @@ class RemoteLoads:
                 self._ended.append((pending, reason))
 
     def take_received(self) -> set[str]:
-        """Return the requests whose loads have ended since the last call."""
+        """Return the requests whose loads have ended since the last call.
+
+        The weights are compared here, on the model's thread: a commit between that and the report
+        would let a request compute with new weights on what was computed with old ones.
+        """
         with self._lock:
-            self._settle()
-            received, self._received = self._received, set()
-            return received
+            ended, self._ended = self._ended, []
+            for pending, reason in ended:
+                self._settle(pending, reason)
+            return {pending.load.request_id for pending, _ in ended}
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the blocks that could not be loaded since the last call."""
+        """Return the blocks that loads named by `take_received` have not loaded, each once."""
         with self._lock:
-            self._settle()
             failed, self._failed_blocks = self._failed_blocks, set()
             return failed
 
@@ -261,27 +264,19 @@ class RemoteLoads:
         self._clients[where] = client
         return ""
 
-    def _settle(self) -> None:
-        """Compare the weights of ended loads; on the model's thread, where no commit comes between.
-
-        A commit between the end of a load and its report would let its request compute with new
-        weights on what was computed with old ones.
-        """
-        ended, self._ended = self._ended, []
-        for pending, given_reason in ended:
-            load, reason = pending.load, given_reason
-            if not self._admits(load):
-                pending.num_loaded, reason = 0, "weights"
-            missing = load.block_ids[pending.num_loaded :]
-            self._received.add(load.request_id)
-            self._counts["blocks_loaded_total"] += pending.num_loaded
-            self._counts["bytes_loaded_total"] += pending.num_loaded * self.geometry.nbytes
-            if pending.aborted:
-                self._counts["loads_aborted_total"] += 1
-            elif missing:
-                self._failed_blocks.update(missing)
-                self._counts["blocks_missed_total"] += len(missing)
-                self._counts[f"blocks_missed_{reason}_total"] += len(missing)
+    def _settle(self, pending: PendingLoad, reason: str | None) -> None:
+        load = pending.load
+        if not self._admits(load):
+            pending.num_loaded, reason = 0, "weights"
+        missing = load.block_ids[pending.num_loaded :]
+        self._counts["blocks_loaded_total"] += pending.num_loaded
+        self._counts["bytes_loaded_total"] += pending.num_loaded * self.geometry.nbytes
+        if pending.aborted:
+            self._counts["loads_aborted_total"] += 1
+        elif missing:
+            self._failed_blocks.update(missing)
+            self._counts["blocks_missed_total"] += len(missing)
+            self._counts[f"blocks_missed_{reason}_total"] += len(missing)
 
 
 class P2PClient:
