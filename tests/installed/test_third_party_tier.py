@@ -1,4 +1,4 @@
-"""A tier from outside the repository, of some 20 lines, works by its name in both KV rooms."""
+"""A tier from outside the repository, of 15 lines, works by its name in both KV rooms."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ def test_it_is_listed_with_its_distribution_and_can_be_used(python):
     assert (card["usable"], card["class"]) == (True, "acme_shelf_tier:ShelfTier")
 
 
-def test_it_knows_nothing_of_weights():
+def test_it_has_15_lines_that_know_nothing_of_weights_and_stand_in_the_guide():
     text = (HERE / "third_party_tier/src/acme_shelf_tier/__init__.py").read_text()
+    assert len([line for line in text.splitlines() if line.strip()]) == 15
     assert "weight" not in text
     assert "fingerprint" not in text
+    assert f"```python\n{text}```" in (HERE.parents[1] / "wtransfer/specs/README.md").read_text()
 
 
 def test_processes_share_it_by_its_name_through_either_connector(site, serve_beside, tmp_path):

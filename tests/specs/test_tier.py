@@ -25,6 +25,7 @@ from wtransfer.specs.tier import (
     LOOKUP_S,
     STALL_S,
     TierLoadStoreSpec,
+    open_tier,
     rank_key,
 )
 from wtransfer.specs.tiering import tier_spec
@@ -515,6 +516,30 @@ def test_class_that_is_neither_spec_nor_tier_is_refused():
 def test_option_that_cannot_be_used_is_refused(options):
     with pytest.raises(OffloadingOptionError, match=next(iter(options))):
         tier_spec(MemoryTier)(OffloadingConfig(extra_config=options))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"shelf": ""}, "needs the option room"), ({"room": 1, "shelv": ""}, "no option shelv")],
+)
+def test_option_that_is_missing_or_that_a_tier_does_not_look_at_is_refused(options, error):
+    class InARoom(MemoryTier):
+        def __init__(self, options):
+            super().__init__(options)
+            self.room = {1: "one"}[options["room"]]
+
+    with pytest.raises(OffloadingOptionError, match=error):
+        open_tier(InARoom, options)
+    assert open_tier(InARoom, {"room": 1}).room == "one"
+    with pytest.raises(KeyError, match="2"):
+        open_tier(InARoom, {"room": 2})
+
+
+def test_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "key").mkdir()
+    with pytest.raises(IsADirectoryError):
+        MemoryTier.write_whole(tmp_path / "key", memoryview(b"value"))
+    assert [each.name for each in tmp_path.iterdir()] == ["key"]
 
 
 def test_tier_that_takes_long_to_close_holds_up_no_shutdown(monkeypatch):

@@ -522,6 +522,8 @@ def test_tier_is_named_in_either_option(tmp_path, options):
         ({"tier": "file", "cpu_bytes_to_use": -7}, "cpu_bytes_to_use"),
         ({"tier": "file", "store_threshold": 0}, "store_threshold"),
         ({"tier": "file", "write_back": "x"}, "write_back"),
+        ({"tier": "file", "write_back": True}, "write_back is about an arena .* cpu_bytes_to_use"),
+        ({"tier": "file", "eviction_policy": "lru"}, "eviction_policy is about an arena"),
     ],
 )
 def test_option_that_cannot_be_used_is_refused(tmp_path, options, error):

@@ -30,7 +30,7 @@ from wtransfer.bench.offload import (
 from wtransfer.errors import DigestMismatchError, OffloadingOptionError
 from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.tier import TierOptions, rank_key
+from wtransfer.specs.tier import TierOptions, open_tier, rank_key
 from wtransfer.specs.tiering import TieringOffloadingSpec
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
 from wtransfer.testing.mini_engine.engine import LocalExecutor, make_engine
@@ -165,7 +165,7 @@ class Client:
     """
 
     def __init__(self, options: dict[str, Any], block_nbytes: int, num_blocks: int) -> None:
-        self._tier: Tier = _tier_class(options)(TierOptions.of(options)[1])
+        self._tier: Tier = open_tier(_tier_class(options), TierOptions.of(options)[1])
         self._blocks = np.ones((num_blocks, HEADER_NBYTES + block_nbytes), np.uint8)
         self._tier.register_memory(self._blocks.reshape(-1).data)
 

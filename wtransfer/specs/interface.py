@@ -32,9 +32,13 @@ the seed (``get_handlers``).
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from wtransfer.config import tokens_per_block
@@ -401,7 +405,8 @@ class Tier(ABC):
 
     Args:
         options: ``kv_connector_extra_config``, without those of `wtransfer.specs.tier.TierOptions`.
-            One that is unknown or cannot be used is an `OffloadingOptionError`.
+            One that the constructor asks for and that is missing, and one that it has not looked
+            at, is refused for it (`wtransfer.specs.tier.open_tier`).
     """
 
     example_options: ClassVar[Mapping[str, Any]] = {}
@@ -419,11 +424,14 @@ class Tier(ABC):
 
     @abstractmethod
     def put(self, key: bytes, data: memoryview) -> None:
-        """Keep bytes under a key, in the place of what it had; `data` is reused afterwards."""
+        """Keep bytes under a key, in the place of what it had; `data` is reused afterwards.
+
+        A file is written by `write_whole`.
+        """
 
     @abstractmethod
     def get(self, key: bytes, into: memoryview) -> bool:
-        """Fill `into` with what is kept under a key.
+        """Fill `into` with what is kept under a key; `fill` does it with bytes.
 
         Returns:
             Whether that was done. False: there is nothing, or it has another length.
@@ -458,6 +466,32 @@ class Tier(ABC):
 
     def close(self) -> None:
         """Let go of everything. A second call does nothing."""
+
+    # -- for authors
+
+    @staticmethod
+    def fill(into: memoryview, data: bytes | None) -> bool:
+        """Copy a value to `into`; return False if it is None or has another length."""
+        if data is None or len(data) != len(into):
+            return False
+        into[:] = data
+        return True
+
+    @staticmethod
+    def write_whole(path: str | os.PathLike[str], data: memoryview) -> None:
+        """Write a file that readers see whole or not at all, also where its writer is killed.
+
+        It is not synced: what a loss of power has torn is found by checksum. A killed writer leaves
+        a file behind whose name is this one's and 17 more characters.
+        """
+        part = Path(f"{os.fspath(path)}.{secrets.token_hex(8)}")
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
 
 
 # -- the worker's side ------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -53,7 +54,7 @@ from wtransfer.specs.payoff import Payoff
 from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from typing_extensions import Self
 
@@ -110,9 +111,10 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
     cpu_bytes_to_use: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     """Host memory for an arena over the tier, for all ranks together; 0: the tier alone."""
     eviction_policy: str = "lru"
-    """Of the arena: ``lru``, ``arc`` or ``module:Class``."""
+    """Of the arena, refused without one: ``lru``, ``arc`` or ``module:Class``."""
     write_back: bool = False
-    """Whether blocks are put when the arena evicts them; else when they are stored."""
+    """Whether blocks are put when the arena evicts them; else when they are stored. Refused without
+    an arena."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
@@ -126,6 +128,12 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
             options = msgspec.convert(extra, cls)
         except msgspec.ValidationError as error:
             raise OffloadingOptionError(f"kv_connector_extra_config: {error}") from error
+        for name in ("eviction_policy", "write_back"):
+            if extra.get(name) and not options.cpu_bytes_to_use:
+                raise OffloadingOptionError(
+                    f"kv_connector_extra_config: {name} is about an arena over the tier, and there "
+                    f"is none: set cpu_bytes_to_use, its size, or leave {name} out"
+                )
         own = {k: v for k, v in extra.items() if k not in cls.__struct_fields__}
         return options, own
 
@@ -170,6 +178,49 @@ class TierLoadStoreSpec(LoadStoreSpec):
 def rank_key(key: bytes, rank: int) -> bytes:
     """Return the key of one rank's part of a block."""
     return key + rank.to_bytes(2, "big")
+
+
+class _Given(Mapping[str, Any]):
+    """Options, and which of them were looked at."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self.seen: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.seen.add(name)
+        return self._options[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
+
+
+def open_tier(tier_cls: type[Tier], options: Mapping[str, Any]) -> Tier:
+    """Make an object of a tier.
+
+    Raises:
+        OffloadingOptionError: An option is missing, or the constructor has not looked at it; or it
+            has refused one itself.
+    """
+    given, name = _Given(options), tier_cls.__name__
+    try:
+        tier = tier_cls(given)
+    except KeyError as error:
+        missing = [each for each in given.seen - options.keys() if error.args == (each,)]
+        if not missing:
+            raise
+        raise OffloadingOptionError(
+            f"kv_connector_extra_config: {name} needs the option {missing[0]}"
+        ) from error
+    if unknown := sorted(options.keys() - given.seen):
+        close_tier(tier)
+        raise OffloadingOptionError(
+            f"kv_connector_extra_config: {name} has no option {', '.join(unknown)}"
+        )
+    return tier
 
 
 def close_tier(tier: Tier) -> None:

@@ -39,6 +39,7 @@ from wtransfer.specs.tier import (
     TierOptions,
     TierWorker,
     close_tier,
+    open_tier,
     rank_key,
 )
 
@@ -118,7 +119,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         if self._manager is None:
             config, options = self.config, self.options
             if self.layout is None:
-                tier = self.tier_cls(self.tier_options)
+                tier = open_tier(self.tier_cls, self.tier_options)
                 self._manager = TierManager(tier, config, options)
             else:
                 arena = CPUOffloadingManager(
@@ -126,7 +127,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                     options.eviction_policy,
                     enable_events=config.enable_kv_cache_events,
                 )
-                tier = self.tier_cls(self.tier_options)
+                tier = open_tier(self.tier_cls, self.tier_options)
                 self._manager = TieringManager(tier, config, options, arena)
         return self._manager
 
@@ -144,7 +145,7 @@ class TieringOffloadingSpec(OffloadingSpec):
             if self.layout is not None:
                 most = self.layout.part_nbytes
             copies = list(zip(groups, geometries_of(config, kv_caches, most), strict=True))
-            tier = self.tier_cls(self.tier_options)
+            tier = open_tier(self.tier_cls, self.tier_options)
             try:
                 self._worker = (
                     TierWorker(tier, copies, config, options)

@@ -31,7 +31,6 @@ from wtransfer.engines.interface import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
 from wtransfer.kv.header import checksum
 from wtransfer.specs.interface import (
@@ -286,8 +285,6 @@ class MemoryTier(Tier):
     shelves: ClassVar[defaultdict[str, dict[bytes, bytes]]] = defaultdict(dict)
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        if unknown := ", ".join(options.keys() - {"shelf"}):
-            raise OffloadingOptionError(f"unknown: {unknown}; the option of this tier is shelf")
         self.kept = self.shelves[options.get("shelf", "")]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -300,11 +297,7 @@ class MemoryTier(Tier):
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Copy what is kept, if it has this length."""
-        data = self.kept.get(key)
-        if data is None or len(data) != len(into):
-            return False
-        into[:] = data
-        return True
+        return self.fill(into, self.kept.get(key))
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Drop keys."""

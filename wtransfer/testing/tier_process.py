@@ -16,6 +16,7 @@ import numpy as np
 from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
 from wtransfer.registry.registry import registry
+from wtransfer.specs.tier import open_tier
 from wtransfer.testing.mini_engine.channel import (
     END_S,
     open_channel,
@@ -208,7 +209,7 @@ def run_tier(address: str) -> None:
     """
     with open_channel(address, "the kit") as channel:
         opened = channel.receive(_OPEN)
-        user = TierUser(opened.place.load()(opened.options))
+        user = TierUser(open_tier(opened.place.load(), opened.options))
         try:
             channel.wait_forever()
             channel.send(True)

@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from wtransfer.errors import ClosedError, OffloadingOptionError
+from wtransfer.testing.tier import TierConformance
 
 from wtransfer_mooncake.tier import MooncakeError, MooncakeTier
 
@@ -335,6 +337,20 @@ def exit_within_a_call():
 
     threading.Thread(target=call, daemon=True).start()
     until(lambda: tier._num_running)
+
+
+# -- the kit
+
+
+class TestMooncake(TierConformance):
+    tier = "mooncake"
+    options: ClassVar = OPTIONS
+
+
+def labels():
+    """One test of the kit; all take minutes, and the store misses a process that they kill."""
+    start_master()
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "label", __file__], check=True)
 
 
 # -- a connector

@@ -28,13 +28,13 @@ def shapes(kinds, smoke=None):
     found = []
     for kind in kinds:
         marks = [] if kind == smoke else [nightly]
-        # Of tiers, a test of their own shows more.
-        in_one = [nightly] if kind == "tiering" else []
+        # Of built-in tiers, tests of their own show more.
+        in_one = [nightly] if kind in {"tiering", "storage"} else []
         found += [
             pytest.param(kind, IN_ONE, id=f"{kind}, one process", marks=in_one),
             pytest.param(kind, IN_THREE, id=f"{kind}, three processes", marks=marks),
         ]
-        if "third party" not in kind and "third-party" not in kind:
+        if kind not in {"third party", "third-party spec"}:
             # Those keep one file for all ranks.
             found.append(pytest.param(kind, TWO_RANKS, id=f"{kind}, two ranks", marks=[nightly]))
     return found

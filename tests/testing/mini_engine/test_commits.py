@@ -37,7 +37,7 @@ def test_requests_after_a_commit_match_the_reference_of_the_new_weights(kit, hos
         # The witness: weights that are mixed up are seen.
         assert len({tuple(kit.reference(prompt, seed)) for seed in (7, 1, 2)}) == 3
     old_seed = 7
-    for number, seed in enumerate([1, 2, 2]):
+    for seed in [1, 2, 2]:
         texts = itertools.cycle(prompts)
         requests = [host.submit(next(texts), LONG) for _ in range(2)]
         while not all(request.began for request in requests):
@@ -47,7 +47,8 @@ def test_requests_after_a_commit_match_the_reference_of_the_new_weights(kit, hos
             if sum(request.state != "finished" for request in requests) < 3:
                 requests.append(host.submit(next(texts), LONG))
 
-        published = trainer.publish(f"v{number}", seed)
+        # Under one label: what tells weights apart is their digest.
+        published = trainer.publish("1", seed)
         commit(kit, host, keep_busy)
         done = [each for each in requests if each.state == "finished"]
         mixed = [each for each in requests if each.began and each.state != "finished"]
@@ -68,7 +69,7 @@ def test_requests_after_a_commit_match_the_reference_of_the_new_weights(kit, hos
     assert stats["fence_stores_refused_total"] > 0, "mixed requests tried to store"
     # The way back leads to the old blocks; the cache has none, as it was emptied.
     loaded = host.counts["tokens_loaded"]
-    published = trainer.publish("v0 again", 1)
+    published = trainer.publish("1", 1)
     commit(kit, host)
     assert published.result().ok
     assert host.generate([quiet], kit.NEW_TOKENS) == [kit.reference(quiet, 1)]

@@ -36,6 +36,10 @@ THIRD_PARTY_SPEC = (
     "wtransfer-OffloadingConnector",
     lambda folder: {"spec_name": "acme-disk", "disk_bytes_to_use": 64 << 20, "folder": str(folder)},
 )
+THIRD_PARTY_TIER = (
+    "SharedStorageConnector",
+    lambda folder: {"tier": "acme-shelf", "folder": str(folder)},
+)
 THIRD_PARTY = ("acme-folder", lambda folder: {"folder": str(folder)})
 MULTI = (
     "wtransfer-MultiConnector",
@@ -51,6 +55,7 @@ TO_A_STORE = {
     "offloading": OFFLOADING,
     "tiering": TIERING,
     "third-party spec": THIRD_PARTY_SPEC,
+    "third-party tier": THIRD_PARTY_TIER,
     "third party": THIRD_PARTY,
     "multi": MULTI,
 }
@@ -64,7 +69,8 @@ TO_ANOTHER = {
 
 def install_third_parties(folder):
     """Install the third parties' packages for engines started with the environment returned."""
-    packages = [str(THIRD_PARTIES / name) for name in ("third_party_connector", "third_party_spec")]
+    kinds = ("connector", "spec", "tier")
+    packages = [str(THIRD_PARTIES / f"third_party_{kind}") for kind in kinds]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     # The build backend is there already; nothing is fetched.
     options = ["--no-deps", "--no-build-isolation", "--target", str(folder)]
