@@ -12,7 +12,6 @@ import pytest
 
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
 from wtransfer.testing.mini_engine.engine import make_engine
-from wtransfer.weight_version import process_weights
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
@@ -31,6 +30,7 @@ KIT = _load("matrix_serving_kit", TESTS / "testing" / "mini_engine" / "serving_k
 STACKS = _load("matrix_stacks", HERE / "matrix_stacks.py")
 _load("matrix_watch", HERE / "matrix_watch.py")
 SERVICE = _load("matrix_service", HERE / "matrix_service.py")
+PROCESS = _load("matrix_process", HERE / "matrix_process.py")
 
 
 @pytest.fixture(scope="session")
@@ -45,41 +45,69 @@ def same_bits(one_thread):
 
 
 @pytest.fixture
-def host():
-    """Maker of hosts, which end with the test."""
+def host(drawn):
+    """Maker of hosts with the weights of `drawn`, which end with the test."""
     numbers = itertools.count()
-    # A model of an earlier test would change the weights as soon as the collector finds it.
-    process_weights.begin_anew()
     with contextlib.ExitStack() as closing:
 
-        def made(connectors, block_size=16, num_blocks=32, **limits):
+        def made(connectors, block_size=16, num_blocks=32, name="", **limits):
             settings = EngineConfig(
                 cache=CacheShape(block_size, num_blocks),
                 limits=Limits(**limits),
-                engine_id=f"host-{next(numbers)}",
+                seed=drawn.seed,
+                engine_id=name or f"host-{next(numbers)}",
                 **STACKS.settings_of(connectors),
             )
-            return closing.enter_context(make_engine(settings))
+            engine = closing.enter_context(make_engine(settings))
+            drawn._models.append(engine.executor.worker.model)
+            return engine
 
         yield made
 
 
 @pytest.fixture
-def service(host, tmp_path):
+def service(host, drawn, tmp_path, monkeypatch):
     """Maker of services."""
-    numbers = itertools.count()
+    # Nobody's speed decides whether a block is there.
+    monkeypatch.setattr("wtransfer.specs.tier.LOOKUP_S", 60.0)
 
-    def made(stack, block_size, num_blocks, **limits):
-        tier = KIT.cpu_tier(block_size, STACKS.tier_blocks(block_size))
+    def made(stack, block_size, num_blocks, room=None, **limits):
+        options = STACKS.room_for(room, block_size, KIT.nbytes_per_block(block_size))
 
         def make(sender):
             # What one host keeps is none of another's: only P2P connectors lead to another.
-            folder = tmp_path / str(next(numbers))
-            connectors = STACKS.described(stack, folder, tier, sender)
-            engine = host(connectors, block_size, num_blocks, **limits)
-            engine.folder = folder
+            name = "asked" if sender is None else f"sender-{sender}"
+            connectors = STACKS.described(stack, tmp_path / name, options, sender)
+            engine = host(connectors, block_size, num_blocks, name, **limits)
+            engine.folder = tmp_path / name
             return engine
 
-        return SERVICE.Service(KIT, stack, make)
+        return SERVICE.Service(KIT, stack, make, drawn)
 
     return made
+
+
+@pytest.fixture
+def process(zygote, tmp_path):
+    """Maker of services in processes of their own."""
+    logs = (tmp_path / f"process-{number}.log" for number in itertools.count())
+    with contextlib.ExitStack() as closing:
+
+        def spawn(target, address):
+            log = next(logs)
+            return zygote.spawn(target, address, stdout=log, stderr=log)
+
+        def made(stack, *, is_updated):
+            trainer = None
+            if is_updated:
+                trainer = closing.enter_context(contextlib.closing(KIT.Trainer()))
+            cache, folder = CacheShape(16, 32), tmp_path / "kept"
+            room = STACKS.room_for(None, 16, KIT.nbytes_per_block(16))
+            settings = STACKS.settings_of(STACKS.described(stack, folder, room, None))
+            settings |= trainer.settings if trainer else {}
+            config = EngineConfig(cache=cache, engine_id="asked", **settings)
+            one = PROCESS.ProcessService(KIT, stack, config, folder, spawn, trainer)
+            closing.callback(one.close)
+            return one
+
+        yield made

@@ -6,6 +6,10 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.connectors.p2p.buffer import SlotMemory
+from wtransfer.kv.header import HEADER_NBYTES
+from wtransfer.specs.shared_region import ArenaLayout
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -15,13 +19,15 @@ KINDS = {
     "shm": "SharedMemoryConnector",
     "group": "ProcessGroupConnector",
     "several": "MultiConnector",
+    "tiered": "OffloadingConnector",
 }
-"""All built-ins, by a short name."""
+"""All built-ins, by a short name; the last one has its arena over files."""
 P2P_KINDS = frozenset({"shm", "group"})
 """Those that hand a request over from one instance to another."""
 # Nobody's speed decides whether a block is still there, or who is given up.
+_UNHURRIED = {"skip_slow_loads": False, "buffer_bytes": 1 << 20}
 _PATIENT = {"shelf_bytes": 4 << 20, "lease_s": 600.0, "deadline_s": 60.0}
-_TIER_TOKENS = 4096
+_MANY_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -56,28 +62,29 @@ class Stack:
         return f"{number}_{KINDS[self.kinds[number]]}_" if len(self.kinds) > 1 else ""
 
 
-ALONE = [Stack((kind,)) for kind in KINDS]
+_BUILT_INS = [kind for kind in KINDS if kind != "tiered"]
+ALONE = [Stack((kind,)) for kind in _BUILT_INS]
 """Each built-in by itself; a ``MultiConnector`` with one child."""
-PAIRS = [Stack(pair) for pair in itertools.permutations(KINDS, 2)]
+PAIRS = [Stack(pair) for pair in itertools.permutations(_BUILT_INS, 2)]
 """Every pair, in both orders, as the order says who loads."""
-TWINS = [Stack((kind, kind)) for kind in KINDS if kind not in P2P_KINDS]
+TWINS = [Stack((kind, kind)) for kind in _BUILT_INS if kind not in P2P_KINDS]
 """Two of one kind. Of two P2P connectors of one kind the first takes all addresses."""
 
 
 def described(
-    stack: Stack, folder: Path, tier: dict[str, Any], sender: int | None
+    stack: Stack, folder: Path, room: dict[str, dict[str, Any]], sender: int | None
 ) -> list[dict[str, Any]]:
     """Return the connectors of a host, each as ``MultiConnector`` has it described.
 
     Args:
         stack: Which they are.
         folder: Where they may keep files.
-        tier: Options of the tier in memory.
+        room: By kind, the options that say how much it keeps.
         sender: The P2P connector by which this host hands requests over; None: it goes on with
             those of others. Only one may: a request carries the addresses of one.
     """
     return [
-        describe(kind, _role(kind, is_sender=number == sender), folder / str(number), tier)
+        describe(kind, _role(kind, is_sender=number == sender), folder / str(number), room)
         for number, kind in enumerate(stack.kinds)
     ]
 
@@ -89,18 +96,23 @@ def _role(kind: str, *, is_sender: bool) -> str:
 
 
 def describe(
-    kind: str, role: str, folder: Path | None = None, tier: dict[str, Any] | None = None
+    kind: str,
+    role: str,
+    folder: Path | None = None,
+    room: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return one connector, as ``MultiConnector`` has it described."""
     if kind == "several":
-        options: Any = {"connectors": [describe("files", role, folder)]}
+        options: Any = {"connectors": [describe("files", role, folder, room)]}
     else:
+        files = {"shared_storage_path": str(folder), **_UNHURRIED}
         options = {
-            "tier": tier,
-            "files": {"shared_storage_path": str(folder)},
+            "tier": {},
+            "files": files,
+            "tiered": {"tier": "file", **files},
             "shm": _PATIENT,
             "group": {**_PATIENT, "token": "a token of these tests"},
-        }[kind]
+        }[kind] | (room or {}).get(kind, {})
     return {"kv_connector": KINDS[kind], "kv_role": role, "kv_connector_extra_config": options}
 
 
@@ -118,6 +130,20 @@ def settings_of(connectors: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def tier_blocks(block_size: int) -> int:
-    """Return how many blocks a tier in memory holds: more than any test has."""
-    return _TIER_TOKENS // block_size
+def room_for(num_tokens: int | None, block_size: int, block_nbytes: int) -> dict[str, Any]:
+    """Return options of each kind by which it keeps so many tokens; None: more than any test has.
+
+    The arena over files has room for half of them.
+    """
+
+    def arena(num_blocks: int) -> dict[str, Any]:
+        return {"cpu_bytes_to_use": ArenaLayout(num_blocks, block_nbytes, 1).used_nbytes}
+
+    num_blocks = (num_tokens or _MANY_TOKENS) // block_size
+    room: dict[str, Any] = {"tier": arena(num_blocks), "tiered": arena(num_blocks // 2)}
+    if num_tokens is not None:
+        files = {"max_bytes": num_blocks * (HEADER_NBYTES + block_nbytes)}
+        shelf = {"shelf_bytes": num_blocks * SlotMemory.stride(block_nbytes)}
+        room |= {"files": files, "shm": shelf, "group": shelf}
+        room["tiered"] |= files
+    return room

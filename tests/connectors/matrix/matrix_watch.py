@@ -37,6 +37,8 @@ class Watch:
     def __init__(self, host: MiniEngine, new_tokens: int) -> None:
         self.plans: list[StepPlan] = []
         """Of all steps."""
+        self.bad_blocks: set[int] = set()
+        """Those that the connector has said it could not load."""
         self._host, self._step = host, host.executor.step
         self._new_tokens = new_tokens
         self._held: dict[str, torch.Tensor] = {}
@@ -54,18 +56,20 @@ class Watch:
         self._lengths[request.request_id] = request.num_prompt_tokens + self._new_tokens - 1
         return request
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, seed: int = 0) -> None:
         """Compare what a request had in the cache at its end with what belongs there."""
         length = self._lengths[request.request_id]
-        fresh = torch.stack(reference_output(request.all_token_ids[:length], 1).pages)
+        fresh = torch.stack(reference_output(request.all_token_ids[:length], 1, seed).pages)
         assert torch.equal(fresh, self._held[request.request_id]), request.request_id
 
     def _look(self, plan: StepPlan) -> list[StepResult]:
         results = self._step(plan)
         self.plans.append(plan)
+        told = [each.connector for each in results if each.connector is not None]
+        self.bad_blocks.update(*(each.invalid_block_ids for each in told))
         for span in plan.spans:
             length = span.start + len(span.tokens)
-            if length == self._lengths[span.request_id]:
+            if length == self._lengths.get(span.request_id):
                 cache, table = self._host.executor.worker.cache, torch.tensor(span.block_ids)
                 self._held[span.request_id] = _read(cache, table, length)
         return results
