@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -10,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,6 +136,21 @@ def one_thread():
 
 
 @pytest.fixture
+def later(monkeypatch):
+    """Let seconds pass at once, for all of this process that asks for the monotonic time.
+
+    What waits on a lock meanwhile goes on waiting as long as it would have.
+    """
+    clock, passed_s = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed_s[0])
+
+    def pass_by(seconds):
+        passed_s[0] += seconds
+
+    return pass_by
+
+
+@pytest.fixture
 def mount_tmpfs(tmp_path):
     """Mount file systems in memory, of sizes as ``mount`` takes them; skip where it may not."""
     places = []
@@ -189,6 +207,31 @@ def fleet(leaves_nothing):
     # A publisher knows why its last round failed, and that error the frames it passed through.
     while fleets:
         fleets.pop().close()
+
+
+@pytest.fixture(scope="session")
+def judged():
+    """Let a publisher judge its rounds by another deadline than its connections, for a while."""
+
+    @contextlib.contextmanager
+    def judged(publisher, deadline_s):
+        rules = publisher._rules
+        publisher._rules = dataclasses.replace(rules, deadline_s=deadline_s)
+        yield
+        publisher._rules = rules
+
+    return judged
+
+
+@pytest.fixture
+def patient_connections(monkeypatch):
+    """Let publishers bear 20 s of silence, whatever their deadline for rounds is."""
+    from wtransfer.weight_sync.trainer import publisher
+
+    make = publisher.Listener
+    monkeypatch.setattr(
+        publisher, "Listener", lambda *args, **named: make(*args, **named | {"deadline_s": 20.0})
+    )
 
 
 @pytest.fixture

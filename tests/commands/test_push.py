@@ -228,6 +228,7 @@ def test_every_worker_that_refuses_is_named(start_worker, write):
     assert TOKEN not in json.dumps(document)
 
 
+@pytest.mark.usefixtures("patient_connections")
 def test_a_worker_that_does_not_commit_makes_it_fail(start_worker, write):
     fine, idle = start_worker(), start_worker(steps=False)
     code, document = documents(write(), "--deadline", "0.5", to=[fine, idle])
@@ -415,6 +416,7 @@ def test_a_bar_for_each_worker_says_how_far_it_is(held):
 
 
 def test_lines_say_how_far_the_last_worker_is_once_a_push_takes_long(held, capsys, monkeypatch):
+    monkeypatch.setattr("wtransfer.commands.push._LINE_S", 1000.0)
     lines = Lines()
     lines.show(held.round)
     assert capsys.readouterr().err == ""
@@ -499,7 +501,7 @@ def test_stay_brings_late_workers_up_to_date_until_a_signal(begin, workers, writ
         assert contents(late._target.capture()) == contents(WEIGHTS)
         del tensors
     os.kill(child.pid, signal.SIGTERM)
-    assert child.wait(5.0) == 0
+    assert child.wait(PATIENCE_S) == 0
     until(lambda: not workers[0].session.connected)
     assert workers[0].num_left == 1
 
@@ -509,8 +511,9 @@ def test_a_worker_that_hangs_cannot_keep_a_push_from_ending(begin, write):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"\0{address[6:]}")
         silent.listen()
+        silent.settimeout(PATIENCE_S)
         child, log = begin(write(), to=[type("Silent", (), {"address": address})])
-        time.sleep(0.5)
-        os.kill(child.pid, signal.SIGINT)
-        assert child.wait(PATIENCE_S) == 130, log.read_text()
+        with silent.accept()[0]:
+            os.kill(child.pid, signal.SIGINT)
+            assert child.wait(PATIENCE_S) == 130, log.read_text()
     assert "SIGINT ended the push" in log.read_text()

@@ -55,23 +55,30 @@ class StuckSource(StateDictSource):
 
     def __init__(self, tensors):
         super().__init__(tensors)
-        self.go_on = threading.Event()
+        self.reached, self.go_on = False, threading.Event()
 
     def iter_full(self):
         for number, pair in enumerate(super().iter_full()):
             if number == 1:
+                self.reached = True
                 self.go_on.wait()
             yield pair
 
 
-def test_a_source_that_hangs_is_blamed_and_not_a_worker_that_waits_for_it(fleet, weights):
+def test_a_source_that_hangs_is_blamed_and_not_a_worker_that_waits_for_it(
+    fleet, weights, judged, later
+):
     source = StuckSource(weights)
-    made = fleet(source, engine="gloo", deadline_s=1.0)
+    made = fleet(source, engine="gloo", deadline_s=20.0)
     for _ in range(2):
         made.join({name: torch.zeros_like(tensor) for name, tensor in weights.items()})
-    with pytest.raises(StallError) as stalled:
-        made.publish("v1")
-    assert "the trainer's source made no progress on the next tensor for 1 s" in str(stalled.value)
+    with judged(made.publisher, 10):
+        round_ = made.publisher.publish("v1", wait=False)
+        eventually(lambda: source.reached and round_._num_waiting)
+        later(11)
+        with pytest.raises(StallError) as stalled:
+            round_.result()
+    assert "the trainer's source made no progress on the next tensor for 10 s" in str(stalled.value)
     assert stalled.value.worker is None
     source.go_on.set()
     assert made.publish("v2").ok

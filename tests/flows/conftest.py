@@ -310,7 +310,7 @@ class Cast:
             holds = self.holds(worker, number)["fingerprint"]
             assert report["fingerprint"] == ack["fingerprint"] == holds
 
-    def serve(self, workers, number, since, within_s=1.0):
+    def serve(self, workers, number, since, within_s=10.0):
         """Check that workers are soon in no round any more, and serve a version, whole."""
         for worker in workers:
             assert worker.ask("until_free", within_s=10) - since < within_s
@@ -318,11 +318,11 @@ class Cast:
             version = f"v{number}" if number else None
             assert (version, {number}) == (look["version"], set(look["numbers"]))
 
-    def settled(self, look, wanted, timeout_s=5.0):
+    def settled(self, look, wanted, timeout_s=15.0):
         """Look until there is what is wanted, or time is up; return what there is then."""
         return self._wait_until(look, timeout_s, wanted=wanted)
 
-    def left_over(self, before, look, timeout_s=5.0):
+    def left_over(self, before, look, timeout_s=15.0):
         """Return by how much each process has more than before, when that was given back or not."""
         none = [collections.Counter() for _ in before]
         return self.settled(

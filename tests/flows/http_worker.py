@@ -73,7 +73,7 @@ class WorkerProcess:
     def connect(self):
         sock = socket.socket(self.family)
         try:
-            sock.settimeout(5)
+            sock.settimeout(10)
             sock.connect(self.target)
         except BaseException:
             sock.close()

@@ -32,7 +32,7 @@ def test_a_trainer_killed_between_two_commits_leaves_a_group_that_shows_as_mixed
     flow.until(lambda: {1, 2} == {whole(worker) for worker in workers})
     trainer.kill()
     for worker in workers:
-        worker.ask("until_free", within_s=1)
+        worker.ask("until_free", within_s=10)
     # Forward for whom the commit has reached, the old version for the other: both whole.
     assert {1, 2} == {whole(worker) for worker in workers}
     successor = flow.trainer(**home)
@@ -97,7 +97,7 @@ def test_ranks_go_back_together_when_the_trainer_dies_before_they_are_released(
     trainer.kill()
     for rank in ranks:
         rank.go_on()
-    flow.until(lambda: [whole(rank) for rank in ranks] == [1, 1], timeout_s=5)
+    flow.until(lambda: [whole(rank) for rank in ranks] == [1, 1])
     successor = flow.trainer(**home)
     successor.ask("wait", n=1)
     assert successor.ask("publish", number=3)["ok"]

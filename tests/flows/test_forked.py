@@ -87,7 +87,8 @@ def test_a_forked_child_does_not_keep_a_killed_trainers_connections_open(flow, l
     worker.until_held()
     child = lingering(trainer.ask("linger"))
     killed_at = trainer.kill()
-    assert worker.ask("until_free", within_s=5) - killed_at < 1
+    # Otherwise the worker would be free at the publisher's deadline only, after 30 s.
+    assert worker.ask("until_free", within_s=10) - killed_at < 10
     assert alive(child)
     worker.go_on()
     # Its address is free again, too.
@@ -110,7 +111,7 @@ def test_a_forked_child_does_not_keep_a_killed_workers_connection_open(flow, fai
     killed_at = worker.kill()
     with failing("PeerLostError") as lost:
         trainer.answer()
-    assert lost.ended - killed_at < 1
+    assert lost.ended - killed_at < 10
     assert alive(child)
     # The child still maps what its parent had: the trainer takes other memory meanwhile.
     other = flow.worker()

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-DEADLINE_S = 3.0
-ON_TIME_S = DEADLINE_S * 1.1 + 1.0  # 10 %, and what a busy machine may add
+DEADLINE_S = 3.5  # a busy machine stands still for seconds
+ON_TIME_S = 10.0  # before any time-out of gloo's, and before the deadline that a publisher has
 BUCKET_NBYTES = 1 << 20
 
 pytestmark = pytest.mark.slow

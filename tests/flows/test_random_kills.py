@@ -21,7 +21,7 @@ PHASES = ("idle", "init", "plan", "transfer", "prepare", "commit")
 PARTS = {"vote": "commit", "between": "commit"}
 ANY_TIME = "any time"
 NUM_WORKERS = 2
-STUCK_S = 5.0
+STUCK_S = 10.0
 
 
 class Story:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-DEADLINE_S = 0.8
+DEADLINE_S = 3.5  # a busy machine stands still for seconds
 MIB = 1 << 20
 
 
@@ -51,13 +51,13 @@ def test_what_a_late_reader_has_mapped_is_never_written_again(flow, late, phase)
     # What the late one kept is given back, so memory does not grow with every late reader.
     for number in (8, 9, 10):
         assert trainer.ask("publish", number=number)["ok"]
-    flow.until(lambda: trainer.holdings() <= two_segments, timeout_s=5)
+    flow.until(lambda: trainer.holdings() <= two_segments)
 
 
 @pytest.mark.slow
 def test_a_reader_that_wakes_up_in_a_later_round_never_holds_a_mix(flow, late):
     trainer, prompt, late_one = late(on_lost_worker="drop")
-    for number in range(3, 15, 2):
+    for number in range(3, 11, 2):
         late_one.witness.hold("transfer")
         trainer.ask("begin", number=number)
         late_one.until_held()

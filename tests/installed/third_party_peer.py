@@ -37,7 +37,7 @@ class PublisherPeer:
     def __init__(self, folder):
         self.tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
         self.publisher = wtransfer.Publisher(
-            self.tensors, engine=ENGINE, options={"folder": folder}, deadline_s=2.0
+            self.tensors, engine=ENGINE, options={"folder": folder}, deadline_s=10.0
         )
         answer(address=self.publisher.address)
 

@@ -196,13 +196,13 @@ def test_wait_names_a_job_without_progress_at_the_deadline(hang, arena_rig):
     assert caught.value.seconds == 0.2
 
 
-def test_wait_goes_on_while_a_job_makes_progress(make_rig, arena_rig):
-    rig = make_rig(deadline_s=0.5, num_copy_threads=1).fill()
+def test_wait_goes_on_while_a_job_makes_progress(make_rig, arena_rig, later):
+    rig = make_rig(deadline_s=60.0, num_copy_threads=1).fill()
     pages = rig.worker._copiers[0].pages
     gather = pages.gather
 
     def slowly(*arguments):
-        time.sleep(0.2)
+        later(40)
         gather(*arguments)
 
     pages.gather = slowly
@@ -211,8 +211,8 @@ def test_wait_goes_on_while_a_job_makes_progress(make_rig, arena_rig):
     assert len(rig.worker.get_finished()) == 5
 
 
-def test_wait_names_a_job_that_hangs_though_others_end(make_rig, arena_rig):
-    rig = make_rig(deadline_s=0.5).fill()
+def test_wait_names_a_job_that_hangs_though_others_end(make_rig, arena_rig, later):
+    rig = make_rig(deadline_s=60.0).fill()
     pages = rig.worker._copiers[0].pages
     gather, go_on, stop = pages.gather, threading.Event(), threading.Event()
 
@@ -223,8 +223,10 @@ def test_wait_names_a_job_that_hangs_though_others_end(make_rig, arena_rig):
 
     def store_on():
         while not stop.is_set():
-            number = rig.submit_store([1], [1], [arena_rig.key(1)])
-            rig.worker.wait({number})
+            for _ in range(6):
+                number = rig.submit_store([1], [1], [arena_rig.key(1)])
+                rig.worker.wait({number})
+            later(61)
 
     pages.gather = hang_at_block_7
     hung = rig.submit_store([7], [7], [arena_rig.key(7)])
@@ -270,7 +272,7 @@ def test_shutdown_fails_jobs_in_flight(make_rig, arena_rig, monkeypatch):
 
     def slowly(*arguments):
         copying.set()
-        time.sleep(0.1)
+        time.sleep(0.2)
         gather(*arguments)
 
     pages.gather = slowly
@@ -279,7 +281,7 @@ def test_shutdown_fails_jobs_in_flight(make_rig, arena_rig, monkeypatch):
     assert copying.wait(10)
     began = time.monotonic()
     rig.close()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 6  # all 64 would take twice as long
     results = {each.job_id: each.success for each in rig.worker.get_finished()}
     assert results == {many: False, behind: False}
     assert rig.failures() == {"stores_failed_shutdown": 1, "loads_failed_shutdown": 1}
@@ -291,7 +293,7 @@ def test_shutdown_leaves_a_hanging_copy_and_keeps_its_memory(hang, arena_rig, ca
     assert hang.copying.wait(10)
     began = time.monotonic()
     hang.close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 10
     assert "rank 0 of engine 'engine': a copy hangs" in caplog.text
     assert len(hang.part.slots), "nobody else may write there"
     hang.close()

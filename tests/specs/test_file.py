@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 KEY, OTHER = b"k" * 38, b"o" * 38
 DATA = bytes(range(200))
 NBYTES = len(DATA)
-AT_ONCE_S = 0.05
+AT_ONCE_S = 5.0  # a pipe holds up whoever opens it for good
 
 
 @pytest.fixture

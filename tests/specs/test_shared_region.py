@@ -253,17 +253,17 @@ def test_arena_is_empty_after_all_ranks_have_ended(pair, start_rank, engine):
 def test_rank_with_another_layout_is_refused_and_the_field_named(pair, start_rank, engine):
     pair[1].kill()
     late = start_rank()
-    engine = {**engine, "deadline_s": 0.3}
+    impatient = {**engine, "deadline_s": 0.3}
     with pytest.raises(start_rank.error) as caught:
-        late.ask("open", rank=1, **{**engine, "num_slots": 12})
+        late.ask("open", rank=1, **{**impatient, "num_slots": 12})
     assert caught.value.kind == "ProtocolError"
     assert f"rank 1 of engine '{engine['engine_id']}' wants an arena with num_slots" in str(
         caught.value
     )
     with pytest.raises(start_rank.error, match="wants an arena with part_nbytes 4096"):
-        late.ask("open", rank=1, **{**engine, "page_nbytes": [1024], "num_layers": 4})
+        late.ask("open", rank=1, **{**impatient, "page_nbytes": [1024], "num_layers": 4})
     with pytest.raises(start_rank.error, match="wants an arena with num_ranks 3"):
-        late.ask("open", rank=1, **{**engine, "world_size": 3})
+        late.ask("open", rank=1, **{**impatient, "world_size": 3})
     late.ask("open", rank=1, **engine)
 
 

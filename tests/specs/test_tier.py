@@ -299,10 +299,9 @@ def test_failed_get_fails_its_load_and_keeps_the_block(rig, failing):
 
 
 def test_lookup_in_a_tier_that_hangs_is_a_miss_soon(rig):
+    # It hangs for longer than `lookup` waits for an answer.
     rig.held.add("contains")
-    begun = time.monotonic()
     assert rig.lookup([key(1), key(2)]) == [LookupResult.MISS] * 2
-    assert time.monotonic() - begun < LOOKUP_S + 2
     # Further requests do not wait at all, once the call itself is late: it may have begun after the
     # first request asked.
     end = time.monotonic() + PATIENCE_S
@@ -319,7 +318,7 @@ def test_lookup_in_a_tier_that_hangs_is_a_miss_soon(rig):
 
 def test_answer_is_used_once_however_long_the_steps_are(rig, monkeypatch):
     rig.store([1])
-    context, clock, num_asked = rig.request(), time.monotonic, itertools.count(1)
+    context, begun, num_asked = rig.request(), time.monotonic(), itertools.count(1)
 
     def ask():
         """Return once the tier has answered; the answer is not used yet."""
@@ -330,10 +329,10 @@ def test_answer_is_used_once_however_long_the_steps_are(rig, monkeypatch):
 
     ask()
     for later_s in (0.9, 1.8):
-        monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: clock() + later_s)
+        monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: begun + later_s)
         assert rig.manager.lookup(key(1), context) is LookupResult.HIT
         assert rig.manager.lookup(key(1), context) is LookupResult.HIT
-        monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: clock() + later_s + 0.6)
+        monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: begun + later_s + 0.6)
         ask()
 
 
@@ -346,12 +345,14 @@ def test_lookup_that_no_thread_answers_is_a_miss(rig, monkeypatch):
     assert rig.manager.lookup(key(1), context) is LookupResult.MISS
 
 
-def test_late_load_fails_and_writes_nothing():
-    with Rig(deadline_s=0.3) as rig:
+def test_late_load_fails_and_writes_nothing(later):
+    with Rig(deadline_s=60.0) as rig:
         rig.store([1])
         before = rig.content(5)
         rig.held.add("get")
         job = rig.submit_load([key(1)], [5])
+        until(lambda: rig.tier_cls.entered["get"])
+        later(61)
         assert rig.success(job) == [False]
         rig.held.clear()
         rig.tier_cls.gate.set()
@@ -377,7 +378,7 @@ def test_put_that_hangs_holds_no_block_of_the_cache(rig):
     assert rig.content(5) == expected
 
 
-def test_stores_fail_at_once_while_all_buffers_are_held():
+def test_stores_fail_at_once_while_all_buffers_are_held(monkeypatch):
     block = HEADER_NBYTES + NUM_LAYERS * PAGE
     with Rig(buffer_bytes=2 * block, deadline_s=60.0) as rig:
         rig.held.add("put")
@@ -386,12 +387,13 @@ def test_stores_fail_at_once_while_all_buffers_are_held():
         # The first one waits for a moment; those after it do not.
         assert rig.success(rig.submit_store([key(2)], [2])) == [False]
         begun = time.monotonic()
-        for n in range(3, 9):
-            assert rig.success(rig.submit_store([key(n)], [n])) == [False]
-        assert time.monotonic() - begun < 1
+        for n in range(3, 33):
+            assert rig.success(rig.submit_store([key(n)], [3])) == [False]
+        assert time.monotonic() - begun < 10 * STALL_S
         rig.tier_cls.gate.set()
         assert [rig.success(job) for job in held] == [[True], [True]]
         # From then on they wait for a moment again.
+        monkeypatch.setattr(tier_module, "STALL_S", PATIENCE_S)
         rig.tier_cls.gate.clear()
         jobs = [rig.submit_store([key(n)], [n]) for n in range(2, 5)]
         time.sleep(0.05)
@@ -399,9 +401,9 @@ def test_stores_fail_at_once_while_all_buffers_are_held():
         assert [rig.success(job) for job in jobs] == [[True]] * 3
 
 
-def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner():
+def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner(later):
     """A step may begin just before its job is given up; the host then reuses the block."""
-    with Rig(deadline_s=0.2, buffer_bytes=1) as rig:
+    with Rig(deadline_s=60.0, buffer_bytes=1) as rig:
         worker, begun, go_on = rig.workers[0], threading.Event(), threading.Event()
         take_buffer = worker._take_buffer
 
@@ -414,6 +416,7 @@ def test_store_that_was_given_up_keeps_nothing_of_the_blocks_next_owner():
         rig.fill(0, 1)
         job = rig.submit_store([key(1)], [0])
         assert begun.wait(PATIENCE_S)
+        later(61)
         assert rig.success(job) == [False]
         rig.fill(0, 99)
         go_on.set()
@@ -432,21 +435,22 @@ def test_wait_gives_up_stores_that_find_no_buffer_soon():
         behind = [rig.submit_store([key(n)], [n]) for n in range(1, 4)]
         begun = time.monotonic()
         rig.workers[0].wait(set(behind))
-        assert time.monotonic() - begun < STALL_S + 2
+        assert time.monotonic() - begun < 10 * STALL_S
         assert [rig.success(job) for job in behind] == [[False]] * 3
         rig.tier_cls.gate.set()
         assert rig.success(first) == [True]
 
 
-def test_loads_fail_at_once_while_every_thread_hangs_in_the_tier():
-    with Rig(deadline_s=0.3, num_io_threads=1) as rig:
+def test_loads_fail_at_once_while_every_thread_hangs_in_the_tier(later):
+    with Rig(deadline_s=60.0, num_io_threads=1) as rig:
         rig.store([1])
         rig.held.add("get")
+        job = rig.submit_load([key(1)], [5])
+        until(lambda: rig.tier_cls.entered["get"])
+        later(61)
+        assert rig.success(job) == [False]
+        # Long before its own deadline.
         assert rig.success(rig.submit_load([key(1)], [5])) == [False]
-        time.sleep(0.2)
-        begun = time.monotonic()
-        assert rig.success(rig.submit_load([key(1)], [5])) == [False]
-        assert time.monotonic() - begun < 0.25
         rig.held.clear()
         rig.tier_cls.gate.set()
         end = time.monotonic() + PATIENCE_S
@@ -477,7 +481,7 @@ def test_shutdown_ends_though_a_call_hangs_and_closes_no_tier_under_it(call, num
         for _ in range(2):
             rig.manager.shutdown()
             rig.workers[0].shutdown()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15  # a held call goes on for 30 s
         # Of the manager's tier and the worker's, those in which no call hangs.
         assert rig.tier_cls.entered["close"] == 2 - num_hung
         assert not rig.workers[0].submit_load(99, TierLoadStoreSpec([]), GPULoadStoreSpec([]))
@@ -549,5 +553,5 @@ def test_tier_that_takes_long_to_close_holds_up_no_shutdown(monkeypatch):
         began = time.monotonic()
         rig.manager.shutdown()
         rig.workers[0].shutdown()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         until(lambda: rig.tier_cls.entered["close"] == 2)

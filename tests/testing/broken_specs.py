@@ -15,7 +15,7 @@ from wtransfer.testing.spec import SpecConformance
 
 class Kit(SpecConformance):
     size_option = "memory_bytes_to_use"
-    deadline_s = 1.5
+    deadline_s = 10.0
     manager = CPUOffloadingManager
     worker = MemoryTierWorker
 
@@ -153,7 +153,11 @@ class TestReportsTwice(MemoryTierWorker):
         return [*finished, *again]
 
 
-@broken("test_every_job_is_reported_once", passes=("test_one_block_may_be_loaded_many_times",))
+@broken(
+    "test_every_job_is_reported_once",
+    passes=("test_one_block_may_be_loaded_many_times",),
+    deadline_s=1.5,
+)
 class TestOmitsResults(MemoryTierWorker):
     def get_finished(self):
         return [result for result in super().get_finished() if result.job_id % 7]
@@ -374,7 +378,7 @@ class TestPinsOldWeights(CPUOffloadingManager):
 class TestStartsThreadInConstructor(MemorySpec):
     def __init__(self, config):
         super().__init__(config)
-        self.thread = threading.Thread(target=time.sleep, args=(2,), daemon=True)
+        self.thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
         self.thread.start()
 
 

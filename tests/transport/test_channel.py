@@ -98,7 +98,8 @@ def test_messages_sent_while_opening_arrive_first(channel, messages):
     assert messages.Word("first") == worker.message()
 
 
-def test_close_sends_what_is_queued(channel, messages):
+def test_close_sends_what_is_queued(channel, messages, monkeypatch):
+    monkeypatch.setattr(channel_module, "_FLUSH_S", 10.0)
     both = channel.pair()
     for number in range(20):
         both.to_worker.send(messages.Note(str(number), [b"x" * MIB]))
@@ -448,24 +449,40 @@ def test_a_silent_peer_is_given_up_at_the_deadline(channel, raw_peer):
     peer.until_closed()
 
 
-def test_idle_peers_hear_each_other(channel):
-    both = channel.pair(deadline_s=0.4)
-    time.sleep(1.5)
+@pytest.fixture
+def pass_by(later):
+    """Let seconds pass at once, also for the timers of a listener's loop."""
+
+    def pass_by(listener, seconds):
+        later(seconds)
+        listener._loop.call_soon(lambda: None)
+
+    return pass_by
+
+
+def test_idle_peers_hear_each_other(channel, pass_by):
+    both = channel.pair(deadline_s=40.0)
+    for _ in range(60):
+        pass_by(both.listener, 2)
+        wait_for(lambda: max(both.to_worker.last_heard_s, both.to_trainer.last_heard_s) < 10)
+        time.sleep(0.01)
     assert not both.to_worker.closed
     assert not both.to_trainer.closed
-    assert both.to_worker.last_heard_s < 0.4
     assert both.trainer.received.empty()
 
 
-def test_a_slow_large_message_is_a_sign_of_life(channel, messages, raw_peer):
-    listener, trainer = channel.listen(deadline_s=0.4)
+def test_a_slow_large_message_is_a_sign_of_life(channel, messages, raw_peer, pass_by):
+    listener, trainer = channel.listen(deadline_s=40.0)
     peer = raw_peer(listener.address).shake_hands(listener.token)
+    connection = trainer.connection()
     sent = messages.Note("slow", [b"x" * 1000])
     frame = messages.CODEC.encode(sent)
     for start in range(0, len(frame), 100):
+        pass_by(listener, 10)
         peer.send(frame[start : start + 100])
-        time.sleep(0.1)
+        wait_for(lambda: connection.last_heard_s < 10)
     assert sent == trainer.message()
+    pass_by(listener, 40)
     assert isinstance(trainer.close_error(), StallError)
 
 

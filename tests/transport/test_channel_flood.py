@@ -26,12 +26,12 @@ def many_descriptors():
 
 
 class Echo:
-    """Exchange a message over a live connection again and again; remember the slowest time."""
+    """Exchange a message over a live connection again and again; remember what was slow."""
 
     def __init__(self, connection, recorder, message):
         self._connection, self._recorder, self._message = connection, recorder, message
         self._stop = threading.Event()
-        self.num_done, self.slowest_s = 0, 0.0
+        self.num_done, self.num_slow, self.slowest_s = 0, 0, 0.0
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self):
@@ -47,7 +47,9 @@ class Echo:
             begin = time.monotonic()
             self._connection.send(self._message)
             self._recorder.message()
-            self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
+            seconds = time.monotonic() - begin
+            self.slowest_s = max(self.slowest_s, seconds)
+            self.num_slow += seconds > 1
             self.num_done += 1
             time.sleep(0.001)
 
@@ -110,8 +112,10 @@ def test_a_flood_disturbs_neither_the_live_nor_the_newcomer(
     )
     assert not live.closed
     assert echo.num_done > 100
-    assert echo.slowest_s < 1
-    assert max(joined_s) < 3
+    # A busy machine stands still for seconds, too, but not again and again.
+    assert echo.slowest_s < 5
+    assert echo.num_slow <= 2
+    assert max(joined_s) < 8
     assert most_unproven <= MAX_UNPROVEN
     end = time.monotonic() + 5
     while listener._unproven and time.monotonic() < end:
@@ -141,7 +145,7 @@ busy_s = time.process_time() - begin
 for one in taken:
     one.close()
 dialer = peer.Dialer(peer.CODEC, address=listener.address, token="t", **quiet)
-end = time.monotonic() + 5
+end = time.monotonic() + 20
 while not dialer.connected and time.monotonic() < end:
     time.sleep(0.01)
 print(dialer.connected, busy_s < 0.2, len(listener._unproven) + len(listener._open) > 0)

@@ -298,7 +298,7 @@ def test_the_lock_of_a_killed_holder_is_free(zygote, folder):
 def test_a_lock_waits_for_a_holder_that_releases_it(folder):
     first = FolderLock(folder)
     threading.Timer(0.2, first.release).start()
-    second = FolderLock(folder, patience_s=5.0)
+    second = FolderLock(folder, patience_s=20.0)
     assert (first.held, second.held) == (False, True)
     # A third contender finds the second holder: the file of the first is gone.
     with pytest.raises(StorageInUseError):
@@ -316,7 +316,7 @@ def test_a_lock_on_a_removed_file_does_not_count(folder, monkeypatch):
         flock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    second = FolderLock(folder, patience_s=1.0)
+    second = FolderLock(folder, patience_s=20.0)
     with pytest.raises(StorageInUseError):
         FolderLock(folder, patience_s=0.1)
     second.release()

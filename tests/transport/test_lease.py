@@ -216,12 +216,12 @@ def test_closing_ends_a_wait(exporter, lease):
 # -- the ends of processes
 
 
-def test_the_lease_of_a_killed_reader_ends_at_once(exporter, lease, job):
+def test_the_lease_of_a_killed_reader_ends(exporter, lease, job):
     reader = job("hold", exporter.address, exporter.secret, 1)
     reader.line()
     assert not exporter.wait_free(1, 0.05)
     reader.kill()
-    assert exporter.wait_free(1, 1.0)
+    assert exporter.wait_free(1, PATIENCE_S)
 
 
 def test_a_lease_outlives_the_interpreters_exit_handlers(exporter, lease, job, tmp_path):
@@ -259,7 +259,7 @@ def test_a_program_started_by_a_reader_holds_no_lease(exporter, lease, job, tmp_
         "release_beside_a_subprocess", exporter.address, exporter.secret, 1, str(tmp_path / "go")
     )
     assert reader.line() == "released"
-    assert exporter.wait_free(1, 1.0)
+    assert exporter.wait_free(1, PATIENCE_S)
     (tmp_path / "go").touch()
     assert reader.wait(PATIENCE_S) == 0
 
@@ -391,7 +391,10 @@ def test_no_reader_ever_sees_a_mix(exporter, job):
     readers = [job("read_on", exporter.address, exporter.secret, n) for n in range(3)]
     num_rewrites = num_kills = 0
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    # On a busy machine it takes longer until there was enough of both.
+    while (now := time.monotonic()) < end or (
+        now < end + PATIENCE_S and (num_rewrites <= 20 * seconds or not num_kills)
+    ):
         slot = random.randrange(2)
         exporter.revoke(slot)
         if exporter.wait_free(slot, 0.02):

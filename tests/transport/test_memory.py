@@ -40,7 +40,8 @@ def pages(request, monkeypatch):
 
 
 @pytest.fixture
-def segment(pages):
+def segment(pages, monkeypatch):
+    monkeypatch.setattr(memory, "_COLLAPSE_S", 20.0)
     made = Segment(NBYTES)
     yield made
     made.close()

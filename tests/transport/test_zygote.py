@@ -111,9 +111,9 @@ def test_a_killed_zygote_takes_its_children_along(zygote):
 
 
 def test_a_stopped_zygote_can_be_closed(monkeypatch):
-    monkeypatch.setattr("wtransfer.transport.zygote.REPLY_DEADLINE_S", 0.3)
     zygote = Zygote(preload=["zygote_jobs"], paths=[HERE])
     child = zygote.spawn("zygote_jobs:sleep", stdout="/dev/null")
+    monkeypatch.setattr("wtransfer.transport.zygote.REPLY_DEADLINE_S", 0.3)
     os.kill(zygote.pid, signal.SIGSTOP)
     with pytest.raises(StallError, match="an answer of the zygote"):
         zygote.spawn("zygote_jobs:nothing")

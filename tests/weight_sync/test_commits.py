@@ -151,16 +151,17 @@ def test_without_a_way_back_a_failed_commit_leaves_the_worker_empty(
 
 
 def test_a_commit_that_nobody_applies_in_time_is_pending_and_can_be_applied_later(
-    fleet, weights, until
+    fleet, weights, until, judged
 ):
-    made = fleet(weights, engine="shm", deadline_s=0.5)
+    made = fleet(weights, engine="shm")
     slow, quick = made.join(), made.join()
     assert made.publish("v1").ok
     before = slow.contents
     step_on(made)
-    round_ = made.publisher.publish("v2", wait=False)
+    with judged(made.publisher, 0.5):
+        round_ = made.publisher.publish("v2", wait=False)
     assert quick.session.commit_pending(5)
-    report = round_.result(timeout_s=5)
+    report = round_.result(timeout_s=10)
     assert outcomes(report) == ["pending", "committed"]
     assert report.outcome == "mixed"
     assert (slow.session.state, slow.session.version, slow.contents) == ("pending", "v1", before)

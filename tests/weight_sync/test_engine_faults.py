@@ -16,6 +16,7 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 from wtransfer.testing.faults import Fault
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.weight_sync.trainer.coordinator import TICK_S
 
 BEFORE_A_COMMIT = ["trainer_init", "__init__", "init", "start", "send", "receive", "finish"]
 HARMLESS = ["round_finished", "shutdown", "trainer_shutdown"]
@@ -28,6 +29,7 @@ class Trouble:
         self.step = None
         self.released = threading.Event()
         self.hangs = False
+        self.later = None
 
     def at(self, step):
         if self.step != step:
@@ -51,8 +53,8 @@ class TroubledTrainer(MemoryTrainerEngine):
         TROUBLE.at("send")
         list(self.source.iter_full())
         if TROUBLE.step == "receive":
-            # Later than the last sign of life of anybody, so that the engine's silence is longer.
-            time.sleep(0.5)
+            # After the last sign of life of anybody, so that the engine's silence is longer.
+            TROUBLE.later(3)
         super().send_weights()
 
     def round_finished(self, *, committed):
@@ -92,7 +94,7 @@ class UnhurriedTrainer(TroubledTrainer):
     def send_weights(self):
         super().send_weights()
         # The waits for workers are over, also for one that was given up at its deadline.
-        time.sleep(0.6)
+        time.sleep(2 * TICK_S)
 
 
 class UnhurriedEngine(TroubledEngine):
@@ -106,8 +108,9 @@ def troubled():
 
 
 @pytest.fixture
-def trouble():
+def trouble(later):
     TROUBLE.released.clear()
+    TROUBLE.later = later
     yield TROUBLE
     TROUBLE.step, TROUBLE.hangs = None, False
     TROUBLE.released.set()
@@ -115,7 +118,7 @@ def trouble():
 
 @pytest.fixture
 def two_workers(fleet, troubled, weights, trouble):
-    made = fleet(weights, engine=troubled, deadline_s=1.5)
+    made = fleet(weights, engine=troubled, deadline_s=20.0)
     for _ in range(2):
         made.join()
     return made
@@ -133,7 +136,7 @@ CAUGHT = {
 @pytest.fixture
 def served(fleet, engine, weights):
     """Two workers that have a version, of an engine whose calls may fail at any tensor."""
-    made = fleet(weights, engine=engine, deadline_s=1.5)
+    made = fleet(weights, engine=engine)
     for _ in range(2):
         made.join()
     assert made.publish("v1").ok
@@ -199,11 +202,19 @@ def test_what_raises_before_the_commit_ends_the_round_only(two_workers, trouble,
         *(pytest.param(step, marks=pytest.mark.slow) for step in ("trainer_init", "__init__")),
     ],
 )
-def test_what_hangs_before_the_commit_is_left_behind(two_workers, trouble, step):
+def test_what_hangs_before_the_commit_is_left_behind(
+    two_workers, trouble, judged, later, step, *, until
+):
     trouble.step, trouble.hangs = step, True
-    with pytest.raises(StallError) as caught:
-        two_workers.publish("v1")
     by_trainer = step in ("trainer_init", "send")
+    with judged(two_workers.publisher, 10):
+        round_ = two_workers.publisher.publish("v1", wait=False)
+        until(lambda: trouble.step is None and (by_trainer or round_._num_waiting))
+        later(8)
+        time.sleep(2 * TICK_S)  # the engine would be late by now, if it did not wait
+        later(3)
+        with pytest.raises(StallError) as caught:
+            round_.result()
     assert ("tests-troubled" if by_trainer else "worker-") in str(caught.value)
     assert (caught.value.worker is None) is by_trainer
     assert {each.session.state for each in two_workers.members} == {"fresh"}
@@ -225,14 +236,18 @@ def test_what_fails_after_the_commit_cannot_undo_it(two_workers, trouble, step, 
 
 
 def test_an_engine_is_not_late_when_it_has_waited_for_a_worker_that_was_given_up(
-    fleet, weights, trouble
+    fleet, weights, trouble, judged, later, *, until
 ):
     WeightTransferEngineFactory.register_engine("tests-unhurried", UnhurriedEngine)
-    made = fleet(weights, engine="tests-unhurried", deadline_s=1.0, on_lost_worker="drop")
+    made = fleet(weights, engine="tests-unhurried", deadline_s=20.0, on_lost_worker="drop")
     for _ in range(2):
         made.join()
     trouble.step, trouble.hangs = "receive", True
-    report = made.publish("v1")
+    with judged(made.publisher, 10):
+        round_ = made.publisher.publish("v1", wait=False)
+        until(lambda: trouble.step is None and round_._num_waiting)
+        later(11)
+        report = made.finish(round_)
     assert sorted(worker.outcome for worker in report.workers) == ["committed", "dropped"]
 
 

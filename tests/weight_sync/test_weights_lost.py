@@ -83,13 +83,14 @@ def test_who_cannot_be_sent_it_again_is_shown_as_empty_until_the_next_round(
 
 
 def test_a_set_that_waits_outlives_the_weights_that_it_was_to_replace(
-    fleet, engine, weights, caplog, until
+    fleet, engine, weights, caplog, until, *, judged
 ):
-    made = fleet(weights, engine=engine, deadline_s=0.5)
+    made = fleet(weights, engine=engine)
     member = made.join(commit="copy")
     assert made.publish("v1").ok
     weights["layer.0"] += 1
-    late = made.publisher.publish("v2", wait=False)
+    with judged(made.publisher, 0.5):
+        late = made.publisher.publish("v2", wait=False)
     until(lambda: member.session.pending)
     lose(member)
     # For the host: it must not serve. For the publisher: there is nothing to send.

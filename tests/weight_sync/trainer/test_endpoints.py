@@ -135,7 +135,7 @@ def test_stopped_endpoint_is_given_up_in_time(weights):
         begun = time.monotonic()
         with pytest.raises(StallError, match="unix:@wt-test-silent did not answer"):
             Publisher(weights, hosts=["unix:@wt-test-silent"], deadline_s=0.5)
-        assert time.monotonic() - begun < 2.5
+        assert time.monotonic() - begun < 10
 
 
 def test_token_in_the_url_of_a_serving_engine_is_warned_of(caplog):
@@ -257,11 +257,12 @@ def test_serving_engine_applies_when_it_is_called(engines, weights):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_failed_call_of_an_engine_blocks_no_later_round(engines, weights, times):
-    with Publisher(weights, hosts=engines, deadline_s=1.0) as publisher:
+def test_failed_call_of_an_engine_blocks_no_later_round(engines, weights, judged, times):
+    with Publisher(weights, hosts=engines) as publisher:
         assert publisher.publish("v1").ok
         engines[1].error = RuntimeError("the engine is asleep")
-        report = publisher.publish("v2")
+        with judged(publisher, 0.5):
+            report = publisher.publish("v2")
         applied, left = sorted(report.workers, key=lambda each: each.worker)
         assert (report.outcome, applied.outcome, left.outcome) == ("mixed", "committed", "pending")
         assert "the engine is asleep" in str(left.error)
@@ -347,6 +348,7 @@ def test_every_replica_behind_an_address_is_waited_for_and_updated(serve, weight
     assert [contents(each) for each in server.replicas] == [contents(weights)] * 2
 
 
+@pytest.mark.usefixtures("patient_connections")
 def test_a_replica_that_does_not_come_is_missed_by_address_and_number(serve, weights):
     server = serve(2, 2, late=1)
     with pytest.raises(NoWorkersError) as caught:
@@ -354,15 +356,16 @@ def test_a_replica_that_does_not_come_is_missed_by_address_and_number(serve, wei
     assert f"{server.name} (1 of 2 ranks) did not join within 0.3 s" in caught.value.message
 
 
-def test_no_round_begins_without_a_replica_that_was_lost(serve, weights, until):
+def test_no_round_begins_without_a_replica_that_was_lost(serve, weights, until, judged):
     server = serve(2, 2)
-    with Publisher(weights, hosts=[server], deadline_s=0.5) as publisher:
+    with Publisher(weights, hosts=[server]) as publisher:
         assert publisher.publish("v1").ok
         server.sessions.pop().close()
         until(lambda: len(publisher.workers()) == 1)
         before = [contents(each) for each in server.replicas]
         weights["layer.0"] += 1
-        with pytest.raises(NoWorkersError, match=r"\(1 of 2 ranks\): the rest was lost"):
+        lost = r"\(1 of 2 ranks\): the rest was lost"
+        with judged(publisher, 0.5), pytest.raises(NoWorkersError, match=lost):
             publisher.publish("v2")
         # Both go on with the same, and the one that comes back is part of the next round.
         assert [contents(each) for each in server.replicas] == before
@@ -373,7 +376,7 @@ def test_no_round_begins_without_a_replica_that_was_lost(serve, weights, until):
 
 def test_rounds_go_on_without_a_lost_replica_where_the_rules_say_so(serve, weights, until):
     server = serve(2, 2)
-    with Publisher(weights, hosts=[server], deadline_s=0.5, on_lost_worker="drop") as publisher:
+    with Publisher(weights, hosts=[server], on_lost_worker="drop") as publisher:
         assert publisher.publish("v1").ok
         server.sessions.pop().close()
         until(lambda: len(publisher.workers()) == 1)

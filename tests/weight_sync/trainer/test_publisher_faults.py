@@ -22,7 +22,6 @@ from wtransfer.errors import (
 from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.publisher import Publisher
-from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S
 
 OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/coordinator.py")
 
@@ -55,6 +54,7 @@ def test_own_error_after_the_commit_does_not_claim_that_workers_keep_their_versi
     no_thread["wtransfer-shutdown"] = 1
     with pytest.raises(CommitError, match="after its commit was sent") as caught:
         made.publish("v1")
+    DeafTrainer.was_left.set()
     assert not isinstance(caught.value, RoundAbortedError)
     assert (caught.value.version, caught.value.phase) == ("v1", "commit")
     assert member.session.version == "v1"
@@ -68,10 +68,11 @@ def test_own_error_after_the_commit_does_not_claim_that_workers_keep_their_versi
 # -- what workers that do not apply in time, and engines that come too late, are told
 
 
-def test_ranks_that_have_not_applied_in_time_drop_the_update_together(fleet, weights):
-    made = fleet(weights, engine="tests-no-resend", deadline_s=0.5)
+def test_ranks_that_have_not_applied_in_time_drop_the_update_together(fleet, weights, judged):
+    made = fleet(weights, engine="tests-no-resend")
     ranks = [made.join(instance="both", rank=rank, num_ranks=2) for rank in range(2)]
-    report = made.publisher.publish("v1", wait=False).result()
+    with judged(made.publisher, 0.5):
+        report = made.publisher.publish("v1", wait=False).result()
     assert [each.outcome for each in report.workers] == ["discarded", "discarded"]
     assert not any(rank.session.pending for rank in ranks)
     assert {rank.session.version for rank in ranks} == {None}
@@ -94,10 +95,12 @@ class NoResend(MemoryEngine):
 class DeafTrainer(MemoryEngine.trainer_cls):
     """Takes longer to hear of its first round's end than anybody waits."""
 
+    was_left = threading.Event()
+
     def round_finished(self, *, committed):
         if not hasattr(DeafTrainer, "heard"):
             DeafTrainer.heard = committed
-            time.sleep(2 * UNBLOCK_GRACE_S)
+            self.was_left.wait(20)
 
 
 class Deaf(MemoryEngine):

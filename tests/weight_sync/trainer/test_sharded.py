@@ -505,7 +505,7 @@ def test_closing_ends_a_publish_wherever_it_waits(publishing, publish, rank, sto
         coming = publish("v2")
     assert waits(coming)
     rank.close()
-    assert isinstance(coming.exception(2.0), ClosedError)
+    assert isinstance(coming.exception(DEADLINE_S / 2), ClosedError)
 
 
 def test_every_rank_that_is_missing_is_named(store):

@@ -62,7 +62,7 @@ def failure(call):
     try:
         call()
     except wtransfer.WTransferError as error:
-        in_time = time.monotonic() - begun < DEADLINE_S + 2
+        in_time = time.monotonic() - begun < DEADLINE_S + 8
         return {"type": type(error).__name__, "text": str(error), "in_time": in_time}
     return None
 
