@@ -7,6 +7,9 @@ import time
 
 import msgspec
 
+from wtransfer.kv.header import HEADER_NBYTES, BlockHeader, checksum
+from wtransfer.specs.file import FORMAT
+from wtransfer.specs.tier import rank_key
 from wtransfer.testing.connector import SMALL, RecordedInstance
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
 from wtransfer.testing.mini_engine.contract import OVER, Request
@@ -75,6 +78,7 @@ class Host(RecordedInstance):
         super().__init__(config, weights)
         # The scheduler learns the weights by a step.
         self.step()
+        self._at_rest = self._puts()
 
     @property
     def stats(self):
@@ -84,6 +88,13 @@ class Host(RecordedInstance):
             for name, number in side.side.get_stats().items():
                 total[name] = total.get(name, 0) + number
         return total
+
+    def _puts(self):
+        return [self.stats.get(name) for name in ("buffers_free", "puts_waiting")]
+
+    def settle(self):
+        """Wait until a tier has been given all that was stored."""
+        self.until(lambda: self._puts() == self._at_rest)
 
     def add(self, prompt, count=1, params=None, **particulars):
         """Queue a request that may have particulars, such as ``cache_salt``."""
@@ -139,6 +150,18 @@ class Host(RecordedInstance):
 def travelled(request):
     """Return the parameters of an ended request as a router passes them on, which is as JSON."""
     return msgspec.json.decode(msgspec.json.encode(request.kv_transfer_params))
+
+
+def check_whole(path):
+    """Fail if a file of the tier ``file`` is not what its name says; return how many there are."""
+    found = list(path.glob(f"{FORMAT}/blocks/*"))
+    for each in found:
+        data = each.read_bytes()
+        header = BlockHeader.unpack(data[:HEADER_NBYTES])
+        assert isinstance(header, BlockHeader), each
+        assert rank_key(header.key, header.rank).hex() == each.name
+        assert header.checksum == checksum(data[HEADER_NBYTES:])
+    return len(found)
 
 
 def names_in(folder):

@@ -58,6 +58,7 @@ class Sides:
         num_ranks: Workers.
         num_blocks: Blocks of each cache.
         model: Name of the model.
+        engine_id: Name of the instance.
         role: ``kv_role``.
         module_path: Module of a connector that is not registered.
         meets: Whether the scheduler's side gets the handshakes before the first step.
@@ -71,6 +72,7 @@ class Sides:
         *,
         num_blocks=16,
         model="model",
+        engine_id="sides",
         role="kv_both",
         module_path=None,
         meets=True,
@@ -82,7 +84,7 @@ class Sides:
         ]
         nbytes = sum(each[0].nbytes for each in self.caches[0].values())
         config = ServingConfig(
-            kv_transfer_config=KVTransferConfig(connector, "sides", role, module_path, options),
+            kv_transfer_config=KVTransferConfig(connector, engine_id, role, module_path, options),
             cache_config=KVCacheConfig(num_blocks, BLOCK_SIZE, nbytes),
             model_config=ModelConfig(model, "float32"),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 from pathlib import Path
 
@@ -34,18 +35,19 @@ def write_for_ever(path, started):
             tier.put(bytes([number]) * 36, memoryview(data))
 
 
-def host_in(path, weights):
-    """Return a host that shares a folder."""
+def host_in(path, weights, arena_bytes):
+    """Return a host that shares a folder, maybe with an arena of its own over it."""
     from host import Host
 
-    options = {"shared_storage_path": path, "max_bytes": 60_000}
-    return Host(weights, "SharedStorageConnector", num_ranks=2, **options)
+    options = {"shared_storage_path": path, "max_bytes": 60_000, "cpu_bytes_to_use": arena_bytes}
+    engine_id = f"host {os.getpid()}"
+    return Host(weights, "SharedStorageConnector", num_ranks=2, engine_id=engine_id, **options)
 
 
-def serve_for_ever(path, started, seed):
+def serve_for_ever(path, started, seed, arena_bytes):
     """Be a host that shares a folder, and serve until the end comes."""
     torch.set_num_threads(1)
-    made, dice = host_in(path, LocalWeights(0)), random.Random(seed)
+    made, dice = host_in(path, LocalWeights(0), arena_bytes), random.Random(seed)
     Path(started).touch()
     while True:
         made.serve(prompt_of(dice), 2)

@@ -11,15 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from host import Host, names_in
+from host import Host, check_whole, names_in
 
 from wtransfer.errors import StorageError
-from wtransfer.kv.header import HEADER_NBYTES, BlockHeader, checksum
 from wtransfer.specs import tier
 from wtransfer.specs.file import FORMAT
-from wtransfer.specs.tier import rank_key
 
-PROMPT = list(range(30))
+PROMPT, OTHER, NEXT = (list(range(first, first + 30)) for first in (0, 50, 100))
 
 
 @pytest.fixture(autouse=True)
@@ -33,36 +31,54 @@ CALLS = [
     *((os, name) for name in ("replace", "pwritev", "preadv", "fchmod", "utime")),
     (fcntl, "flock"),
 ]
+FOR_EVER = (errno.ENOSPC, errno.EROFS, errno.EMFILE)
 CASES = [
-    pytest.param(errno.EIO, False, id="EIO once"),
+    pytest.param(errno.EIO, False, 7, id="EIO once"),
     *(
-        pytest.param(each, True, id=f"{errno.errorcode[each]} for ever", marks=pytest.mark.slow)
-        for each in (errno.ENOSPC, errno.EROFS, errno.EMFILE)
+        pytest.param(each, True, 3, id=f"{errno.errorcode[each]} for ever", marks=pytest.mark.slow)
+        for each in FOR_EVER
+    ),
+    *(
+        pytest.param(
+            each,
+            for_ever,
+            1,
+            id=f"{errno.errorcode[each]} {'for ever' if for_ever else 'once'} at every call",
+            marks=[pytest.mark.nightly, pytest.mark.timeout(600)],
+        )
+        for for_ever, numbers in ((False, (errno.EIO, *FOR_EVER)), (True, FOR_EVER))
+        for each in numbers
     ),
 ]
 
 
+@pytest.fixture(
+    params=[
+        pytest.param(0, id="the tier alone"),
+        pytest.param(3 << 12, id="under an arena", marks=pytest.mark.slow),
+    ]
+)
+def arena_bytes(request):
+    """Of the arena over the folder: four blocks, or none."""
+    return request.param
+
+
 @pytest.fixture
-def make(drawn):
+def make(drawn, arena_bytes):
     """Maker of hosts over a folder."""
 
     def made(path, **more):
         options = {"shared_storage_path": str(path), "max_bytes": 1 << 20, **more}
+        options |= {"cpu_bytes_to_use": arena_bytes, "engine_id": f"host {os.getpid()}"}
         return Host(drawn, "SharedStorageConnector", **options)
 
     return made
 
 
-def check_whole(path):
-    """Fail if a file is not what its name says; return how many there are."""
-    found = list(path.glob(f"{FORMAT}/blocks/*"))
-    for each in found:
-        data = each.read_bytes()
-        header = BlockHeader.unpack(data[:HEADER_NBYTES])
-        assert isinstance(header, BlockHeader), each
-        assert rank_key(header.key, header.rank).hex() == each.name
-        assert header.checksum == checksum(data[HEADER_NBYTES:])
-    return len(found)
+@pytest.fixture
+def again(arena_bytes):
+    """What is in the folder once it has been served anew: an arena may have the other already."""
+    return NEXT if arena_bytes else PROMPT
 
 
 class Failing:
@@ -102,18 +118,21 @@ def failing(monkeypatch):
 
 
 def serve(made):
-    """Store, and load what was stored before; a host checks what comes of it."""
-    made.serve(PROMPT[:17], 2)
-    made.serve(PROMPT, 2)
+    """Store, evict, and load what was stored before; a host checks what comes of it."""
+    for prompt in (PROMPT[:17], OTHER[:17], PROMPT):
+        made.serve(prompt, 2)
+        made.settle()
 
 
-@pytest.mark.parametrize(("number", "for_ever"), CASES)
-def test_serving_goes_on_whichever_call_fails(make, tmp_path, failing, number, for_ever):
+@pytest.mark.parametrize(("number", "for_ever", "step"), CASES)
+def test_serving_goes_on_whichever_call_fails(
+    make, again, tmp_path, failing, *, number, for_ever, step
+):
     with make(tmp_path / "count") as made, failing.at(10**9, number, for_ever=False) as seen:
         serve(made)
     num_calls = seen["calls"]
     assert num_calls > 60
-    for first in range(1, num_calls + 1, 3 if for_ever else 7):
+    for first in range(1, num_calls + 1, step):
         path = tmp_path / str(first)
         with make(path) as made:
             with failing.at(first, number, for_ever=for_ever):
@@ -121,9 +140,10 @@ def test_serving_goes_on_whichever_call_fails(make, tmp_path, failing, number, f
             check_whole(path)
             assert names_in(path / FORMAT / "incoming") == []
             # C4: without a restart the next one works.
-            made.serve(PROMPT, 2)
+            made.serve(again, 2)
+            made.settle()
         with make(path) as fresh:
-            assert fresh.serve(PROMPT, 2).loaded == 7, first
+            assert fresh.serve(again, 2).loaded == 7, first
 
 
 # -- real ones
@@ -135,7 +155,7 @@ def small_disk(mount_tmpfs):
     return mount_tmpfs("256k")
 
 
-def test_a_disk_that_another_process_has_filled(make, small_disk):
+def test_a_disk_that_another_process_has_filled(make, again, small_disk):
     with make(small_disk, max_bytes=1 << 30) as made:
         with (small_disk / "big").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -143,22 +163,26 @@ def test_a_disk_that_another_process_has_filled(make, small_disk):
         serve(made)
         assert check_whole(small_disk) == 0
         (small_disk / "big").unlink()
-        made.serve(PROMPT)
+        made.serve(again)
+        made.settle()
         assert check_whole(small_disk) == 7
 
 
 def test_a_disk_that_becomes_read_only_still_serves_what_it_has(make, small_disk):
     with make(small_disk) as made:
         made.serve(PROMPT)
+        made.settle()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with make(small_disk) as made:
         assert made.serve(PROMPT + PROMPT, 2).loaded == 7
+        made.settle()
         assert made.stats["put_failures_StorageError_total"] > 0
 
 
 def test_damaged_block_on_a_read_only_disk_is_met_once(make, small_disk):
     with make(small_disk) as made:
         made.serve(PROMPT)
+        made.settle()
     for each in small_disk.glob(f"{FORMAT}/blocks/*"):
         os.truncate(each, 9)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import storage_jobs
-from host import names_in
+from host import check_whole, names_in
 
 from wtransfer.specs.file import FORMAT, FileTier
 
@@ -38,7 +38,7 @@ def check(tier):
     return num_found
 
 
-@pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [12, pytest.param(300, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(600)
 def test_killed_writer_tears_no_block(zygote, tmp_path, number):
     dice, num_caught, num_blocks = random.Random(7), 0, 0
@@ -58,16 +58,21 @@ def test_killed_writer_tears_no_block(zygote, tmp_path, number):
     assert num_caught > number // 20
 
 
-def test_one_of_two_instances_is_killed(zygote, tmp_path, drawn):
+@pytest.mark.parametrize("arena_bytes", [0, 1 << 16], ids=["the tier alone", "under an arena"])
+@pytest.mark.parametrize("number", [5, pytest.param(300, marks=pytest.mark.nightly)])
+@pytest.mark.timeout(1200)
+def test_one_of_two_instances_is_killed(zygote, tmp_path, drawn, number, arena_bytes):
     dice, num_loaded, path = random.Random(11), 0, str(tmp_path / "shared")
-    with storage_jobs.host_in(path, drawn) as made:
-        for turn in range(5):
-            child = start(zygote, tmp_path, "storage_jobs:serve_for_ever", turn)
-            for number in range(12):
+    with storage_jobs.host_in(path, drawn, arena_bytes) as made:
+        for turn in range(number):
+            child = start(zygote, tmp_path, "storage_jobs:serve_for_ever", turn, arena_bytes)
+            for served in range(12):
                 num_loaded += made.serve(storage_jobs.prompt_of(dice), 2).loaded
-                if number == 8:
+                if served == 8:
                     child.kill()
                     child.wait(PATIENCE_S)
+            made.settle()
+            assert check_whole(tmp_path / "shared") > 0
     assert num_loaded > 0
-    with storage_jobs.host_in(path, drawn):
+    with storage_jobs.host_in(path, drawn, arena_bytes):
         assert names_in(tmp_path / "shared" / FORMAT / "incoming") == []

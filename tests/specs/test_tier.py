@@ -140,45 +140,37 @@ def test_refused_load_keeps_no_cache_after_shutdown():
         gc.enable()
 
 
-def test_buffers_above_the_memory_are_refused_and_the_tier_is_closed(monkeypatch):
+CANNOT_BE_OPENED = {
+    "no memory": (tier_module, "_Buffers", MemoryError(), "buffer_bytes=134,217,728: there is not"),
+    "not registered": (Gate, "register_memory", OffloadingOptionError("no card"), "no card"),
+}
+
+
+@pytest.mark.parametrize("num_slots", [0, 3])
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "text"), CANNOT_BE_OPENED.values(), ids=CANNOT_BE_OPENED
+)
+def test_worker_that_cannot_be_made_closes_its_tier(
+    monkeypatch, num_slots, *, owner, name, error, text
+):
     closed = []
 
-    def buffers(*_):
-        raise MemoryError
+    def fail(*_):
+        raise error
 
     def close(tier):
         closed.append(tier)
 
-    monkeypatch.setattr(tier_module, "_Buffers", buffers)
+    monkeypatch.setattr(owner, name, fail)
     monkeypatch.setattr(Gate, "close", close)
     before = set(threading.enumerate())
-    with pytest.raises(OffloadingOptionError, match="buffer_bytes=134,217,728: there is not"):
-        Rig()
+    with pytest.raises(OffloadingOptionError, match=text):
+        Rig(num_slots=num_slots)
     assert len(closed) == 1
     assert set(threading.enumerate()) <= before
 
 
-# -- stores that are damaged: FAULTS 30, 32
-
-
-def damages(rig):
-    """Return what may stand under a key in the place of its block."""
-    good = bytes(rig.kept[rank_key(key(1), 0)])
-    other = bytes(rig.kept[rank_key(key(2), 0)])
-    flipped = {f"bit {n} of byte {n}": n for n in range(len(good))}
-    return {
-        "empty": b"",
-        "short": good[:-1],
-        "long": good + b"x",
-        "zeros": bytes(len(good)),
-        "another block": other,
-        "header of another block": other[:HEADER_NBYTES] + good[HEADER_NBYTES:],
-        "bytes of another block": good[:HEADER_NBYTES] + other[HEADER_NBYTES:],
-        **{
-            name: good[:n] + bytes([good[n] ^ 1 << n % 8]) + good[n + 1 :]
-            for name, n in flipped.items()
-        },
-    }
+# -- stores that are damaged: FAULTS 30, 32; every byte of a block in the kit
 
 
 def test_blocks_of_a_failed_load_are_all_stored_anew(rig):
@@ -201,23 +193,6 @@ def test_blocks_of_a_failed_load_are_all_stored_anew(rig):
     assert rig.lookup(keys) == [LookupResult.HIT] * 8
     assert rig.success(rig.submit_load(keys, [*range(8, 16)])) == [True]
     assert rig.kept == good
-
-
-def test_damaged_block_fails_its_load_and_is_removed(rig):
-    rig.store([1, 2])
-    own = rank_key(key(1), 0)
-    good, before = rig.kept[own], rig.content(5)
-    cases = damages(rig)
-    # What a buffer holds of an earlier load is no block of a later one.
-    assert rig.success(rig.submit_load([key(1)], [6])) == [True]
-    for name, data in cases.items():
-        rig.kept[own] = data
-        assert rig.success(rig.submit_load([key(1)], [5])) == [False], name
-        assert (rig.content(5), own in rig.kept) == (before, False), name
-    rig.kept[own] = good
-    assert rig.success(rig.submit_load([key(1)], [5])) == [True]
-    assert rig.content(5) == rig.content(0)
-    assert rig.workers[0].get_stats()["blocks_refused_total"] == len(cases)
 
 
 def test_block_of_another_layout_is_refused():
@@ -485,6 +460,16 @@ def test_shutdown_ends_though_a_call_hangs_and_closes_no_tier_under_it(call, num
         # Of the manager's tier and the worker's, those in which no call hangs.
         assert rig.tier_cls.entered["close"] == 2 - num_hung
         assert not rig.workers[0].submit_load(99, TierLoadStoreSpec([]), GPULoadStoreSpec([]))
+
+
+@pytest.mark.parametrize("num_slots", [0, 3])
+def test_tier_that_raises_when_it_is_closed_leaves_nothing(num_slots):
+    with Rig(num_slots=num_slots) as rig:
+        assert rig.keep([1])
+        rig.failing.add("close")
+        for side in (rig.manager, *rig.workers):
+            with pytest.raises(ConnectionError):
+                side.shutdown()
 
 
 def test_second_shutdown_closes_no_tier_again(rig):

@@ -203,6 +203,24 @@ def test_damaged_block_is_a_miss_until_it_is_stored_anew(rig, put, where):
     assert rig.is_right(7, 1)
 
 
+@pytest.mark.parametrize("where", ["header", "block"])
+def test_any_damaged_byte_of_the_arena_is_refused(rig, put, where):
+    """In the tier: `test_damaged_block_is_refused` of the kit."""
+    rig.fill(0, 1)
+    assert rig.success(rig.submit_store([key(1)], [0])) == [True]
+    put(rig, 1)
+    part, before = rig.workers[0].part, rig.content(5)
+    good = part._headers[0].copy(), part.slots[0].copy()
+    memory = part._headers if where == "header" else part.slots
+    for n in range(memory.shape[1]):
+        memory[0, n] ^= 1 << n % 8
+        assert rig.success(rig.submit_load([key(1)], [5])) == [False], n
+        assert rig.content(5) == before, n
+        part._headers[0], part.slots[0] = good
+    assert rig.success(rig.submit_load([key(1)], [5])) == [True]
+    assert rig.is_right(5, 1)
+
+
 def test_rank_that_cannot_promote_leaves_no_hit(put):
     with Rig(num_slots=3, num_ranks=2) as rig:
         rig.keep([1])

@@ -654,7 +654,12 @@ class TierWorker(JobWorker):
 
     def get_stats(self) -> Mapping[str, float]:
         """Return how many jobs, bytes and failures there were, the latter also by reason."""
-        return {**self._tier.get_stats(), **self._jobs.counts(), **self._counts.numbers()}
+        free = (self._free, self._free_for_loads, self._free_for_copies)
+        now = {
+            "buffers_free": sum(each.qsize() for each in free),
+            "puts_waiting": len(self._to_put),
+        }
+        return {**self._tier.get_stats(), **self._jobs.counts(), **self._counts.numbers(), **now}
 
     def shutdown(self) -> None:
         """End within four seconds: puts that are under way may end, jobs fail.

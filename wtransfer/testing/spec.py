@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import random
 import time
 from dataclasses import dataclass
@@ -773,7 +774,7 @@ def config_of(geometry: Geometry, options: dict[str, Any]) -> OffloadingConfig:
     """Return the configuration of a spec over a cache."""
     return OffloadingConfig(
         extra_config=options,
-        engine_id=f"conformance {next(_instances)}",
+        engine_id=f"conformance {os.getpid()} {next(_instances)}",
         worker_kv_bytes_per_block=geometry.chunk_nbytes // geometry.blocks_per_chunk,
         groups=tuple(
             OffloadingGroupConfig(geometry.block_size, (f"layers of {group}",), group)

@@ -43,10 +43,13 @@ import torch
 from wtransfer.calls import start_call
 from wtransfer.deadline import Deadline
 from wtransfer.errors import OffloadingOptionError
-from wtransfer.kv.keys import fence_key, make_offload_key
+from wtransfer.kv.header import HEADER_NBYTES
+from wtransfer.kv.keys import OffloadKey, fence_key, make_offload_key
 from wtransfer.registry.registry import registry
+from wtransfer.specs import tier as tier_module
+from wtransfer.specs.factory import OffloadingSpecFactory
 from wtransfer.specs.interface import Tier
-from wtransfer.specs.tier import open_tier, rank_key
+from wtransfer.specs.tier import TierLoadStoreSpec, open_tier, rank_key
 from wtransfer.testing.connector import (
     NUM_NEW_TOKENS,
     SIX_HEADS,
@@ -54,12 +57,14 @@ from wtransfer.testing.connector import (
     RecordedInstance,
     kit_zygote,
 )
+from wtransfer.testing.connector import SMALL as SMALL_MODEL
 from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
 from wtransfer.testing.leftovers import Leftovers
-from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.engine import make_engine
 from wtransfer.testing.mini_engine.model import LocalWeights, PagedTransformer
 from wtransfer.testing.mini_engine.reference import reference_output, some_prompts
+from wtransfer.testing.spec import Geometry, SpecHost
 from wtransfer.testing.tier_process import (
     NUM_ROUNDS,
     TierPlace,
@@ -71,12 +76,14 @@ from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     OpenTier = Callable[[], TierUser]
     StartTier = Callable[[], Any]
     KeyOf = Callable[..., bytes]
+    MakeBed = Callable[..., ConnectorTestBed]
+    MakeHost = Callable[..., SpecHost]
 
 Test = TypeVar("Test", bound="Callable[..., None]")
 
@@ -108,12 +115,22 @@ KEYS = {
     ],
 }
 """Keys that a store may take for one another."""
-ARENAS: dict[str, dict[str, int]] = {"alone": {}, "under an arena": {"cpu_bytes_to_use": 2**23}}
-"""What a model is served from."""
 NUM_THREADS = 4
 """Threads that call one object."""
-NUM_KILLS = 5
-"""Processes that are killed while they put."""
+ARENAS = {
+    "the tier alone": {},
+    "under an arena": {"cpu_bytes_to_use": 2**13},
+    "under an arena that writes back": {"cpu_bytes_to_use": 2**13, "write_back": True},
+}
+"""Options of the spec over the tier. The arena has room for one prompt of `EIGHTS`."""
+ROOM: dict[str, dict[str, int]] = {"alone": {}, "under an arena": {"cpu_bytes_to_use": 2**23}}
+"""The same, with room for all that a test computes."""
+CALLS = ("contains", "put", "get", "remove")
+"""What a spec calls while a model is served, for one key or for many."""
+EIGHTS = EngineConfig(model=SMALL_MODEL, cache=CacheShape(8, 64))
+"""A model with small blocks; prompts have two of them, and some tokens."""
+TINY = Geometry(num_layers=2, page_nbytes=64, num_blocks=4)
+"""A cache whose blocks are so small that a test can damage every byte of one in turn."""
 HANGS_AFTER = 6
 """A test that takes longer than so many times `deadline_s` is given up."""
 
@@ -159,6 +176,8 @@ class TierConformance(ConformanceKit):
     in_processes: ClassVar[bool] = True
     """Whether objects in other processes reach the same store, as they must where scheduler and
     workers are processes. Without it, the tests with other processes are skipped."""
+    num_kills: ClassVar[int] = 5
+    """Processes that are killed while they put."""
     deadline_s: ClassVar[float] = 10.0
     """Bound on the wait for another process, and for a request that is served, in seconds. A test
     that takes six times as long has failed: a call of the tier hangs."""
@@ -243,48 +262,80 @@ class TierConformance(ConformanceKit):
 
         return key_of
 
-    @pytest.fixture(params=ARENAS.values(), ids=list(ARENAS))
+    @pytest.fixture(params=ROOM.values(), ids=list(ROOM))
     def served(
         self, request: pytest.FixtureRequest, name: str, tier_options: dict[str, Any]
-    ) -> Iterator[EngineConfig]:
+    ) -> EngineConfig:
         """Return the configuration of an instance with the tier, alone or under an arena."""
         options = {"tier": name, "skip_slow_loads": False, **request.param, **tier_options}
+        # Ranks of one name share an arena, also those of a test before that still hang.
+        own = secrets.token_hex(4)
+        connector = "OffloadingConnector"
+        return EngineConfig(model=SIX_HEADS, connector=connector, options=options, engine_id=own)
+
+    @pytest.fixture
+    def one_thread(self) -> Iterator[None]:
+        """Let torch have one thread: the bits do not depend on how work is divided."""
         num_threads = torch.get_num_threads()
-        # The bits do not depend on how work is divided.
         torch.set_num_threads(1)
-        yield EngineConfig(
-            model=SIX_HEADS,
-            connector="OffloadingConnector",
-            options=options,
-            # Ranks of one name share an arena, also those of a test before that still hang.
-            engine_id=secrets.token_hex(4),
-        )
+        yield
         torch.set_num_threads(num_threads)
 
     @pytest.fixture
-    def bed(self, served: EngineConfig, tmp_path: Path) -> Iterator[ConnectorTestBed]:
-        """Serve a model with two instances of two ranks, which share the tier."""
+    def make_bed(
+        self, one_thread: None, name: str, tier_options: dict[str, Any], tmp_path: Path
+    ) -> Iterator[MakeBed]:
+        """Make test beds whose instances share the tier; they are closed with the test."""
+        del one_thread
         # A model of an earlier test would change their name as soon as the collector finds it.
         process_weights.begin_anew()
         with contextlib.ExitStack() as closing:
             weights = LocalWeights(0)
             closing.callback(weights.close)
 
-            def serve(engine_id: str) -> RecordedInstance:
-                own = f"{engine_id} {served.engine_id}"
-                config = msgspec.structs.replace(served, num_ranks=2, engine_id=own)
-                instance = RecordedInstance(config, weights)
-                closing.callback(instance.close)
-                return instance
+            def make(settings: EngineConfig, *engine_ids: str, **options: Any) -> ConnectorTestBed:
+                options = {"tier": name, "skip_slow_loads": False, **tier_options, **options}
+                instances = []
+                for engine_id in engine_ids:
+                    config = msgspec.structs.replace(
+                        settings,
+                        connector="OffloadingConnector",
+                        options=options,
+                        engine_id=f"{engine_id} {secrets.token_hex(8)}",
+                    )
+                    instances.append(RecordedInstance(config, weights))
+                    closing.callback(instances[-1].close)
+                return ConnectorTestBed(
+                    instances[0],
+                    instances[-1],
+                    weights,
+                    folder=tmp_path,
+                    prefill_params=None,
+                    deadline_s=self.deadline_s,
+                )
 
-            yield ConnectorTestBed(
-                serve("producer"),
-                serve("consumer"),
-                weights,
-                folder=tmp_path,
-                prefill_params=None,
-                deadline_s=self.deadline_s,
-            )
+            yield make
+
+    @pytest.fixture
+    def bed(self, make_bed: MakeBed, served: EngineConfig) -> ConnectorTestBed:
+        """Serve a model with two instances of two ranks, which share the tier."""
+        settings = msgspec.structs.replace(served, num_ranks=2)
+        return make_bed(settings, "producer", "consumer", **served.options)
+
+    @pytest.fixture
+    def make_host(
+        self, name: str, tier_options: dict[str, Any]
+    ) -> Iterator[Callable[..., SpecHost]]:
+        """Make hosts of the spec over the tier, which are closed with the test."""
+        with contextlib.ExitStack() as closing:
+
+            def make(geometry: Geometry, **options: Any) -> SpecHost:
+                options = {"tier": name, **tier_options, **options}
+                made = SpecHost(OffloadingSpecFactory.create_spec, geometry, options)
+                closing.callback(made.close)
+                return made
+
+            yield make
 
     # -- one value
 
@@ -617,11 +668,11 @@ class TierConformance(ConformanceKit):
         keys = [key_of(number) for number in range(3)]
         values = {value_of(number, nbytes) for number in range(NUM_ROUNDS)}
         user.put(key_of(99), value_of(99, nbytes))
-        for number in range(NUM_KILLS):
+        for number in range(self.num_kills):
             process = start_tier()
             process.put_until_killed(keys, nbytes)
             # At another moment of a put each time.
-            time.sleep(0.003 * number)
+            time.sleep(0.003 * (number % 7))
             process.kill()
             for key in keys:
                 found = user.get(key, nbytes)
@@ -695,6 +746,71 @@ class TierConformance(ConformanceKit):
         live()
         assert leftovers.found(self.ends_within_s) == []
 
+    # -- blocks over the tier
+
+    @usually("put() keeps the first value of a key, or remove() keeps what was refused")
+    @pytest.mark.parametrize("arena", [False, True], ids=["the tier alone", "under an arena"])
+    def test_damaged_block_is_refused(
+        self, make_host: MakeHost, open_tier: OpenTier, key_of: KeyOf, *, arena: bool
+    ) -> None:
+        """Whichever byte is another one: the cache keeps its bytes, the tier not the block."""
+        options = {"cpu_bytes_to_use": 2**13} if arena else {}
+        made = make_host(TINY, deadline_s=60.0, buffer_bytes=1, num_io_threads=1, **options)
+        user, keys = open_tier(), [OffloadKey(key_of(number)[:-2]) for number in range(2)]
+
+        def succeeded(job: int) -> bool:
+            # A wait for a store ends when it has let go of the cache.
+            while job not in made.finished:
+                made.collect()
+                time.sleep(0.0002)
+            return made.succeeded(job)
+
+        for number, key in enumerate(keys):
+            made.write(number, seed=number)
+            where = TierLoadStoreSpec([key], slots=[number] if arena else None)
+            assert succeeded(made.submit_store([number], where)), "a store has failed"
+        own, other_own = (rank_key(key, 0) for key in keys)
+        # From the arena they are put a little later.
+        deadline = Deadline(self.deadline_s)
+        while user.contains([own, other_own]) != [True, True]:
+            deadline.check("a block that was stored to be in the tier")
+            time.sleep(0.001)
+        nbytes = HEADER_NBYTES + TINY.chunk_nbytes
+        good, other = user.get(own, nbytes), user.get(other_own, nbytes)
+        assert good, "there is no block of this length"
+        assert other, "there is no block of this length"
+        damaged = {
+            **{
+                f"bit {n % 8} of byte {n}": good[:n] + bytes([good[n] ^ 1 << n % 8]) + good[n + 1 :]
+                for n in range(nbytes)
+            },
+            "one byte": good[:1],
+            "short": good[:-1],
+            "long": good + b"x",
+            "zeros": bytes(nbytes),
+            "another block": other,
+            "header of another block": other[:HEADER_NBYTES] + good[HEADER_NBYTES:],
+            "bytes of another block": good[:HEADER_NBYTES] + other[HEADER_NBYTES:],
+        }
+
+        def load(key: OffloadKey, slot: int, block: int) -> bool:
+            slots = [slot] if arena else None
+            where = TierLoadStoreSpec([key], slots=slots, fetched=slots or ())
+            return succeeded(made.submit_load([block], where))
+
+        # What a buffer or a slot holds of an earlier load is no block of a later one.
+        assert load(keys[0], 0, 2), "a whole block is not loaded"
+        before = made.digests()
+        for what, value in damaged.items():
+            user.put(own, value)
+            assert not load(keys[0], 0, 3), f"{what}: it is loaded"
+            assert made.digests() == before, f"{what}: the cache was written to"
+            assert user.contains([own]) == [False], f"{what}: it is still there"
+        assert made.worker.get_stats()["blocks_refused_total"] == len(damaged)
+        user.put(own, good)
+        assert load(keys[0], 0, 3), "a whole block is not loaded"
+        assert made.digest(3) == made.digest(0)
+
     # -- a model that is served from the tier
 
     @usually("contains() takes longer than a second, or that a method raises on the spec's threads")
@@ -721,6 +837,7 @@ class TierConformance(ConformanceKit):
             failures = {name: count for name, count in counts.items() if "fail" in name}
             assert failures == {}, "calls of the tier have failed"
 
+    @pytest.mark.usefixtures("one_thread")
     @usually("calls fail on the spec's threads; blocks of the first run are never the tier's fault")
     def test_runs_with_one_label_share_nothing(self, served: EngineConfig) -> None:
         """Two runs publish other weights under the same label: its weights name a block."""
@@ -748,6 +865,171 @@ class TierConformance(ConformanceKit):
                     host.scheduler.pool.reset()
                     assert host.generate([text], NUM_NEW_TOKENS) == [expected]
                 assert host.counts["tokens_loaded"] > 0, "a run does not load its own blocks"
+
+    @usually("the beginning of a key, which names the weights, is cut off or not compared")
+    def test_no_block_outlives_its_weights(self, bed: ConnectorTestBed) -> None:
+        """Nor is one of a request that lived through a change ever loaded (FAULTS 31, 47)."""
+        bed.step()
+        kept, within = (some_prompts(1, seed=secrets.randbits(32))[0] for _ in range(2))
+        bed.transfer(kept)
+        request = bed.submit_to_producer(within)
+        # Its prompt is computed, and its tokens are not.
+        while not request.output:
+            bed.step()
+        bed.weights.change(1)
+        # The schedulers learn of the change.
+        bed.step()
+        bed.run(request)
+        for prompt in (kept, within):
+            before = bed.num_loaded
+            bed.consume(prompt)
+            assert bed.num_loaded == before, "a block of other weights was loaded"
+        counts = _nonzero(side.get_stats() for side in bed.sides)
+        # The fence refuses jobs of the old weights that the new ones have met.
+        failures = [name for name in counts if "fail" in name and "_refused" not in name]
+        assert failures == [], f"blocks of other weights were found: {counts}"
+
+    @usually("contains() takes longer than a second, or that a method raises on the spec's threads")
+    @pytest.mark.parametrize("arena", ARENAS.values(), ids=ARENAS)
+    def test_any_call_may_fail(
+        self,
+        found_cls: type[Tier],
+        open_tier: OpenTier,
+        make_bed: MakeBed,
+        monkeypatch: pytest.MonkeyPatch,
+        arena: dict[str, Any],
+    ) -> None:
+        """A model is served on, whichever call raises, and nothing is left over (FAULTS 33)."""
+        # A tier is left alone after some failures in a row.
+        monkeypatch.setattr(tier_module, "PAUSE_S", 0.0)
+        failing, user = _FailingCall(), open_tier()
+        tier = registered_name("specs", failing.wrap(found_cls), "tier")
+
+        def live(methods: Sequence[str]) -> None:
+            """Serve conversations, in each of which the next call of a method fails."""
+            bed = make_bed(EIGHTS, "one", tier=tier, buffer_bytes=2**14, **arena)
+            bed.step()
+            at_rest = _at_rest(bed)
+            for method in methods:
+                number, deadline = 1, Deadline(self.deadline_s)
+                while True:
+                    failing.arm(method, number)
+                    _converse(bed, user, failing)
+                    _wait_for_rest(bed, at_rest, f"call {number} of {method}()", self.deadline_s)
+                    if failing.is_over():
+                        number += 1
+                    elif number > 1:
+                        break
+                    else:
+                        # A look-up may come late on a machine that is busy.
+                        deadline.check(f"a call of {method}()")
+            failing.arm("", 0)
+            deadline = Deadline(self.deadline_s)
+            while not _converse(bed, user, failing):
+                deadline.check("blocks that are loaded once no call fails")
+            bed.producer.close()
+
+        live([])
+        # A process may make something once and keep it, such as a pool of threads.
+        leftovers = Leftovers()
+        live(CALLS)
+        assert leftovers.found(self.ends_within_s) == []
+
+
+class _FailingCall:
+    """Lets one call of a tier raise, of all objects together."""
+
+    def __init__(self) -> None:
+        self.put: dict[bytes, int] = {}
+        """Lengths of the values that were put since `arm`, by key."""
+        self._method, self._num_left, self._num_fired = "", 0, 0
+        self._lock = threading.Lock()
+
+    def wrap(self, tier_cls: type[Tier]) -> type[Tier]:
+        """Return a class of the tier whose calls may fail."""
+        wrapped = {}
+        for method in CALLS:
+            # What a tier overrides says whether it has batches.
+            many = f"{method}_many"
+            has_batches = getattr(tier_cls, many, None) is not getattr(Tier, many, None)
+            name = many if has_batches else method
+            wrapped[name] = self._wrapped(method, getattr(tier_cls, name))
+        return type(f"Failing{tier_cls.__name__}", (tier_cls,), wrapped)
+
+    def arm(self, method: str, number: int) -> None:
+        """Let a call of a method raise: with 1, the next one."""
+        with self._lock:
+            self._method, self._num_left = method, number
+            self.put.clear()
+
+    def is_over(self) -> bool:
+        """Return whether it has raised since `arm`."""
+        return self._num_left <= 0
+
+    def _wrapped(self, method: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call(tier: Tier, *args: Any) -> Any:
+            with self._lock:
+                self._num_left -= method == self._method
+                is_due = method == self._method and self._num_left == 0
+                if method == "put":
+                    items = args[0] if own.__name__ == "put_many" else [args]
+                    self.put.update((key, data.nbytes) for key, data in items)
+                # Every second one has done its work, and only its answer is lost.
+                self._num_fired += is_due
+                is_done = is_due and self._num_fired % 2 == 0
+            if is_due and not is_done:
+                raise ConnectionError(f"the kit lets {method}() fail")
+            found = own(tier, *args)
+            if is_done:
+                raise ConnectionError(f"the kit drops the answer of {method}()")
+            return found
+
+        return call
+
+
+def _converse(bed: ConnectorTestBed, user: TierUser, failing: _FailingCall) -> int:
+    """Serve a prompt, another one in whose favour it is evicted, and the first one twice again.
+
+    Returns:
+        How many tokens the last one has loaded; before that, a block in the tier was damaged.
+    """
+
+    def serve(prompt: list[int]) -> int:
+        before = bed.num_loaded
+        bed.consumer.clear_cache()
+        request = bed.submit_to_consumer(prompt, None, 1)
+        bed.run(request)
+        bed.consumer.check(request)
+        return bed.num_loaded - before
+
+    prompt, other = ([secrets.randbelow(256) for _ in range(2 * 8 + 3)] for _ in range(2))
+    serve(prompt)
+    serve(other)
+    for key, nbytes in list(failing.put.items())[:1]:
+        if value := user.get(key, nbytes):
+            user.put(key, value[:-1] + bytes([value[-1] ^ 1]))
+    serve(prompt)
+    num_loaded = serve(prompt)
+    bed.drain()
+    return num_loaded
+
+
+def _at_rest(bed: ConnectorTestBed) -> dict[str, float]:
+    """Return what is the same whenever no job is under way."""
+    stats = _nonzero(side.get_stats() for side in bed.sides)
+    names = ("buffers_free", "puts_waiting", "jobs_running", "blocks_storing", "blocks_loading")
+    found = {name: stats.get(name, 0) for name in names}
+    return {**found, "slots": stats.get("slots_free", 0) + stats.get("blocks_idle", 0)}
+
+
+def _wait_for_rest(
+    bed: ConnectorTestBed, at_rest: Mapping[str, float], what: str, deadline_s: float
+) -> None:
+    deadline = Deadline(deadline_s)
+    while (now := _at_rest(bed)) != at_rest:
+        assert not deadline.expired, f"after {what} there is {now}, before it {at_rest}"
+        time.sleep(0.0005)
 
 
 def _content(user: Any, key: bytes, value: bytes) -> str:

@@ -8,25 +8,41 @@ from wtransfer.testing.connector import ConnectorConformance
 from wtransfer.testing.tier import TierConformance
 
 
-class OverServer:
+@pytest.fixture(scope="module")
+def shared_server():
+    made = Server()
+    yield made
+    made.close()
+
+
+class TestValkeyTier(TierConformance):
+    tier = "valkey"
+
+    @pytest.fixture(autouse=True)
+    def server(self, shared_server):
+        self.made = shared_server
+
+    def options_in(self, folder):
+        # A machine that is busy fails no call.
+        return {"url": self.made.url, "timeout_s": 30.0}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+class TestValkeyTierKilled(TestValkeyTier):
+    num_kills = 300
+    deadline_s = 150.0
+
+
+class TestValkey(ConnectorConformance):
+    connector = "OffloadingConnector"
+    is_shared = True
+
     @pytest.fixture(autouse=True)
     def server(self):
         self.made = Server()
         yield self.made
         self.made.close()
-
-
-@pytest.mark.slow  # what it has in common with the tier's own tests is tested there each time
-class TestValkeyTier(OverServer, TierConformance):
-    tier = "valkey"
-
-    def options_in(self, folder):
-        return {"url": self.made.url}
-
-
-class TestValkey(OverServer, ConnectorConformance):
-    connector = "OffloadingConnector"
-    is_shared = True
 
     def options_in(self, folder):
         return {"spec_name": "valkey", "url": self.made.url, "buffer_bytes": 1 << 20}
