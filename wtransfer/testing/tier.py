@@ -896,6 +896,7 @@ class TierConformance(ConformanceKit):
         found_cls: type[Tier],
         open_tier: OpenTier,
         make_bed: MakeBed,
+        key_of: KeyOf,
         monkeypatch: pytest.MonkeyPatch,
         arena: dict[str, Any],
     ) -> None:
@@ -930,7 +931,9 @@ class TierConformance(ConformanceKit):
             bed.producer.close()
 
         live([])
-        # A process may make something once and keep it, such as a pool of threads.
+        # A process may make something once and keep it, such as a pool of threads; an object may
+        # connect at its first call.
+        _use(user, key_of(1))
         leftovers = Leftovers()
         live(CALLS)
         assert leftovers.found(self.ends_within_s) == []
