@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, ClassVar
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
 from wtransfer.registry.registry import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+Test = TypeVar("Test", bound="Callable[..., None]")
+
+
+def usually(hint: str) -> Callable[[Test], Test]:
+    """Add to every failure of a kit's test what it usually means.
+
+    Args:
+        hint: Ends the sentence "Usually this means that ...".
+    """
+    end = f"\nUsually this means that {hint}."
+
+    def decorate(test: Any) -> Any:
+        @functools.wraps(test)
+        def explained(self: ConformanceKit, *args: Any, **kwargs: Any) -> None:
+            try:
+                self.run_test(functools.partial(test, self, *args, **kwargs))
+            except AssertionError as error:
+                error.args = (f"{error}{end}",)
+                raise
+            except Exception as error:
+                raise AssertionError(f"{type(error).__name__}: {error}{end}") from error
+
+        return explained
+
+    return decorate
 
 
 class ConformanceKit:
@@ -24,6 +51,10 @@ class ConformanceKit:
     smoke_test: ClassVar[str] = ""
     """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
     _smoke_failure: ClassVar[tuple[type, str] | None] = None
+
+    def run_test(self, test: Callable[[], None]) -> None:
+        """Run the body of a test that has a hint; a kit may bound its time."""
+        test()
 
     @pytest.fixture(autouse=True)
     def _skip_after_failed_smoke_test(self, request: pytest.FixtureRequest) -> None:

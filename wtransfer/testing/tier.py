@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -58,7 +58,13 @@ from wtransfer.testing.connector import (
     kit_zygote,
 )
 from wtransfer.testing.connector import SMALL as SMALL_MODEL
-from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
+from wtransfer.testing.kit import (
+    ConformanceKit,
+    checked_stats,
+    fallen_counters,
+    registered_name,
+    usually,
+)
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.engine import make_engine
@@ -84,8 +90,6 @@ if TYPE_CHECKING:
     KeyOf = Callable[..., bytes]
     MakeBed = Callable[..., ConnectorTestBed]
     MakeHost = Callable[..., SpecHost]
-
-Test = TypeVar("Test", bound="Callable[..., None]")
 
 SMALL = 1000
 """Bytes of a value whose length does not matter."""
@@ -138,32 +142,6 @@ _RIGHT = "the bytes that were put"
 _GUARD = 0xA5
 
 
-def usually(hint: str) -> Callable[[Test], Test]:
-    """Add to every failure of a test what it usually means, and fail a test that hangs."""
-    end = f"\nUsually this means that {hint}."
-
-    def decorate(test: Any) -> Any:
-        @functools.wraps(test)
-        def explained(self: TierConformance, *args: Any, **kwargs: Any) -> None:
-            call = start_call(functools.partial(test, self, *args, **kwargs), test.__name__)
-            bound_s = HANGS_AFTER * self.deadline_s
-            if not call.done.wait(bound_s):
-                raise AssertionError(f"a call of the tier has not returned in {bound_s:g} s{end}")
-            error = call.error
-            if isinstance(error, AssertionError):
-                error.args = (f"{error}{end}",)
-            elif isinstance(error, Exception):
-                error = AssertionError(f"{type(error).__name__}: {error}{end}")
-                error.__cause__ = call.error
-            # Or what is none, such as a skip.
-            if error is not None:
-                raise error
-
-        return explained
-
-    return decorate
-
-
 class TierConformance(ConformanceKit):
     """Subclass it with a name that starts with ``Test``, and state the tier."""
 
@@ -184,6 +162,15 @@ class TierConformance(ConformanceKit):
     ends_within_s: ClassVar[float] = 5.0
     """Bound on the leftovers of a closed tier, in seconds."""
     smoke_test = "test_one_value_is_put_and_found"
+
+    def run_test(self, test: Callable[[], None]) -> None:
+        """Run a test on a thread; one that takes `HANGS_AFTER` times `deadline_s` has failed."""
+        call, bound_s = start_call(test, "wtransfer-kit"), HANGS_AFTER * self.deadline_s
+        if not call.done.wait(bound_s):
+            raise AssertionError(f"a call of the tier has not returned in {bound_s:g} s")
+        # Or what is none, such as a skip.
+        if call.error is not None:
+            raise call.error
 
     def options_in(self, folder: Path) -> dict[str, Any]:
         """Return the tier's options: the same store for the same folder.
@@ -896,7 +883,6 @@ class TierConformance(ConformanceKit):
         found_cls: type[Tier],
         open_tier: OpenTier,
         make_bed: MakeBed,
-        key_of: KeyOf,
         monkeypatch: pytest.MonkeyPatch,
         arena: dict[str, Any],
     ) -> None:
@@ -933,7 +919,7 @@ class TierConformance(ConformanceKit):
         live([])
         # A process may make something once and keep it, such as a pool of threads; an object may
         # connect at its first call.
-        _use(user, key_of(1))
+        user.contains([secrets.token_bytes(66)])
         leftovers = Leftovers()
         live(CALLS)
         assert leftovers.found(self.ends_within_s) == []
