@@ -166,7 +166,7 @@ def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(
         ("between", signal.SIGSTOP),  # its connections stay: the gather hangs
     ],
 )
-def test_a_rank_that_is_lost_is_named_within_three_seconds(flow, failing, ranks, phase, how):
+def test_a_rank_that_is_lost_is_named_long_before_the_deadline(flow, failing, ranks, phase, how):
     first, other, third = ranks(3, engine="gloo")
     worker = flow.worker()
     first.ask("wait", n=1)
@@ -185,7 +185,7 @@ def test_a_rank_that_is_lost_is_named_within_three_seconds(flow, failing, ranks,
         )
         assert lost.ended - killed < EARLY_S
         if silence := re.search(r"no sign of life for ([\d.]+) s", lost.error.text):
-            assert float(silence[1]) < 3
+            assert float(silence[1]) >= 2.5  # no rank is given up earlier
     flow.holds(worker, 0)
 
 

@@ -35,6 +35,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.trainer import sharded as module
+from wtransfer.weight_sync.trainer.gather_group import BEAT_S, SILENT_S
 from wtransfer.weight_sync.trainer.sharded import (
     ShardedSource,
     TrainerRank,
@@ -431,6 +432,11 @@ def test_a_rank_that_gave_up_a_round_is_told_its_success_only(source, store, bac
         again = background(rank.publish, "v1")
         assert error is not None or again.result(DEADLINE_S) == "abc"
         assert error is None or "did not call publish()" in str(raised(again))
+
+
+def test_silence_that_ends_a_round_and_the_look_for_it_take_less_than_three_seconds():
+    # What the guide promises; a busy machine adds its own delay.
+    assert SILENT_S + BEAT_S < 3
 
 
 @pytest.fixture
