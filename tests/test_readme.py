@@ -16,6 +16,9 @@ README = (ROOT / "README.md").read_text("utf-8")
 CONNECTORS = (ROOT / "wtransfer/connectors/README.md").read_text("utf-8")
 GUIDES = [
     ROOT / "README.md",
+    ROOT / "tests/README.md",
+    ROOT / ".github/CONTRIBUTING.md",
+    ROOT / "wtransfer/REFERENCE.md",
     *(ROOT / "wtransfer" / kind / "README.md" for kind in ("engines", "connectors", "specs")),
     *sorted(ROOT.glob("plugins/*/README.md")),
 ]

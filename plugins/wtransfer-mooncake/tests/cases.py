@@ -347,10 +347,11 @@ class TestMooncake(TierConformance):
     options: ClassVar = OPTIONS
 
 
-def labels():
-    """One test of the kit; all take minutes, and the store misses a process that they kill."""
+def kit():
+    """Tests of the kit on labels and on damage; the store misses a process that others kill."""
     start_master()
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-k", "label", __file__], check=True)
+    some = ["-k", "label or damaged"]
+    subprocess.run([sys.executable, "-m", "pytest", "-q", *some, __file__], check=True)
 
 
 # -- a connector

