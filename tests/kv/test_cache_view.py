@@ -323,8 +323,10 @@ print([layer[1].unique().tolist() for layer in layers])
 """
 
 
-def test_what_lies_between_two_layers_is_not_taken_for_a_part_of_them():
+def test_what_lies_between_two_layers_is_not_taken_for_a_part_of_them(tmp_path):
     # A fresh process: where memory comes from depends on what was freed before.
     command = [sys.executable, "-c", BETWEEN]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
     assert (done.returncode, done.stdout) == (0, "[[1], [2]]\n")

@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -488,7 +489,7 @@ class TestTrustsHashes(MemoryScheduler):
         return [key[FENCE_NBYTES:] + fingerprint.encode() for key in keys]
 
 
-# -- salts and adapters
+# -- salts, adapters and media
 
 
 def ignoring(attribute):
@@ -502,16 +503,33 @@ def ignoring(attribute):
     return Ignoring
 
 
-TestIgnoresSalts, TestIgnoresAdapters = (
+TestIgnoresSalts, TestIgnoresAdapters, TestIgnoresMedia = (
     broken(
-        caught_by=f"test_other_salt_or_adapter_is_a_miss[{what}]",
-        passes=(f"test_other_salt_or_adapter_is_a_miss[{other}]",),
+        caught_by=f"test_other_salt_adapter_or_media_is_a_miss[{what}]",
+        passes=(f"test_other_salt_adapter_or_media_is_a_miss[{other}]",),
     )(ignoring(attribute))
     for what, other, attribute in (
         ("salt", "adapter", "cache_salt"),
-        ("adapter", "salt", "lora_request"),
+        ("adapter", "media", "lora_request"),
+        ("media", "salt", "mm_features"),
     )
 )
+
+
+@broken(
+    "test_other_salt_adapter_or_media_is_a_miss[media]",
+    passes=("test_other_salt_adapter_or_media_is_a_miss[salt]",),
+)
+class TestNamesMediaByTheirNumber(MemoryScheduler):
+    """Placeholder tokens say that there is an image, and not which one."""
+
+    def on_new_request(self, request):
+        kept = request.mm_features
+        request.mm_features = [
+            SimpleNamespace(identifier="image", mm_position=each.mm_position) for each in kept or ()
+        ]
+        super().on_new_request(request)
+        request.mm_features = kept
 
 
 # -- weights
