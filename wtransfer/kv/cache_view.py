@@ -310,7 +310,7 @@ class Run:
             first, (len(first), len(layers), first.shape[1]), (first.strides[0], distance, 1)
         )
         """Shape ``(num_blocks, number of pages, bytes of a page)``."""
-        self.shape = self.pages.shape[1:]
+        self.shape: tuple[int, int] = (len(layers), first.shape[1])
         """Shape of a block's part."""
         self.nbytes = self.shape[0] * self.shape[1]
         """Bytes of a block's part."""
