@@ -121,7 +121,7 @@ PARTICULARS = {
 """Attributes of requests on which KV cache depends, with two values each."""
 
 NOT_DAMAGED = (
-    "NOT TESTED whether damaged blocks are a miss: damage() is not overridden. Write `def "
+    "NOT TESTED whether damaged blocks are a miss: damage() has damaged nothing. Write `def "
     "damage(self, bed)` in the subclass of the kit: change a byte of every block that the "
     "connector has saved, for example of each file in bed.folder, and return True"
 )

@@ -302,7 +302,7 @@ class SpecConformance(ConformanceKit):
         memory = self.reach(made.worker, prepared.store_spec)
         if memory is None:
             pytest.skip(
-                "NOT TESTED whether damaged blocks are refused: reach() is not overridden. Write "
+                "NOT TESTED whether damaged blocks are refused: reach() has returned None. Write "
                 "`def reach(self, worker, where): return memoryview(...)` in the subclass of the "
                 "kit: the bytes, in memory or in a mapped file, that the worker keeps of the block "
                 "that it has stored at `where`"
