@@ -87,6 +87,80 @@ def test_the_connectors_example_runs_with_the_offloading_connector(run_connector
     )
 
 
+# What the guides for authors show whole.
+SERVED = """
+import sys
+sys.path.insert(0, {folder!r})
+from wtransfer.testing.mini_engine.config import EngineConfig
+from wtransfer.testing.mini_engine.engine import make_engine
+
+prompt = [7 * each % 251 for each in range(70)]
+config = EngineConfig(connector={connector!r}, module_path={module!r}, options={options!r})
+with make_engine(config) as engine:
+    first = engine.generate([prompt], 4)
+    engine.scheduler.pool.reset()
+    print(engine.generate([prompt], 4) == first, engine.scheduler.counts["tokens_loaded"])
+"""
+EXAMPLES = {
+    "connectors": ("shelf_connector", "ShelfConnector", {}),
+    "specs": (
+        "shelf_spec",
+        "OffloadingConnector",
+        {"spec_name": "ShelfSpec", "spec_module_path": "shelf_spec", "shelf_bytes": 1 << 22},
+    ),
+}
+
+
+def write_example(kind, folder):
+    """Write the whole backend that a guide shows; return its module."""
+    module = EXAMPLES[kind][0]
+    text = (ROOT / "wtransfer" / kind / "README.md").read_text("utf-8")
+    (folder / f"{module}.py").write_text(example(f"{module}.py", text), "utf-8")
+    return module
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_the_backend_of_the_guide_serves(kind, run_program, tmp_path):
+    module, connector, options = EXAMPLES[kind]
+    write_example(kind, tmp_path)
+    (tmp_path / "kv").mkdir()
+    options = options or {"folder": str(tmp_path / "kv")}
+    values = {"connector": connector, "module": None if "Off" in connector else module}
+    program = run_program(SERVED.format(folder=str(tmp_path), options=options, **values))
+    assert (program.wait(60), program.out()) == (0, "True 64\n"), program.err()
+
+
+KIT = """
+from {module} import {backend}
+from wtransfer.testing.{room} import {kit}
+
+class TestGuide({kit}):
+    {room}_cls = {backend}
+    in_processes, is_shared, size_option = False, True, "shelf_bytes"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "backend", "kit"),
+    [
+        ("connectors", "ShelfConnector", "ConnectorConformance"),
+        ("specs", "ShelfSpec", "SpecConformance"),
+    ],
+)
+def test_the_backend_of_the_guide_passes_its_kit(kind, backend, kit, tmp_path):
+    module = write_example(kind, tmp_path)
+    text = (ROOT / "wtransfer" / kind / "README.md").read_text("utf-8")
+    shown = rf"class Test{backend}\({kit}\):\n.*?\n\n(    def .*?)```"
+    (hooks,) = re.findall(shown, text, re.DOTALL)
+    code = KIT.format(module=module, backend=backend, kit=kit, room=kind[:-1])
+    (tmp_path / "test_guide.py").write_text(f"{code}\n{hooks}", "utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "NOT TESTED" not in done.stdout
+
+
 def test_it_holds_exactly_two_set_up_commands():
     pip, plugins = "pip install torch==2.13.0", "./plugins/wtransfer-"
     assert [line for line in README.splitlines() if line.startswith(pip)] == [

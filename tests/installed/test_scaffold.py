@@ -13,10 +13,11 @@ from wtransfer.scaffold import GROUPS
 
 NAME = "acme-new"
 SERVED = {
+    "connector": (NAME, {"folder": ""}),
     "spec": ("OffloadingConnector", {"spec_name": NAME, "memory_bytes_to_use": 1 << 20}),
     "tier": ("OffloadingConnector", {"spec_name": NAME, "folder": ""}),
 }
-"""Kind -> connector and its options in the mini engine."""
+"""Kind -> connector and its options in the mini engine; a folder is given by the test."""
 
 
 def kinds():

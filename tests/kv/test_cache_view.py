@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -296,3 +298,35 @@ def test_host_and_device_pages_put_blocks_into_the_same_places(make, nbytes):
         found.append(places)
     assert found[0].any()
     assert np.array_equal(*found)
+
+
+# The program ended with the end of its stack, as `HostPages` has the reason.
+BETWEEN = """
+import mmap
+import numpy as np
+import torch
+from wtransfer.kv.cache_view import HostPages
+
+# So many that memory below the lowest one is used up.
+some = [np.zeros((2, 1 << 15), np.uint8) for _ in range(256)]
+low = min(some, key=lambda each: each.ctypes.data)
+high = np.frombuffer(mmap.mmap(-1, low.nbytes), np.uint8).reshape(low.shape)
+places = np.zeros((4, 1, 1 << 16), np.uint8)
+assert low.ctypes.data < places.ctypes.data < high.ctypes.data
+layers = [torch.from_numpy(each) for each in (low, high)]
+for each, layer in enumerate(layers, start=1):
+    layer[0] = each
+pages, numbers = HostPages(layers), [np.array([each]) for each in (0, 1)]
+pages.gather(None, numbers[0], places, numbers[1], numbers[0])
+pages.scatter(None, numbers[1], places, numbers[1], numbers[0])
+print([layer[1].unique().tolist() for layer in layers])
+"""
+
+
+def test_what_lies_between_two_layers_is_not_taken_for_a_part_of_them(tmp_path):
+    # A fresh process: where memory comes from depends on what was freed before.
+    command = [sys.executable, "-c", BETWEEN]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, "[[1], [2]]\n")

@@ -26,7 +26,7 @@ from wtransfer.kv.header import BlockGeometry
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _BLOCKS_AND_PAGE = 2
 # Below it a call for each block costs more than a second copy, of many blocks at once.
 _LARGE_NBYTES = 16 * 1024
+_LARGE_PAGE_NBYTES = 4 * 1024
 _DEVICE_STEP_NBYTES = 8 * 1024 * 1024
 
 
@@ -309,7 +310,7 @@ class Run:
             first, (len(first), len(layers), first.shape[1]), (first.strides[0], distance, 1)
         )
         """Shape ``(num_blocks, number of pages, bytes of a page)``."""
-        self.shape = self.pages.shape[1:]
+        self.shape: tuple[int, int] = (len(layers), first.shape[1])
         """Shape of a block's part."""
         self.nbytes = self.shape[0] * self.shape[1]
         """Bytes of a block's part."""
@@ -352,6 +353,10 @@ class HostPages:
         self.block_nbytes = sum(rows.shape[1] for rows in layers)
         self.device = layers[0].device
         self._runs = list(runs_of([rows.numpy() for rows in layers]))
+        # Between layers of several allocations lies memory of others. numpy takes it for a part of
+        # the view of both: it would copy to memory from there by way of a temporary array, which
+        # may be from there as well, and so on until the stack ends.
+        self._is_one_allocation = len({rows.untyped_storage().data_ptr() for rows in layers}) == 1
 
     def mark(self) -> None:
         """Note nothing: the model's writes to host memory are done when its call returns."""
@@ -367,10 +372,11 @@ class HostPages:
         """Copy blocks of the cache to where they rest."""
         rows = _rows(blocks, slots, at)
         for run in self._runs:
-            if run.nbytes >= _LARGE_NBYTES:
+            if self._is_copied_singly(run):
                 for block, slot, place in rows:
-                    target = places[slot, place, run.where]
-                    np.copyto(target.reshape(run.shape), run.pages[block])
+                    target = places[slot, place, run.where].reshape(run.shape)
+                    for to, page in self._pieces(target, run.pages[block]):
+                        np.copyto(to, page)
             else:
                 # The first is a copy; small enough to stay in the processor's cache.
                 pages = run.pages[blocks].reshape(len(blocks), -1)
@@ -387,11 +393,23 @@ class HostPages:
         """Copy blocks back into the cache."""
         rows = _rows(blocks, slots, at)
         for run in self._runs:
-            if run.nbytes >= _LARGE_NBYTES:
+            if self._is_copied_singly(run):
                 for block, slot, place in rows:
-                    np.copyto(run.pages[block], places[slot, place, run.where].reshape(run.shape))
+                    source = places[slot, place, run.where].reshape(run.shape)
+                    for page, part in self._pieces(run.pages[block], source):
+                        np.copyto(page, part)
             else:
                 run.pages[blocks] = places[slots, at, run.where].reshape(-1, *run.shape)
+
+    def _is_copied_singly(self, run: Run) -> bool:
+        """Return whether calls for each block cost less than copying many of them twice."""
+        if self._is_one_allocation:
+            return run.nbytes >= _LARGE_NBYTES
+        return run.shape[1] >= _LARGE_PAGE_NBYTES
+
+    def _pieces(self, one: Rows, other: Rows) -> Iterable[tuple[Rows, Rows]]:
+        """Return what one call of numpy may copy: all pages of a block, or one."""
+        return [(one, other)] if self._is_one_allocation else zip(one, other, strict=True)
 
 
 def _rows(*columns: Numbers) -> list[tuple[int, ...]]:

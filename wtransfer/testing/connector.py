@@ -52,7 +52,13 @@ from wtransfer.connectors.interface import (
 from wtransfer.connectors.naming import BlockNaming
 from wtransfer.deadline import Deadline
 from wtransfer.errors import ConnectorRoleError
-from wtransfer.testing.kit import ConformanceKit, checked_stats, fallen_counters, registered_name
+from wtransfer.testing.kit import (
+    ConformanceKit,
+    checked_stats,
+    fallen_counters,
+    registered_name,
+    usually,
+)
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits, ModelShape
 from wtransfer.testing.mini_engine.contract import OVER, SchedulerOutput
@@ -105,8 +111,21 @@ PARTICULARS = {
         SimpleNamespace(lora_name="one", lora_int_id=1, lora_path="/adapters/one"),
         SimpleNamespace(lora_name="two", lora_int_id=2, lora_path="/adapters/two"),
     ),
+    # As vLLM has them: placeholder tokens stand in the prompt, what they stand for is named here.
+    "media": (
+        "mm_features",
+        [SimpleNamespace(identifier="image one", mm_position=SimpleNamespace(offset=0, length=9))],
+        [SimpleNamespace(identifier="image two", mm_position=SimpleNamespace(offset=0, length=9))],
+    ),
 }
 """Attributes of requests on which KV cache depends, with two values each."""
+
+NOT_DAMAGED = (
+    "NOT TESTED whether damaged blocks are a miss: damage() has damaged nothing. Write `def "
+    "damage(self, bed)` in the subclass of the kit: change a byte of every block that the "
+    "connector has saved, for example of each file in bed.folder, and return True"
+)
+"""Reason of a skipped test."""
 
 _STORE_S = 0.5
 
@@ -255,12 +274,20 @@ class ConnectorConformance(ConformanceKit):
 
     # -- output: tokens, keys and values are the same bits with and without loads
 
+    @usually(
+        "the worker's side does not load what it has saved, or waits for a notice that never "
+        "comes; start here, the other tests build on it"
+    )
     def test_one_prompt_is_served(self, make_bed: MakeBed) -> None:
         """One prompt is produced and consumed, and nothing of it stays behind."""
         with self.is_smoke_test():
             bed = make_bed()
             bed.transfer(some_prompts(1)[0])
 
+    @usually(
+        "layers, or blocks of a request, are mixed up, that a block size is built in, that a view "
+        "of the cache is kept in the place of a copy, or that the model does not wait for loads"
+    )
     @pytest.mark.parametrize("block_size", [1, 16, 128])
     def test_output_equals_reference(self, make_bed: MakeBed, block_size: int) -> None:
         """Tokens, keys and values equal the reference, computed or loaded."""
@@ -268,6 +295,10 @@ class ConnectorConformance(ConformanceKit):
         for prompt in some_prompts(2, unit=max(block_size, 16)):
             bed.transfer(prompt)
 
+    @usually(
+        "save and look-up name blocks differently, or that get_num_new_matched_tokens() looks "
+        "in another place than the workers save to"
+    )
     def test_something_is_loaded(self, bed: ConnectorTestBed) -> None:
         """Each prompt that was saved is loaded."""
         for prompt in some_prompts(2):
@@ -275,6 +306,10 @@ class ConnectorConformance(ConformanceKit):
             bed.transfer(prompt)
             assert bed.num_loaded > before
 
+    @usually(
+        "blocks to load into are counted from the first of the request, and not from the first "
+        "that is loaded"
+    )
     def test_loads_write_only_to_their_blocks(self, bed: ConnectorTestBed) -> None:
         """The rest of the cache keeps its bytes."""
         prompt = some_prompts(1)[0]
@@ -289,12 +324,17 @@ class ConnectorConformance(ConformanceKit):
                 expected[request.block_ids] = layer[request.block_ids]
                 assert layer.equal(expected), f"others than {request.block_ids} were written"
 
+    @usually(
+        "a step saves all blocks of the prompt, also those that only later steps compute; take "
+        "num_scheduled_tokens into account, as `Progress` does"
+    )
     def test_chunked_prefill(self, make_bed: MakeBed) -> None:
         """Blocks of one step may be sent before the next step computes the rest."""
         bed = make_bed(CHUNKED)
         for prompt in some_prompts(2):
             bed.transfer(prompt)
 
+    @usually("the scheduler's side keeps one load or one request, where a step has several")
     def test_concurrent_requests(self, bed: ConnectorTestBed) -> None:
         """More requests than run at once, some of them with equal prompts."""
         prompts = [*some_prompts(5), *some_prompts(5)]
@@ -311,6 +351,10 @@ class ConnectorConformance(ConformanceKit):
         for request in consumed:
             bed.consumer.check(request)
 
+    @usually(
+        "the blocks that a request had before it was preempted are still used; it has others "
+        "when it is resumed (resumed_req_ids)"
+    )
     def test_preempted_requests(self, make_bed: MakeBed) -> None:
         """Blocks of a preempted request are given to others while the connector works on them."""
         # Requests begin with two blocks each and end with three. The first one that needs a third
@@ -338,6 +382,7 @@ class ConnectorConformance(ConformanceKit):
         for request in consumed:
             bed.transfer(request.all_token_ids)
 
+    @usually("a load begins with the first block, and not at num_computed_tokens")
     @pytest.mark.parametrize("num_cached", [1, 2])
     def test_prefix_in_the_local_cache(self, bed: ConnectorTestBed, num_cached: int) -> None:
         """The instance's own cache has the first blocks; the connector loads the others."""
@@ -351,6 +396,7 @@ class ConnectorConformance(ConformanceKit):
             bed.consumer.check(request)
             assert bed.consumer.counts["tokens_cached"] - before == num_cached * BLOCK_SIZE
 
+    @usually("ranks write to one place, or that a look-up asks for the block of one rank only")
     @pytest.mark.parametrize("num_ranks", [2, 3])
     def test_tensor_parallel_ranks(self, make_bed: MakeBed, num_ranks: int) -> None:
         """Each rank has its own heads of every block."""
@@ -360,6 +406,10 @@ class ConnectorConformance(ConformanceKit):
 
     # -- one side and the other
 
+    @usually(
+        "one object has the methods of both sides; write two classes, and name them in "
+        "scheduler_cls and worker_cls"
+    )
     @pytest.mark.parametrize("role", KVConnectorRole)
     def test_methods_of_the_other_side_raise(self, tmp_path: Path, role: KVConnectorRole) -> None:
         """Each side has the methods of its role only."""
@@ -370,11 +420,16 @@ class ConnectorConformance(ConformanceKit):
         }
         try:
             for name in sorted(others[role]):
-                with pytest.raises(ConnectorRoleError):
+                with contextlib.suppress(ConnectorRoleError):
                     getattr(side, name)()
+                    raise AssertionError(f"{name}() can be called on the side of the {role.name}")
         finally:
             side.shutdown()
 
+    @usually(
+        "the constructor needs kv_cache_config, which older hosts do not pass; "
+        "register_kv_caches() has the caches"
+    )
     @pytest.mark.parametrize("role", KVConnectorRole)
     def test_cache_shape_is_optional(self, tmp_path: Path, role: KVConnectorRole) -> None:
         """Older hosts pass no ``kv_cache_config``."""
@@ -383,6 +438,10 @@ class ConnectorConformance(ConformanceKit):
 
     # -- lookups
 
+    @usually(
+        "the answer counts parts of blocks or all tokens of a prompt, or that the first "
+        "look-up takes or pins what the next one looks for"
+    )
     def test_lookups_change_nothing(self, bed: ConnectorTestBed) -> None:
         """Repeated lookups agree, count whole blocks, and leave a token to compute."""
         found = 0
@@ -405,6 +464,10 @@ class ConnectorConformance(ConformanceKit):
         assert found > 0, "nothing was found"
         bed.drain()
 
+    @usually(
+        "something was begun in get_num_new_matched_tokens(); begin it in "
+        "update_state_after_alloc(), and forget it in request_finished()"
+    )
     def test_abort_after_lookup_leaves_nothing(self, bed: ConnectorTestBed) -> None:
         """A request that is aborted before it has blocks is not waited for, nor reported."""
         prompt = some_prompts(1)[0]
@@ -425,6 +488,7 @@ class ConnectorConformance(ConformanceKit):
         assert request.request_id not in bed.consumer.reported()
         bed.transfer(prompt)
 
+    @usually("a load is planned from the look-up's answer, and not from num_external_tokens")
     def test_host_may_decline_a_hit(self, bed: ConnectorTestBed) -> None:
         """The host computes the tokens, and nothing is loaded into its blocks."""
         prompt = some_prompts(1)[0]
@@ -445,6 +509,7 @@ class ConnectorConformance(ConformanceKit):
 
     # -- metadata
 
+    @usually("build_connector_meta() does not forget what it has returned")
     def test_metadata_is_not_repeated(self, bed: ConnectorTestBed) -> None:
         """Building metadata again without new work gives that of an idle step."""
         steps = []
@@ -463,6 +528,10 @@ class ConnectorConformance(ConformanceKit):
         for number, (_, second, third) in enumerate(steps):
             assert _without_numbers(second) == _without_numbers(third), f"of step {number}"
 
+    @usually(
+        "metadata contains a request, a tensor of the cache, a function, or keys that JSON "
+        "does not have"
+    )
     def test_metadata_is_plain_data(self, bed: ConnectorTestBed) -> None:
         """Metadata is numbers, text and collections; ``kv_transfer_params`` can be JSON."""
         for prompt in some_prompts(2):
@@ -475,6 +544,7 @@ class ConnectorConformance(ConformanceKit):
             for _, params in instance.scheduler_side.results("request_finished"):
                 assert json.loads(json.dumps(params)) == params
 
+    @usually("the returned object, or a list in it, is kept and used for the next step")
     def test_metadata_is_not_changed_after_return(self, bed: ConnectorTestBed) -> None:
         """A host may send metadata some time after it was built."""
         returned: list[tuple[str, Any, Any]] = []
@@ -491,6 +561,7 @@ class ConnectorConformance(ConformanceKit):
         for name, metadata, before in returned:
             assert _settled(metadata) == before, f"{name} was changed after it was returned"
 
+    @usually("one side changes metadata that the other side still reads")
     def test_metadata_passed_without_copy(self, bed: ConnectorTestBed) -> None:
         """A host whose sides share a process may pass the very objects."""
 
@@ -519,6 +590,7 @@ class ConnectorConformance(ConformanceKit):
             bed.transfer(prompt)
         bed.drain()
 
+    @usually("aggregate() keeps the last rank's report, or that sums count one rank twice")
     @pytest.mark.parametrize("num_ranks", [1, 2, 3])
     def test_aggregation_is_independent_of_order(self, make_bed: MakeBed, num_ranks: int) -> None:
         """Worker metadata adds up to the same in any order and grouping."""
@@ -542,6 +614,10 @@ class ConnectorConformance(ConformanceKit):
 
     # -- reports of loads
 
+    @usually(
+        "get_finished() names a load again, names it on one rank only, or names loads that end "
+        "within their step"
+    )
     def test_every_load_is_reported_once(self, make_bed: MakeBed) -> None:
         """Every rank reports each load that outlasts its step, and no other load."""
         bed = make_bed(EngineConfig(model=SIX_HEADS, num_ranks=2, limits=CHUNKED.limits))
@@ -549,6 +625,10 @@ class ConnectorConformance(ConformanceKit):
             bed.transfer(prompt)
         assert bed.consumer.received() == [bed.consumer.loads()] * 2
 
+    @usually(
+        "a load that is not begun is forgotten: the host waits for its request, or takes its "
+        "blocks for loaded"
+    )
     def test_refused_load_is_reported(self, bed: ConnectorTestBed) -> None:
         """The load ends, and its blocks are reported before it or with it."""
         prompt = some_prompts(1)[0]
@@ -565,6 +645,7 @@ class ConnectorConformance(ConformanceKit):
         bed.consumer.check_errors_in_time()
         bed.drain()
 
+    @usually("get_finished() names requests that were saved, or all of a step, as received")
     def test_requests_without_loads_are_not_reported(self, bed: ConnectorTestBed) -> None:
         """Prompts shorter than a block, and prompts that were never saved."""
         for prompt in ([1, 2, 3], *some_prompts(1, seed=5)):
@@ -574,6 +655,7 @@ class ConnectorConformance(ConformanceKit):
         assert bed.consumer.received() == [Counter()]
         assert bed.consumer.load_errors() == set()
 
+    @usually("get_stats() returns text or objects, or that a counter starts again")
     def test_stats_are_numbers_and_counters_rise(self, bed: ConnectorTestBed) -> None:
         """Statistics are names and numbers; those that end in ``_total`` never fall."""
         before: dict[str, float] = {}
@@ -587,6 +669,7 @@ class ConnectorConformance(ConformanceKit):
 
     # -- notices to the scheduler side
 
+    @usually("notices are counted; keep a set of what is expected, and discard from it")
     def test_duplicate_notices_are_ignored(self, bed: ConnectorTestBed) -> None:
         """Notices come twice, late, and in any order (FAULTS 28)."""
         drawn = random.Random(3)  # noqa: S311  # no secret
@@ -609,6 +692,7 @@ class ConnectorConformance(ConformanceKit):
             bed.transfer(prompt)
         bed.drain()
 
+    @usually("a request is looked up by `[]`, or that finished_req_ids are returned as sent")
     def test_unknown_notices_are_ignored(self, bed: ConnectorTestBed) -> None:
         """Notices name requests that never were, and blocks that no request has."""
         unknown = {"unknown", "request-0-of-an-earlier-process"}
@@ -633,6 +717,10 @@ class ConnectorConformance(ConformanceKit):
 
     # -- ends of requests
 
+    @usually(
+        "request_finished() returns True for a request that no worker will name, or that state "
+        "of an aborted request stays"
+    )
     @pytest.mark.parametrize("where", ["producer", "consumer"])
     def test_abort_after_any_step(self, make_bed: MakeBed, where: str) -> None:
         """An abort, given twice, leaks no block and harms no later request."""
@@ -657,6 +745,9 @@ class ConnectorConformance(ConformanceKit):
             bed.transfer(prompt)
         bed.drain()
 
+    @usually(
+        "request_finished() keeps blocks until another instance fetches them, without a deadline"
+    )
     def test_unclaimed_blocks_are_freed(self, make_bed: MakeBed) -> None:
         """Blocks are freed though no consumer comes for them."""
         bed = make_bed(CHUNKED)
@@ -666,12 +757,20 @@ class ConnectorConformance(ConformanceKit):
 
     # -- steps that are not executed
 
+    @usually(
+        "blocks are kept before wait_for_save(), or in clear_connector_metadata(), which ends "
+        "every step"
+    )
     def test_refused_step_saves_nothing(self, bed: ConnectorTestBed) -> None:
         """Blocks that a refused step would have computed are a miss."""
         request, plan = _planned(bed)
         bed.weights.change(1, 0)
         _check_not_saved(bed, request, plan)
 
+    @usually(
+        "save_kv_layer() keeps a block when it has the last layer; keep it in wait_for_save(), "
+        "which makes the step count"
+    )
     def test_step_with_late_load_errors_saves_nothing(self, bed: ConnectorTestBed) -> None:
         """All layers were computed, from blocks that turned out to be wrong."""
         request, plan = _planned(bed)
@@ -689,12 +788,16 @@ class ConnectorConformance(ConformanceKit):
 
     # -- damage
 
+    @usually(
+        "blocks have no checksum, that it is compared after the cache was written, or that a "
+        "damaged block is never saved again"
+    )
     def test_damaged_blocks_are_a_miss(self, bed: ConnectorTestBed) -> None:
         """Damaged blocks are computed afresh (FAULTS 32) and saved again. Needs `damage`."""
         prompts = some_prompts(3)
         produced = [bed.produce(prompt) for prompt in prompts]
         if not self.damage(bed):
-            pytest.skip("damage() is not overridden: saved blocks cannot be damaged")
+            pytest.skip(NOT_DAMAGED)
         before = bed.num_loaded
         for prompt, params in zip(prompts, produced, strict=True):
             bed.consume(prompt, params)
@@ -708,6 +811,9 @@ class ConnectorConformance(ConformanceKit):
             assert bed.num_loaded > before, "the damaged blocks were not replaced"
         bed.drain()
 
+    @usually(
+        "a failed load raises, or that get_block_ids_with_load_errors() does not name its blocks"
+    )
     @pytest.mark.parametrize("policy", ["recompute", "fail"])
     def test_load_failure_policy(
         self, make_bed: MakeBed, policy: Literal["recompute", "fail"]
@@ -717,7 +823,7 @@ class ConnectorConformance(ConformanceKit):
         prompt = some_prompts(1)[0]
         params = bed.produce(prompt)
         if not self.damage(bed):
-            pytest.skip("damage() is not overridden: saved blocks cannot be damaged")
+            pytest.skip(NOT_DAMAGED)
         bed.consumer.clear_cache()
         request = bed.submit_to_consumer(prompt, params)
         bed.run(request)
@@ -730,6 +836,10 @@ class ConnectorConformance(ConformanceKit):
 
     # -- names of blocks
 
+    @usually(
+        "a hash of 64 bits or less is taken for the tokens; use one of 128 bits or more, or "
+        "compare the tokens"
+    )
     def test_hash_collision_is_a_miss(
         self, make_bed: MakeBed, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -748,13 +858,17 @@ class ConnectorConformance(ConformanceKit):
             pytest.skip("weaken() is not overridden: blocks are not named by this hash function")
         assert len(set(seen.values())) < len(seen), "there was no collision"
 
+    @usually(
+        "blocks are named by tokens alone: one tenant's KV is served to another, or that of "
+        "one image for the next"
+    )
     @pytest.mark.parametrize(
         ("attribute", "one", "other"), PARTICULARS.values(), ids=PARTICULARS.keys()
     )
-    def test_other_salt_or_adapter_is_a_miss(
+    def test_other_salt_adapter_or_media_is_a_miss(
         self, bed: ConnectorTestBed, attribute: str, one: Any, other: Any
     ) -> None:
-        """Requests share KV cache only under the same salt and adapter, or none at all."""
+        """Requests share KV cache only if salt, adapter and media are equal, each by itself."""
         current = None
 
         def set_and_pass_on(own: Any, request: Request) -> None:
@@ -769,8 +883,11 @@ class ConnectorConformance(ConformanceKit):
             params = bed.produce(prompt)
             current, before = consumed, bed.num_loaded
             bed.consume(prompt, params)
-            assert bed.num_loaded == before, f"{consumed!r} has loaded blocks of {produced!r}"
-        # With an adapter, a connector need not load anything.
+            assert bed.num_loaded == before, (
+                f"a request with {attribute}={consumed!r} has loaded blocks that were computed "
+                f"with {produced!r}"
+            )
+        # With an adapter or media, a connector need not load anything.
         for seed, current in enumerate((None, one) if attribute == "cache_salt" else (None,)):
             before = bed.num_loaded
             bed.transfer(some_prompts(1, seed=100 + seed)[0])
@@ -778,6 +895,7 @@ class ConnectorConformance(ConformanceKit):
 
     # -- weights may change at any time (FAULTS 31, 47)
 
+    @usually("names_weights is True, and names do not contain the weights; leave it out")
     def test_other_weights_are_a_miss(self, bed: ConnectorTestBed) -> None:
         """Blocks computed with other weights are not loaded; after a change back they may be."""
         prompt = some_prompts(1)[0]
@@ -793,6 +911,10 @@ class ConnectorConformance(ConformanceKit):
         _consume_under(bed, prompt, params, 0)
         bed.transfer(prompt)
 
+    @usually(
+        "the store is emptied when the weights change, and what was there before this process "
+        "is not looked at; leave names_weights out"
+    )
     @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)], ids=["in one order", "in the other"])
     def test_store_outlives_its_weights(
         self, make_bed: MakeBed, weights: LocalWeights, seeds: tuple[int, int]
@@ -811,6 +933,10 @@ class ConnectorConformance(ConformanceKit):
         bed.consume(prompt)
         assert bed.num_loaded > 0 or not self.is_shared
 
+    @usually(
+        "blocks are named by the weights of the moment of their save, and not by those that "
+        "began the request"
+    )
     @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
     def test_weights_change_within_a_request(
         self, make_bed: MakeBed, seeds: tuple[int, ...]
@@ -830,6 +956,7 @@ class ConnectorConformance(ConformanceKit):
             bed.run(request)
             _consume_under(bed, prompt, bed.params_of(request), seeds[-1], 1, 0)
 
+    @usually("the worker's side does not compare the weights of the plan with its own")
     @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
     def test_weights_change_between_plan_and_step(
         self, bed: ConnectorTestBed, seeds: tuple[int, ...]
@@ -850,6 +977,7 @@ class ConnectorConformance(ConformanceKit):
             assert bed.consumer.load_errors().issuperset(planned), "they were loaded"
             _consume_under(bed, prompt, params, seeds[-1], 1, 0)
 
+    @usually("the worker's side compares weights once in a step; they may change before each call")
     def test_weights_change_between_calls(self, make_bed: MakeBed) -> None:
         """Once before each kind of call of either side, while a prompt is produced and consumed."""
         bed = make_bed(CHUNKED)
@@ -863,6 +991,7 @@ class ConnectorConformance(ConformanceKit):
             _change_at(bed, moment, CHANGES["there and back" if goes_back else "there"], number)
         bed.transfer(some_prompts(1)[0])
 
+    @usually("the worker's side compares weights once in a step; they may change before each call")
     @pytest.mark.parametrize("seeds", CHANGES.values(), ids=CHANGES)
     def test_weights_change_before_every_call(
         self, make_bed: MakeBed, seeds: tuple[int, ...]
@@ -876,6 +1005,7 @@ class ConnectorConformance(ConformanceKit):
 
     # -- shutdown
 
+    @usually("shutdown() uses what register_kv_caches() or a first request makes")
     @pytest.mark.parametrize("role", KVConnectorRole)
     def test_shutdown_before_use(self, tmp_path: Path, role: KVConnectorRole) -> None:
         """Twice, before caches are registered."""
@@ -884,6 +1014,7 @@ class ConnectorConformance(ConformanceKit):
         for _ in range(2):
             side.shutdown()
 
+    @usually("a second shutdown() uses what the first one has dropped")
     def test_shutdown_is_idempotent(self, bed: ConnectorTestBed) -> None:
         """On either side, in either order."""
         bed.transfer(some_prompts(1)[0])
@@ -891,6 +1022,7 @@ class ConnectorConformance(ConformanceKit):
             for recorded in (*instance.sides, *reversed(instance.sides)):
                 recorded.side.shutdown()
 
+    @usually("shutdown() waits for a transfer without a deadline")
     @pytest.mark.parametrize("where", ["producer", "consumer"])
     def test_shutdown_ends_running_work(self, make_bed: MakeBed, where: str) -> None:
         """Work ends, successful or not, within `ends_within_s`."""
@@ -907,6 +1039,10 @@ class ConnectorConformance(ConformanceKit):
             bed.close()
             assert time.monotonic() - begun < self.ends_within_s
 
+    @usually(
+        "shutdown() does not join a thread, close a descriptor, or remove a file that the "
+        "options did not ask for"
+    )
     def test_shutdown_leaves_nothing(
         self, tmp_path: Path, weights: LocalWeights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -941,6 +1077,10 @@ class ConnectorConformance(ConformanceKit):
 
     # -- sides in processes of their own
 
+    @usually(
+        "the sides share an object, a module's variable or a path in this process, and not "
+        "only metadata"
+    )
     def test_ranks_in_processes(self, start: Callable[..., Instance]) -> None:
         """Scheduler and ranks share nothing but metadata."""
         producer = start("producer", 2)
@@ -954,6 +1094,10 @@ class ConnectorConformance(ConformanceKit):
             num_loaded += answer.counts["tokens_loaded"]
         assert num_loaded > 0
 
+    @usually(
+        "a connection is waited for without a deadline, or that a lost one raises instead of "
+        "naming blocks"
+    )
     def test_killed_producer_is_a_miss(self, start: Callable[..., Instance]) -> None:
         """Blocks that ended with the producer are a miss, without a long wait (FAULTS 27)."""
         if not self._has_consumer():
@@ -968,6 +1112,10 @@ class ConnectorConformance(ConformanceKit):
         for prompt, each in zip(prompts, params, strict=True):
             _check_answer(prompt, consumer.ask(prompt, NUM_NEW_TOKENS, each, self.deadline_s))
 
+    @usually(
+        "names consist of what is equal for other weights, such as request ids; use the token "
+        "ids or block hashes of the request"
+    )
     def test_instances_with_other_weights_share_nothing(
         self, start: Callable[..., Instance]
     ) -> None:
@@ -1225,8 +1373,12 @@ class ConnectorTestBed:
         return self.params_of(request)
 
     def consume(self, prompt: list[int], params: dict[str, Any] | None = None) -> Request:
-        """Serve a prompt on the consumer, whose own prefix cache is emptied, and check it."""
-        self.consumer.clear_cache()
+        """Serve a prompt on the consumer, and check it.
+
+        The own prefix cache of each instance is emptied first: blocks that are free are others'.
+        """
+        for instance in self.instances:
+            instance.clear_cache()
         request = self.submit_to_consumer(prompt, params)
         self.run(request)
         self.consumer.check(request)

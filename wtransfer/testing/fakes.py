@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter, defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -157,7 +158,7 @@ class Move(NamedTuple):
 
 
 class MemoryTierWorker(OffloadingWorker):
-    """Copy from tensors to a dictionary and back.
+    """Copy from tensors to a dictionary and back, job after job on a thread.
 
     Args:
         kv_caches: The cache.
@@ -172,14 +173,47 @@ class MemoryTierWorker(OffloadingWorker):
             for refs in kv_caches.group_data_refs
         ]
         self._blocks_per_chunk = blocks_per_chunk
-        self._finished: list[TransferResult] = []
-        self._num_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory-tier")
+        self.jobs: dict[int, Future[int]] = {}
+        """Jobs that `get_finished` has not returned."""
+        self.num_bytes = 0
+        """Copied so far, both ways."""
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
-        """Copy blocks into the dictionary."""
+        """Begin to copy blocks into the dictionary; the model computes meanwhile."""
+        self.jobs[job_id] = self._thread.submit(self.store, src_spec, dst_spec)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
+        """Begin to copy blocks into the cache."""
+        self.jobs[job_id] = self._thread.submit(self.load, dst_spec, src_spec)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call."""
+        done = [job_id for job_id, job in self.jobs.items() if job.done()]
+        return [self._result(job_id, self.jobs.pop(job_id)) for job_id in done]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these jobs have ended; others are ignored."""
+        wait([self.jobs[job_id] for job_id in job_ids & self.jobs.keys()])
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the number of bytes copied."""
+        return {"bytes_total": self.num_bytes}
+
+    def shutdown(self) -> None:
+        """End the job that runs, cancel the others, and drop all chunks."""
+        self._thread.shutdown(cancel_futures=True)
+        self.slots.clear()
+
+    # -- on the thread
+
+    def store(self, gpu: GPULoadStoreSpec, where: Any) -> int:
+        """Copy blocks into the dictionary; return how many bytes."""
         chunks: dict[int, KeptChunk] = {}
         nbytes = 0
-        for move in self.moves(src_spec, dst_spec):
+        for move in self.moves(gpu, where):
             kept = chunks.setdefault(move.slot, KeptChunk(move.key, {}, {}))
             for layer, tensor in enumerate(self._pages[move.group]):
                 page = tensor[move.block].clone()
@@ -187,36 +221,25 @@ class MemoryTierWorker(OffloadingWorker):
                 kept.checksums[move.place, layer] = checksum(page.numpy())
                 nbytes += page.nbytes
         self.slots.update(chunks)
-        self._end(job_id, nbytes, success=True)
-        return True
+        self.num_bytes += nbytes
+        return nbytes
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
-        """Copy blocks into the cache; fail the job if a slot holds another or damaged block."""
-        moves = list(self.moves(dst_spec, src_spec))
-        success = all(self.fits(move) for move in moves)
+    def load(self, gpu: GPULoadStoreSpec, where: Any) -> int:
+        """Copy blocks into the cache; return how many bytes.
+
+        Raises:
+            ValueError: A slot holds another or a damaged block; the cache is as it was.
+        """
+        moves = list(self.moves(gpu, where))
+        if not all(self.fits(move) for move in moves):
+            raise ValueError(f"slots {where.slots} do not hold these blocks as they were stored")
         nbytes = 0
-        for move in moves if success else ():
+        for move in moves:
             for layer, tensor in enumerate(self._pages[move.group]):
                 tensor[move.block] = self.slots[move.slot].pages[move.place, layer]
                 nbytes += tensor[move.block].nbytes
-        self._end(job_id, nbytes, success=success)
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Return at once: a submitted job has ended."""
-
-    def get_stats(self) -> dict[str, float]:
-        """Return the number of bytes copied."""
-        return {"bytes_total": self._num_bytes}
-
-    def shutdown(self) -> None:
-        """Drop all chunks."""
-        self.slots.clear()
+        self.num_bytes += nbytes
+        return nbytes
 
     def moves(self, gpu: GPULoadStoreSpec, where: Any) -> Iterator[Move]:
         """Yield the blocks of a job with the chunk and the index in it."""
@@ -241,9 +264,10 @@ class MemoryTierWorker(OffloadingWorker):
             for at in layers
         )
 
-    def _end(self, job_id: int, nbytes: int, *, success: bool) -> None:
-        self._num_bytes += nbytes
-        self._finished.append(TransferResult(job_id, success, nbytes))
+    @staticmethod
+    def _result(job_id: int, job: Future[int]) -> TransferResult:
+        success = job.exception() is None
+        return TransferResult(job_id, success, job.result() if success else 0)
 
 
 class MemorySpec(OffloadingSpec):

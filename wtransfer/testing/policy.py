@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from wtransfer.specs.policies import policy_class
-from wtransfer.testing.kit import ConformanceKit
+from wtransfer.testing.kit import ConformanceKit, usually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,6 +81,7 @@ class PolicyConformance(ConformanceKit):
 
     # -- candidates for eviction
 
+    @usually("release() or insert() loses a block, or that an evicted one stays in a list")
     def test_every_candidate_is_evicted_once(self, make: MakePolicy) -> None:
         """Each once; then no candidate is left."""
         cache = make(CAPACITY)
@@ -89,6 +90,7 @@ class PolicyConformance(ConformanceKit):
         assert sorted(evicted) == sorted(keys)
         assert _try_evict(cache, 1) is None
 
+    @usually("reorder() removes blocks and does not add them again")
     def test_reorder_keeps_candidates(self, make: MakePolicy) -> None:
         """Reordered blocks stay candidates, each once."""
         cache = make(CAPACITY)
@@ -96,6 +98,7 @@ class PolicyConformance(ConformanceKit):
         cache.reorder(keys[::-2])
         assert sorted(_evict(cache, CAPACITY)) == sorted(keys)
 
+    @usually("evict() names a block twice, or stops at a bound of its own")
     @pytest.mark.parametrize("count", [1, 2, 5, CAPACITY])
     def test_evict_returns_the_count_asked_for(self, make: MakePolicy, count: int) -> None:
         """All of them different, and none of them named again."""
@@ -107,6 +110,7 @@ class PolicyConformance(ConformanceKit):
         others = _evict(cache, rest) if rest else []
         assert sorted([*evicted, *others]) == sorted(keys)
 
+    @usually("insert() makes a block a candidate while it is being stored")
     def test_inserted_blocks_are_evicted_only_after_release(self, make: MakePolicy) -> None:
         """Inserted blocks are candidates once they are released."""
         cache = make(CAPACITY)
@@ -118,6 +122,7 @@ class PolicyConformance(ConformanceKit):
         cache.release(new)
         assert sorted(_evict(cache, 2)) == sorted(new)
 
+    @usually("pin() does not take a block out of the order, or release() does not put it back")
     def test_pinned_blocks_are_evicted_only_after_release(self, make: MakePolicy) -> None:
         """Until they are released, as often as that happens."""
         cache = make(CAPACITY)
@@ -131,6 +136,7 @@ class PolicyConformance(ConformanceKit):
         cache.release(keys[:2])
         assert sorted(_evict(cache, 2)) == sorted(keys[:2])
 
+    @usually("`protected` is not looked at, or that protected blocks are dropped from the order")
     def test_protected_blocks_are_not_evicted(self, make: MakePolicy) -> None:
         """In any position; they may be evicted the next time."""
         cache = make(CAPACITY)
@@ -140,6 +146,7 @@ class PolicyConformance(ConformanceKit):
         assert set(_evict(cache, 3, protected)) == set(keys) - protected
         assert set(_evict(cache, 3)) == protected
 
+    @usually("touch() adds a block and leaves the former entry")
     def test_touch_keeps_candidates(self, make: MakePolicy) -> None:
         """Each is still one, and only one."""
         cache = make(CAPACITY)
@@ -150,6 +157,7 @@ class PolicyConformance(ConformanceKit):
         assert sorted(_evict(cache, 4)) == sorted(keys)
         assert _try_evict(cache, 1) is None
 
+    @usually("remove() looks in one of the policy's lists only")
     def test_removed_blocks_are_not_evicted(self, make: MakePolicy) -> None:
         """Whether they were candidates, being stored or being loaded."""
         cache = make(CAPACITY)
@@ -162,6 +170,7 @@ class PolicyConformance(ConformanceKit):
         assert sorted(_evict(cache, 3)) == sorted([keys[2], keys[3], storing[1]])
         assert _try_evict(cache, 1) is None
 
+    @usually("a block that is remembered as evicted is not taken up again")
     def test_evicted_and_removed_blocks_may_return(self, make: MakePolicy) -> None:
         """After eviction, and after removal."""
         cache = make(4)
@@ -177,6 +186,7 @@ class PolicyConformance(ConformanceKit):
 
     # -- all or none
 
+    @usually("evict() changes its lists before it knows that there are enough candidates")
     def test_refused_eviction_changes_nothing(self, make: MakePolicy) -> None:
         """After a refusal, a policy behaves like one that was not asked."""
         asked, other = make(CAPACITY), make(CAPACITY)
@@ -200,11 +210,13 @@ class PolicyConformance(ConformanceKit):
 
     # -- effort and memory
 
+    @usually("a call sorts, copies or scans all blocks")
     def test_lookups_do_not_grow_with_capacity(self, make: MakePolicy) -> None:
         """Counted in look-ups of keys, over many calls of each method."""
         few, many = (_effort(make(capacity), capacity) for capacity in (64, MANY))
         assert many <= 2 * few + 64, f"{few} look-ups with 64 blocks, {many} with {MANY}"
 
+    @usually("evicted keys are remembered for good")
     def test_memory_is_bounded(self, make: MakePolicy) -> None:
         """A policy may remember evicted keys, up to a few times the capacity."""
         before = _Key.alive
@@ -222,6 +234,7 @@ class PolicyConformance(ConformanceKit):
 
     # -- everything together
 
+    @usually("two of the calls above do not go together; the seed is the test's parameter")
     @pytest.mark.parametrize("seed", range(3))
     def test_random_calls(self, make: MakePolicy, seed: int) -> None:
         """Any order of calls: evicted blocks are candidates, in the right number."""

@@ -22,5 +22,6 @@ class DiskSpec(OffloadingSpec):
     def get_worker(self, kv_caches):
         if self.worker is None:
             folder = Path(self.extra_config["folder"])
-            self.worker = DiskWorker(folder, kv_caches, self.blocks_per_chunk)
+            rank = self.config.parallel.rank
+            self.worker = DiskWorker(folder, kv_caches, self.blocks_per_chunk, rank)
         return self.worker

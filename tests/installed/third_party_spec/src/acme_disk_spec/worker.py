@@ -11,8 +11,10 @@ from wtransfer.specs.interface import TransferResult
 
 
 class DiskWorker(OffloadingWorker):
-    def __init__(self, folder, kv_caches, blocks_per_chunk):
-        self.folder = folder
+    def __init__(self, folder, kv_caches, blocks_per_chunk, rank):
+        # Every rank has its own part of a block.
+        self.folder = folder / str(rank)
+        self.folder.mkdir(exist_ok=True)
         self.blocks_per_chunk = blocks_per_chunk
         self.groups = [
             [kv_caches.tensors[ref.tensor_idx].tensor for ref in refs]
