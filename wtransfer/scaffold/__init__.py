@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
     from pathlib import Path
 
-GROUPS = {"spec": "wtransfer.specs", "tier": "wtransfer.specs"}
+GROUPS = {"engine": "wtransfer.engines", "spec": "wtransfer.specs", "tier": "wtransfer.specs"}
 """Kind -> entry-point group."""
 SUFFIX = ".template"
 
