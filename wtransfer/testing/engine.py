@@ -86,6 +86,14 @@ class EngineConformance(ConformanceKit):
     """Bound on the leftovers of a shutdown, in seconds."""
     smoke_test = "test_one_round_is_committed"
 
+    def options_of(self, number: int) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return the options of one publisher; override it where two cannot have the same.
+
+        Args:
+            number: Of the publisher, from 0, among those of a test.
+        """
+        return self.options
+
     # -- fixtures
 
     @pytest.fixture(autouse=True)
@@ -120,7 +128,7 @@ class EngineConformance(ConformanceKit):
                 source,
                 engine=name,
                 trainer=trainer,
-                options=dict(self.options),
+                options=dict(self.options_of(len(fleets))),
                 deadline_s=self.deadline_s,
             )
             fleets.append(made)
@@ -331,25 +339,22 @@ class EngineConformance(ConformanceKit):
         """``receive_weights`` raises before the first byte; the round ends with that error."""
         watch = _Watch()
         source = _model()
-        made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
-        members = [made.join(), made.join()]
-        _publish(made, "v1")
+        engine = watch.wrap(worker_cls, twin_cls)
 
-        def fail_once() -> None:
+        def live() -> None:
+            made = fleet(source, engine=engine)
+            members = [made.join(), made.join()]
+            _publish(made, "v1")
             source["weight"] += 1
             watch.fails_first = True
             with pytest.raises(WTransferError, match="before the first byte"):
-                made.publish("failed")
+                made.publish("v2")
             assert watch.sends_end(), "send_weights goes on though its round has ended"
-            _publish(made, "next")
+            _publish(made, "v3")
             assert [member.contents for member in members] == [contents(source)] * 2
+            made.close()
 
-        # What an engine keeps from one round to the next is there after this one.
-        fail_once()
-        leftovers = Leftovers()
-        fail_once()
-        fail_once()
-        assert leftovers.found(self.ends_within_s) == []
+        self._check_leaves_nothing(live)
 
     @usually(
         "an error path of one side does not close what its round has opened; a `with` block does"
@@ -357,12 +362,13 @@ class EngineConformance(ConformanceKit):
     def test_worker_that_is_lost_ends_the_round(self, fleet: MakeFleet) -> None:
         """A worker leaves while it is sent to; the round ends, and nothing of it is left."""
         source = _GatedSource(_model())
-        made = fleet(source)
-        like = {name: torch.zeros_like(tensor) for name, tensor in source.tensors.items()}
-        member = made.join(like)
 
-        def lose_one() -> None:
-            lost = made.join({name: tensor.clone() for name, tensor in like.items()})
+        def live() -> None:
+            made = fleet(source)
+            member, lost = (
+                made.join({name: torch.zeros_like(t) for name, t in source.tensors.items()})
+                for _ in range(2)
+            )
             _publish(made, "v1")
             round_ = self._stop_in_sending(made, source)
             lost.session.close()
@@ -373,13 +379,9 @@ class EngineConformance(ConformanceKit):
             source.tensors["weight"] += 1
             _publish(made, "v2")
             assert member.contents == contents(source.tensors)
+            made.close()
 
-        # What an engine keeps from one round to the next is there after this one.
-        lose_one()
-        leftovers = Leftovers()
-        lose_one()
-        lose_one()
-        assert leftovers.found(self.ends_within_s) == []
+        self._check_leaves_nothing(live)
 
     @usually("all publishers of a host share a port, a file or a name: let the system choose it")
     def test_two_publishers_do_not_meet(self, fleet: MakeFleet) -> None:
@@ -423,6 +425,19 @@ class EngineConformance(ConformanceKit):
             for received in strangers.received():
                 assert raw[:64] not in received, "a stranger was sent weights"
 
+    def _check_leaves_nothing(self, live: Callable[[], None]) -> None:
+        """Check that a life of a fleet, its end included, leaves nothing in the process."""
+        # A process may make something once and keep it, such as a pool of threads.
+        live()
+        leftovers, processes = Leftovers(), set(descendants())
+        live()
+        live()
+        assert leftovers.found(self.ends_within_s) == []
+        deadline = Deadline(self.ends_within_s)
+        while more := set(descendants()) - processes:
+            assert not deadline.expired, f"processes {sorted(more)} are left"
+            time.sleep(0.02)
+
     def _stop_in_sending(self, fleet: Fleet, source: _GatedSource) -> Round:
         """Begin a round, of changed weights, that waits at its second tensor."""
         source.tensors["weight"] += 1
@@ -446,16 +461,7 @@ class EngineConformance(ConformanceKit):
             _publish(made, "v2")
             made.close()
 
-        # A process may make something once and keep it, such as a pool of threads.
-        live()
-        leftovers, processes = Leftovers(), set(descendants())
-        live()
-        live()
-        assert leftovers.found(self.ends_within_s) == []
-        deadline = Deadline(self.ends_within_s)
-        while more := set(descendants()) - processes:
-            assert deadline.remaining(), f"processes {sorted(more)} are left"
-            time.sleep(0.02)
+        self._check_leaves_nothing(live)
 
     # -- declarations and infos
 
