@@ -47,7 +47,10 @@ class OnAFolder(EngineConformance):
 
     @pytest.fixture(autouse=True)
     def folder_of_its_own(self, tmp_path):
-        self.options = {"path": str(tmp_path / "store"), **self.more}
+        self.folder = tmp_path
+
+    def options_of(self, number):
+        return {"path": str(self.folder / f"store-{number}"), **self.more}
 
 
 class TestFile(OnAFolder):

@@ -3,8 +3,6 @@
 What moves them from GPU to GPU is `plugins/wtransfer-nccl`.
 """
 
-from typing import ClassVar
-
 import pytest
 import torch
 
@@ -33,11 +31,13 @@ class TestGloo(EngineConformance):
 class TestFile(EngineConformance):
     engine = "file"
     device = "cuda"
-    options: ClassVar = {}
 
     @pytest.fixture(autouse=True)
     def folder_of_its_own(self, tmp_path):
-        self.options = {"path": str(tmp_path / "store")}
+        self.folder = tmp_path
+
+    def options_of(self, number):
+        return {"path": str(self.folder / f"store-{number}")}
 
 
 @pytest.fixture

@@ -1,10 +1,19 @@
 """Engines that are broken in one way each. `test_kits.py` runs this file as a test module."""
 
+import contextlib
+import importlib.util
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from wtransfer.scaffold import create
 from wtransfer.testing.engine import EngineConformance
 from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 
@@ -222,6 +231,142 @@ class TestReceivesBeforeInit(MemoryEngine):
     def receive_weights(self, update_info, load_weights):
         if hasattr(self, "_shelf"):
             super().receive_weights(update_info, load_weights)
+
+
+# -- streams: a healthy one is what ``wtransfer plugins new engine`` writes
+
+
+def scaffolded():
+    """Return the module of a new engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        create("engine", "acme-broken", Path(folder) / "new")
+        path = Path(folder) / "new/src/acme_broken/__init__.py"
+        spec = importlib.util.spec_from_file_location("acme_broken", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+stream = scaffolded()
+Worker, Trainer = stream.AcmeBroken, stream.AcmeBrokenTrainer
+
+
+def broken_stream(caught_by=None, **attributes):
+    """Have the kit run with a class that overrides a part of one side of a healthy stream."""
+
+    def make(cls):
+        sides = {"engine_cls": Worker, "trainer_cls": Trainer}
+        sides["engine_cls" if issubclass(cls, Worker) else "trainer_cls"] = cls
+        passes = ("test_two_workers_get_the_same", *attributes.pop("passes", ()))
+        own = {"caught_by": caught_by, "passes": passes, **sides, **attributes}
+        return type(cls.__name__, (Kit,), own)
+
+    return make
+
+
+@broken_stream("test_blocked_receive_is_unblocked")
+class TestCannotBeAborted(Worker):
+    def abort_weight_update(self):
+        pass
+
+
+@broken_stream("test_blocked_receive_is_unblocked")
+class TestSetsAFlagThatNobodyReads(Worker):
+    def abort_weight_update(self):
+        self._aborted = True
+
+
+def accept(trainer, stack, listener, is_worker=lambda peer: True):
+    for _ in range(trainer.client.num_workers):
+        peer = stack.enter_context(listener.accept()[0])
+        if is_worker(peer):
+            trainer._sockets += (peer,)
+            yield peer
+
+
+@broken_stream("test_worker_that_fails_first_leaves_nothing_blocked")
+class TestWaitsInAccept(Trainer):
+    def _accept(self, listener, update, stack):
+        return accept(self, stack, listener, lambda peer: peer.recv(stream.TOKEN_NBYTES))
+
+    def abort_weight_update(self):
+        pass
+
+
+@broken_stream("test_worker_that_is_lost_ends_the_round")
+class TestKeepsStreamsOfFailedRounds(Trainer):
+    kept = []  # noqa: RUF012
+
+    def _send(self, listener, update):
+        try:
+            super()._send(listener, update)
+        except BaseException:
+            self.kept.append(socket.socket())
+            raise
+
+
+@broken_stream("test_two_publishers_do_not_meet", passes=("test_one_round_after_another_arrives",))
+class TestHasOneFixedPort(Trainer):
+    def send_weights(self):
+        with socket.create_server(("127.0.0.1", 47391)):
+            super().send_weights()
+
+
+@broken_stream("test_stranger_gets_nothing")
+class TestSendsToAnyone(Trainer):
+    def _accept(self, listener, update, stack):
+        return accept(self, stack, listener, self.reads)
+
+    def reads(self, peer):
+        """Read what may be a token, and compare it with nothing."""
+        peer.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            peer.recv(1024)
+        return True
+
+
+@broken_stream("test_stranger_gets_nothing", deadline_s=2.0)
+class TestWaitsForASilentStranger(Trainer):
+    def _accept(self, listener, update, stack):
+        return accept(self, stack, listener, self._knows_token)
+
+
+@broken_stream(passes=("test_many_small_tensors_arrive",))
+class TestIsSlowPerTensor(Worker):
+    """It is no fault, but a line is printed."""
+
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            time.sleep(0.003)
+            load_weights(pairs)
+
+        super().receive_weights(update_info, load)
+
+
+@broken(
+    "test_tensors_keep_their_bytes_for_as_long_as_declared", passes=("test_one_round_is_committed",)
+)
+class TestReusesOneBuffer(MemoryEngine):
+    """Each tensor overwrites the one before, which it denies."""
+
+    tensors_valid_until = "round"
+
+    def receive_weights(self, update_info, load_weights):
+        buffer = torch.empty(1 << 20, dtype=torch.uint8, device="cpu")
+
+        def load(pairs):
+            for name, tensor in pairs:
+                view = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                load_weights([(name, view.copy_(tensor))])
+
+        super().receive_weights(update_info, load)
+
+
+@broken("test_shutdown_leaves_nothing", passes=("test_two_workers_get_the_same",))
+class TestLeavesAProcess(MemoryEngine):
+    def init_transfer_engine(self, init_info):
+        super().init_transfer_engine(init_info)
+        KEPT_OPEN.append(subprocess.Popen(["/bin/sleep", "60"]))
 
 
 class TestExcused(Kit):

@@ -102,8 +102,17 @@ def outcomes(tmp_path_factory):
 def test_outcome_of_a_broken_backend(outcomes, *, kind, backend, test, expected):
     outcome, reason = outcomes[f"broken_{kind}", backend, test]
     assert outcome == expected
-    if kind in {"connectors", "policies", "specs", "tiers"} and expected == "failed":
+    if expected == "failed":
         assert "Usually this means that" in reason
+
+
+@pytest.mark.slow
+def test_engine_that_is_slow_per_tensor_is_told_so():
+    node = f"{HERE / 'broken_engines.py'}::TestIsSlowPerTensor::test_many_small_tensors_arrive"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", node]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "TestIsSlowPerTensor: a small tensor takes" in done.stdout
 
 
 @pytest.mark.parametrize("kind", KITS)

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
     from pathlib import Path
 
-GROUPS = {"connector": "wtransfer.connectors", "spec": "wtransfer.specs", "tier": "wtransfer.specs"}
+GROUPS = {
+    "connector": "wtransfer.connectors",
+    "engine": "wtransfer.engines",
+    "spec": "wtransfer.specs",
+    "tier": "wtransfer.specs",
+}
 """Kind -> entry-point group."""
 SUFFIX = ".template"
 

@@ -19,8 +19,11 @@ says why the engine may fail it::
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -30,18 +33,20 @@ import torch
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.deadline import Deadline
 from wtransfer.engines.factory import WeightTransferTrainerFactory
-from wtransfer.errors import RoundAbortedError
+from wtransfer.errors import RoundAbortedError, WTransferError
 from wtransfer.registry.registry import registry
 from wtransfer.testing.contents import TRAVELLING_DTYPES, contents, random_tensor
 from wtransfer.testing.faults import Fault, Faults
 from wtransfer.testing.fleet import Fleet
-from wtransfer.testing.kit import ConformanceKit, registered_name
-from wtransfer.testing.leftovers import Leftovers
+from wtransfer.testing.kit import ConformanceKit, registered_name, usually
+from wtransfer.testing.leftovers import Leftovers, descendants
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from wtransfer.weight_sync.trainer.coordinator import Round
 
     MakeFleet = Callable[..., Fleet]
 
@@ -49,6 +54,12 @@ BIG_NBYTES = 24 * 2**20 + 4
 """Bytes of the one big tensor: larger than a usual bucket, and no multiple of it."""
 NUM_SMALL = 2000
 """Number of small tensors."""
+SLOW_TENSOR_MS = 2.0
+"""Time per small tensor above which the kit prints a line."""
+UNBLOCKED_WITHIN_S = 1.0
+"""Time that an engine gets to return after ``abort_weight_update``, as in a round."""
+STRANGER_READS = 1 << 20
+"""Most bytes that a stranger reads at a time."""
 
 
 class EngineConformance(ConformanceKit):
@@ -71,11 +82,20 @@ class EngineConformance(ConformanceKit):
     """Bound on the leftovers of a shutdown, in seconds."""
     smoke_test = "test_one_round_is_committed"
 
+    def options_of(self, number: int) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return the options of one publisher; override it where two cannot have the same.
+
+        Args:
+            number: Of the publisher, from 0, among those of a test.
+        """
+        return self.options
+
     # -- fixtures
 
     @pytest.fixture(autouse=True)
-    def _tensors_on_device(self) -> Iterator[None]:
+    def _tensors_on_device(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Create tensors on the device by default."""
+        self._item: pytest.Item = request.node
         with torch.device(self.device):
             yield
 
@@ -105,7 +125,7 @@ class EngineConformance(ConformanceKit):
                 source,
                 engine=name,
                 trainer=trainer,
-                options=dict(self.options),
+                options=dict(self.options_of(len(fleets))),
                 deadline_s=self.deadline_s,
             )
             fleets.append(made)
@@ -121,13 +141,23 @@ class EngineConformance(ConformanceKit):
     def test_one_round_is_committed(self, fleet: MakeFleet) -> None:
         """One tensor arrives at two workers."""
         with self.is_smoke_test():
-            _round_trip(fleet({"weight": torch.arange(12.0)}))
+            self._check_one_round(fleet)
 
+    @usually("`receive_weights` does not pass on every tensor under its name, or before it returns")
+    def _check_one_round(self, fleet: MakeFleet) -> None:
+        _round_trip(fleet({"weight": torch.arange(12.0)}))
+
+    @usually(
+        "tensors pass through a library that lacks the dtype, or are compared or converted by value"
+    )
     @pytest.mark.parametrize("dtype", TRAVELLING_DTYPES, ids=str)
     def test_every_dtype_arrives(self, fleet: MakeFleet, dtype: torch.dtype) -> None:
         """Bits are not interpreted, so NaN patterns and signs of zero arrive as well."""
         _round_trip(fleet({"weight": random_tensor(dtype, (3, 5), seed=1)}))
 
+    @usually(
+        "a loop over bytes skips tensors of none, or that a shape of no dimensions becomes `(1,)`"
+    )
     def test_empty_and_scalar_tensors_arrive(self, fleet: MakeFleet) -> None:
         """Tensors without dimensions, and without elements."""
         source = {
@@ -139,15 +169,32 @@ class EngineConformance(ConformanceKit):
         }
         _round_trip(fleet(source))
 
+    @usually(
+        "a tensor must fit into one buffer or message, or that one short read is taken for "
+        "all of it"
+    )
     def test_one_big_tensor_arrives(self, fleet: MakeFleet) -> None:
         """A tensor may be larger than any buffer."""
         tensor = torch.arange(BIG_NBYTES // 4, dtype=torch.int32)
         _round_trip(fleet({"small": torch.ones(3), "big": tensor, "last": torch.zeros(1)}))
 
+    @usually("a list, queue or message has a bound, at which tensors are dropped")
     def test_many_small_tensors_arrive(self, fleet: MakeFleet) -> None:
-        """More tensors than buffers and messages."""
-        _round_trip(fleet({f"layer.{i}": torch.full((i % 7,), float(i)) for i in range(NUM_SMALL)}))
+        """More tensors than buffers and messages; what each costs is said where it is much."""
+        made = fleet({f"layer.{i}": torch.full((i % 7,), float(i)) for i in range(NUM_SMALL)})
+        start = time.monotonic()
+        _round_trip(made)
+        cost_ms = (time.monotonic() - start) * 1e3 / NUM_SMALL
+        self._item.user_properties.append(("ms_per_small_tensor", cost_ms))
+        if cost_ms > SLOW_TENSOR_MS:
+            # Not a warning: those are errors in many projects, and a slow machine is none.
+            _print_line(
+                self._item.config,
+                f"{type(self).__name__}: a small tensor takes {cost_ms:.1f} ms, more than "
+                f"{SLOW_TENSOR_MS:g} ms: send tensors in buckets",
+            )
 
+    @usually("the trainer sends storage, as from `data_ptr()`, without `contiguous()`")
     def test_tensors_of_any_strides_arrive(self, fleet: MakeFleet) -> None:
         """Elements are sent in C order, whatever their strides are in the trainer's memory."""
         base = random_tensor(torch.float32, (6, 8), seed=2)
@@ -157,11 +204,13 @@ class EngineConformance(ConformanceKit):
         _publish(made, "v1")
         assert member.contents == contents(source)
 
+    @usually("names become parts of paths, are split, or are encoded as ASCII")
     def test_names_of_any_characters_arrive(self, fleet: MakeFleet) -> None:
         """Names are not paths, and not ASCII."""
         names = ["a.b", "../up", "/etc/name", "with space", "ключ", "重み", "a" * 300, "%s{}"]
         _round_trip(fleet({name: torch.full((2,), float(i)) for i, name in enumerate(names)}))
 
+    @usually("the trainer keeps what it sent first, or that a buffer or counter is not reset")
     def test_one_round_after_another_arrives(self, fleet: MakeFleet) -> None:
         """Buffers are reused; bytes of an earlier round must not remain."""
         source = _model()
@@ -174,6 +223,9 @@ class EngineConformance(ConformanceKit):
             assert member.contents == contents(source)
             assert member.session.version == f"v{number}"
 
+    @usually(
+        "the engine serves the first worker only; `client.num_workers` says how many there are"
+    )
     def test_two_workers_get_the_same(self, fleet: MakeFleet) -> None:
         """Each worker verifies the digests itself."""
         source = _model()
@@ -184,6 +236,9 @@ class EngineConformance(ConformanceKit):
             _publish(made, version)
             assert [member.contents for member in members] == [contents(source)] * 2
 
+    @usually(
+        "`resend(client)` sends nothing, or to `self.client`; leave it out if weights are not kept"
+    )
     def test_a_late_joiner_gets_the_current_version(self, fleet: MakeFleet, twin_cls: type) -> None:
         """It arrives at once if the trainer can ``resend``, else with the next round."""
         source = _model()
@@ -200,6 +255,7 @@ class EngineConformance(ConformanceKit):
 
     # -- failures
 
+    @usually("state of the aborted round is kept: a flag, a half-read stream, a lock")
     def test_an_aborted_round_changes_nothing(self, fleet: MakeFleet) -> None:
         """An abort in the middle of sending leaves the old version, and the engine usable."""
         source = _GatedSource(_model())
@@ -220,6 +276,7 @@ class EngineConformance(ConformanceKit):
         _publish(made, "v3")
         assert member.contents == contents(source.tensors)
 
+    @usually("`receive_weights` swallows the error of `load_weights`, or is left unusable by it")
     @pytest.mark.parametrize("worker", [0, 1])
     def test_a_round_that_fails_on_one_worker_changes_none(
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type, worker: int
@@ -240,8 +297,160 @@ class EngineConformance(ConformanceKit):
         _publish(made, "v3")
         assert [member.contents for member in members] == [contents(source)] * 2
 
+    @usually(
+        "`receive_weights` waits in a call that `abort_weight_update` does not end, or that the "
+        "worker's class lacks it: shut its socket down, or set its event"
+    )
+    def test_blocked_receive_is_unblocked(
+        self, fleet: MakeFleet, worker_cls: type, twin_cls: type
+    ) -> None:
+        """A worker that waits for the trainer's next tensor returns once it is aborted."""
+        watch = _Watch()
+        source = _GatedSource(_model())
+        made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
+        member = made.join({name: torch.zeros_like(t) for name, t in source.tensors.items()})
+        _publish(made, "v1")
+        round_ = self._stop_in_sending(made, source)
+        blocked = watch.blocked()
+        try:
+            for engine in blocked:
+                abort = getattr(engine, "abort_weight_update", None)
+                assert abort is not None, "receive_weights blocks; there is no abort_weight_update"
+                abort()
+            assert watch.ended(blocked), "receive_weights goes on after abort_weight_update"
+        finally:
+            source.gate.set()
+            if not round_.done:
+                round_.abort("the test says so")
+            with contextlib.suppress(WTransferError):
+                made.finish(round_)
+        _publish(made, "v3")
+        assert member.contents == contents(source.tensors)
+
+    @usually(
+        "the trainer waits for a worker to dial, as in accept(), without a look at whether "
+        "`client.update_weights`, on its other thread, has failed, and without a deadline"
+    )
+    def test_worker_that_fails_first_leaves_nothing_blocked(
+        self, fleet: MakeFleet, worker_cls: type, twin_cls: type
+    ) -> None:
+        """``receive_weights`` raises before the first byte; the round ends with that error."""
+        watch = _Watch()
+        source = _model()
+        engine = watch.wrap(worker_cls, twin_cls)
+
+        def live() -> None:
+            made = fleet(source, engine=engine)
+            members = [made.join(), made.join()]
+            _publish(made, "v1")
+            source["weight"] += 1
+            watch.fails_first = True
+            with pytest.raises(WTransferError, match="before the first byte"):
+                made.publish("v2")
+            assert watch.sends_end(), "send_weights goes on though its round has ended"
+            _publish(made, "v3")
+            assert [member.contents for member in members] == [contents(source)] * 2
+            made.close()
+
+        self._check_leaves_nothing(live)
+
+    @usually(
+        "an error path of one side does not close what its round has opened; a `with` block does"
+    )
+    def test_worker_that_is_lost_ends_the_round(self, fleet: MakeFleet) -> None:
+        """A worker leaves while it is sent to; the round ends, and nothing of it is left."""
+        source = _GatedSource(_model())
+
+        def live() -> None:
+            made = fleet(source)
+            member, lost = (
+                made.join({name: torch.zeros_like(t) for name, t in source.tensors.items()})
+                for _ in range(2)
+            )
+            _publish(made, "v1")
+            round_ = self._stop_in_sending(made, source)
+            lost.session.close()
+            made.members.remove(lost)
+            source.gate.set()
+            with contextlib.suppress(WTransferError):
+                made.finish(round_)
+            source.tensors["weight"] += 1
+            _publish(made, "v2")
+            assert member.contents == contents(source.tensors)
+            made.close()
+
+        self._check_leaves_nothing(live)
+
+    @usually("all publishers of a host share a port, a file or a name: let the system choose it")
+    def test_two_publishers_do_not_meet(self, fleet: MakeFleet) -> None:
+        """Two publishers of one host send at the same time."""
+        held, other = _GatedSource(_model()), _model()
+        first, second = fleet(held), fleet(other)
+        member = first.join({name: torch.zeros_like(t) for name, t in held.tensors.items()})
+        beside = second.join()
+        _publish(first, "v1")
+        round_ = self._stop_in_sending(first, held)
+        try:
+            other["weight"] += 2
+            _publish(second, "w1")
+        finally:
+            held.gate.set()
+        first.finish(round_)
+        assert member.contents == contents(held.tensors)
+        assert beside.contents == contents(other)
+
+    @usually(
+        "every peer that dials is taken for a worker, or is read from without a deadline: compare "
+        "a token from the init info first, and let no silent peer keep the others waiting"
+    )
+    def test_stranger_gets_nothing(
+        self, fleet: MakeFleet, worker_cls: type, twin_cls: type
+    ) -> None:
+        """Peers without a token dial before the workers: one is silent, one sends noise."""
+        watch = _Watch()
+        source = {"weight": random_tensor(torch.float32, (64, 64), seed=5)}
+        # A publisher's own listener is authenticated; it is there from now on.
+        made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
+        members = [made.join(), made.join()]
+        with contextlib.ExitStack() as stack:
+            strangers = _Strangers(stack)
+            watch.on_receive = strangers.dial
+            _publish(made, "v1")
+            if not strangers.sockets:
+                pytest.skip("the engine listens on no TCP port: there is nothing to dial")
+            assert [member.contents for member in members] == [contents(source)] * 2
+            raw = source["weight"].cpu().numpy().tobytes()
+            for received in strangers.received():
+                assert raw[:64] not in received, "a stranger was sent weights"
+
+    def _check_leaves_nothing(self, live: Callable[[], None]) -> None:
+        """Check that a life of a fleet, its end included, leaves nothing in the process."""
+        # A process may make something once and keep it, such as a pool of threads.
+        live()
+        leftovers, processes = Leftovers(), set(descendants())
+        live()
+        live()
+        assert leftovers.found(self.ends_within_s) == []
+        deadline = Deadline(self.ends_within_s)
+        while more := set(descendants()) - processes:
+            assert not deadline.expired, f"processes {sorted(more)} are left"
+            time.sleep(0.02)
+
+    def _stop_in_sending(self, fleet: Fleet, source: _GatedSource) -> Round:
+        """Begin a round, of changed weights, that waits at its second tensor."""
+        source.tensors["weight"] += 1
+        source.reached.clear()
+        source.gate.clear()
+        round_ = fleet.publisher.publish("stopped", wait=False)
+        assert source.reached.wait(self.deadline_s)
+        return round_
+
+    @usually(
+        "`shutdown()` of one side does not end its threads and processes, or close its "
+        "sockets, files and memory"
+    )
     def test_shutdown_leaves_nothing(self, fleet: MakeFleet) -> None:
-        """No thread, descriptor or shared memory, within `ends_within_s`."""
+        """No thread, process, descriptor or shared memory, within `ends_within_s`."""
 
         def live() -> None:
             made = fleet(_model())
@@ -250,15 +459,14 @@ class EngineConformance(ConformanceKit):
             _publish(made, "v2")
             made.close()
 
-        # A process may make something once and keep it, such as a pool of threads.
-        live()
-        leftovers = Leftovers()
-        live()
-        live()
-        assert leftovers.found(self.ends_within_s) == []
+        self._check_leaves_nothing(live)
 
     # -- declarations and infos
 
+    @usually(
+        "an attribute has another type: `devices` is a tuple, `tensors_valid_until` is "
+        "'return' or 'round'"
+    )
     def test_declared_attributes_are_valid(self, worker_cls: Any, twin_cls: Any) -> None:
         """Attributes have the types that the framework reads; each has a default."""
         assert getattr(worker_cls, "tensors_valid_until", "return") in ("return", "round")
@@ -272,6 +480,10 @@ class EngineConformance(ConformanceKit):
         assert isinstance(worker_cls.update_info_cls, type)
         assert isinstance(twin_cls.init_info_cls, type)
 
+    @usually(
+        "a receive buffer is used again though `tensors_valid_until` is 'round'; copy, or "
+        "declare 'return'"
+    )
     def test_tensors_keep_their_bytes_for_as_long_as_declared(self, fleet: MakeFleet) -> None:
         """Tensors that are valid for the round keep their bytes through the next transfer."""
         source = _model()
@@ -291,6 +503,10 @@ class EngineConformance(ConformanceKit):
         made.finish(round_)
         assert contents(ledger.held) == contents(source)
 
+    @usually(
+        "an info holds an object, a set or a tuple; it travels as msgpack, so send "
+        "numbers, text, lists and dictionaries"
+    )
     def test_infos_are_plain_data(self, fleet: MakeFleet, twin_cls: type) -> None:
         """Infos round-trip through msgpack."""
         infos = _sent_infos(fleet, twin_cls)
@@ -298,6 +514,7 @@ class EngineConformance(ConformanceKit):
         for info in infos:
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(info)) == info
 
+    @usually("`parse_init_info` or `parse_update_info` is overridden; the base class has both")
     @pytest.mark.parametrize("what", ["init_info", "update_info"])
     def test_infos_that_do_not_fit_are_refused(self, worker_cls: type, what: str) -> None:
         """The error has the text that vLLM's has."""
@@ -308,6 +525,7 @@ class EngineConformance(ConformanceKit):
             parse({"no_such_field": 1})
         worker.shutdown()
 
+    @usually("`receive_weights` returns at once, or waits, where there is no connection")
     def test_receiving_before_init_raises(
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type
     ) -> None:
@@ -315,9 +533,142 @@ class EngineConformance(ConformanceKit):
         update = _sent_infos(fleet, twin_cls)[-1]
         worker = _worker(worker_cls)
         info = worker.parse_update_info(update)
-        with pytest.raises(Exception):  # noqa: B017, PT011 - the contract names no class
+        refused = False
+        try:
             worker.receive_weights(info, list)
+        except Exception:  # the contract names no class
+            refused = True
+        assert refused, "receive_weights returned, though it was never initialised"
         worker.shutdown()
+
+
+class _Watch:
+    """Sees when an engine's calls begin and end, in both sides' classes."""
+
+    def __init__(self) -> None:
+        self.fails_first = False
+        """Whether the next ``receive_weights`` of the second worker fails at once."""
+        self.on_receive: Callable[[], None] = lambda: None
+        """Called before a worker dials."""
+        self.receiving: list[Any] = []
+        self.sending: list[Any] = []
+
+    def wrap(self, worker_cls: Any, twin_cls: Any) -> str:
+        """Return the name of an engine that is watched."""
+        watch = self
+
+        class Trainer(twin_cls):  # type: ignore[misc]  # the class that is tested
+            """The tested trainer."""
+
+            def send_weights(self) -> None:
+                watch.sending.append(self)
+                try:
+                    super().send_weights()
+                finally:
+                    watch.sending.remove(self)
+
+        class Worker(worker_cls):  # type: ignore[misc]  # the class that is tested
+            """The tested worker."""
+
+            trainer_cls = Trainer
+
+            def init_transfer_engine(self, init_info: Any) -> None:
+                watch.on_receive()
+                super().init_transfer_engine(init_info)
+
+            def receive_weights(self, update_info: Any, load_weights: Any) -> None:
+                watch.on_receive()
+                if watch.fails_first and self.parallel_config.data_parallel_index == 1:
+                    watch.fails_first = False
+                    raise ConnectionError("injected before the first byte")
+                watch.receiving.append(self)
+                try:
+                    super().receive_weights(update_info, load_weights)
+                finally:
+                    watch.receiving.remove(self)
+
+        Trainer.__name__, Worker.__name__ = twin_cls.__name__, worker_cls.__name__
+        return registered_name("engines", Worker)
+
+    def blocked(self) -> list[Any]:
+        """Return the workers that are receiving now, and still a while later."""
+        end = time.monotonic() + 0.5
+        while not self.receiving and time.monotonic() < end:
+            time.sleep(0.01)
+        first = list(self.receiving)
+        time.sleep(0.1)
+        return [engine for engine in first if engine in self.receiving]
+
+    def ended(self, engines: list[Any]) -> bool:
+        """Wait until none of these receives; return whether that was in time."""
+        return _in_time(lambda: not any(engine in self.receiving for engine in engines))
+
+    def sends_end(self) -> bool:
+        """Wait until no trainer sends; return whether that was in time."""
+        return _in_time(lambda: not self.sending)
+
+
+class _Strangers:
+    """Peers that dial each TCP port that this process opens from now on, and know no token."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.sockets: list[socket.socket] = []
+        self._stack = stack
+        self._dialled = _listening_ports()
+        self._lock = threading.Lock()
+
+    def dial(self) -> None:
+        """Dial each new port twice: one peer is silent, one sends noise."""
+        with self._lock:
+            new = _listening_ports() - self._dialled
+            self._dialled |= new
+            for host, port in sorted(new):
+                for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8):
+                    peer = self._stack.enter_context(socket.create_connection((host, port), 5))
+                    peer.sendall(noise)
+                    self.sockets.append(peer)
+
+    def received(self) -> Iterator[bytes]:
+        """Yield what each has been sent."""
+        for peer in self.sockets:
+            peer.settimeout(0.05)
+            parts = []
+            with contextlib.suppress(OSError):
+                while part := peer.recv(STRANGER_READS):
+                    parts.append(part)
+            yield b"".join(parts)
+
+
+def _listening_ports() -> set[tuple[str, int]]:
+    """Return where this process listens for TCP: an address that reaches it, and the port."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table, loopback in (("tcp", "127.0.0.1"), ("tcp6", "::1")):
+        for line in Path("/proc/net", table).read_text("ascii").splitlines()[1:]:
+            row = line.split()
+            if row[3] == "0A" and row[9] in inodes:
+                found.add((loopback, int(row[1].rpartition(":")[2], 16)))
+    return found
+
+
+def _in_time(is_so: Callable[[], bool]) -> bool:
+    deadline = Deadline(UNBLOCKED_WITHIN_S)
+    while not is_so() and deadline.remaining():
+        time.sleep(0.01)
+    return is_so()
+
+
+def _print_line(config: pytest.Config, line: str) -> None:
+    """Print a line in the terminal of the run; one without a terminal has the property alone."""
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    if terminal is not None and capture is not None:
+        with capture.global_and_fixture_disabled():
+            terminal.ensure_newline()
+            terminal.write_line(line)
 
 
 class _Ledger(StateDictTarget):

@@ -57,7 +57,7 @@ def _held() -> Counter[str]:
     own = list(_targets("self"))
     held = Counter(f"{kind} of {re.sub('[0-9]+', '#', target)}" for kind, target in own)
     ours = {_opened_name(target) for _, target in own} | _opened
-    for pid in _descendants("self"):
+    for pid in descendants():
         ours.update(_opened_name(target) for _, target in _targets(pid))
     held.update(f"file {_SHM}{name}" for name in os.listdir(_SHM) if name in ours)  # noqa: PTH208
     return held
@@ -74,12 +74,13 @@ def _targets(pid: str) -> Iterator[tuple[str, str]]:
                 yield "mapping", line.split(maxsplit=5)[5]
 
 
-def _descendants(pid: str) -> Iterator[str]:
+def descendants(pid: str = "self") -> Iterator[str]:
+    """Yield the process id of each child of a process, and of theirs."""
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for child in file.read_text("utf-8").split():
                 yield child
-                yield from _descendants(child)
+                yield from descendants(child)
 
 
 _opened: set[str] = set()
