@@ -393,8 +393,11 @@ class Round:
             except BaseException as error:
                 self._break(error)
         finally:
-            self.phase = "over"
-            self._tell_done()
+            try:
+                self._notify_ended()
+            finally:
+                self.phase = "over"
+                self._tell_done()
 
     def _break(self, error: BaseException) -> None:
         """Note a fault of our own: the caller hears of it rather than wait."""
@@ -414,6 +417,24 @@ class Round:
             with self._lock:
                 self.state.abort(failure)
         self._failure = self._failure or failure
+
+    def _notify_ended(self) -> None:
+        report, clock = self._report if self._failure is None else None, self._clock
+        if "total" not in clock.seconds:
+            if self.phase not in clock.seconds:
+                clock.lap(self.phase)
+            clock.seconds["total"] = sum(clock.seconds.values())
+        without = "failed" if self.state.committing else "aborted"
+        hooks.notify(
+            "wtransfer_round_ended",
+            outcome=without if report is None else report.outcome,
+            report=report,
+            error=self._failure,
+            seconds=clock.seconds,
+            nbytes=self.nbytes,
+            num_workers=len(self.members),
+            **self._identity(),
+        )
 
     def _tell_done(self) -> None:
         self._membership.close(self.state)
