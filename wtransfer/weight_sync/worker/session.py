@@ -588,6 +588,7 @@ class WorkerSession:
                 pending, previous, cause=error, touched=touched, last_read=handed.last_read
             )
         self._last_error = None
+        logger.info("%s has committed %r (%s)", self.name, held.version, held.fingerprint)
         hooks.notify(
             "wtransfer_weights_committed",
             version=held.version,
