@@ -25,6 +25,7 @@ FLOORS = [
     {"config", "manifest", "weight_version"},
     {"transport"},
     {"registry"},
+    {"metrics", "tracing"},
     {"kv"},
     {"engines", "checkpoint", "weight_sync", "connectors", "specs"},
     {"testing"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -176,11 +177,19 @@ def python(installed):
 
 @pytest.fixture(scope="module")
 def pip_install(tmp_path_factory):
-    """Lets pip install a project, of this folder or elsewhere; returns where to."""
+    """Lets pip install a project, of this folder or elsewhere; returns where to.
 
-    def install(name):
+    Of another version or name than its ``pyproject.toml`` says, if `changes` say so.
+    """
+
+    def install(name, /, **changes):
         folder = tmp_path_factory.mktemp("third-party")
         project = shutil.copytree(HERE / name, folder / "project")
+        text = (project / "pyproject.toml").read_text()
+        for field, value in changes.items():
+            text, num = re.subn(rf'(?m)^{field} = ".*"$', f'{field} = "{value}"', text)
+            assert num == 1, field
+        (project / "pyproject.toml").write_text(text)
         site = folder / "site"
         pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
         options = ["--disable-pip-version-check", "--no-cache-dir", "--target", str(site)]

@@ -174,3 +174,49 @@ def test_a_worker_that_is_stopped_is_named_in_time(site_of_three):
     third = site_of_three.publisher.ask("publish", 3)
     assert third["ok"], third
     assert site_of_three.holds("v3", third)
+
+
+# FAULTS 42.
+@pytest.mark.parametrize(
+    "changes",
+    [{"version": "1.2.4"}, pytest.param({"name": "acme-fork"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_worker_with_the_engine_in_another_version_or_from_elsewhere_refuses(
+    pip_install, tmp_path, changes
+):
+    trainers = pip_install("third_party_engine")
+    workers = pip_install("third_party_engine", **changes)
+    name, version = changes.get("name", "acme-file-engine"), changes.get("version", "1.2.3")
+    with contextlib.ExitStack() as stack:
+        publisher = Peer(trainers, "publisher", str(tmp_path))
+        stack.callback(publisher.end)
+        address = publisher.hear()["address"]
+        for site, worker in ((trainers, "same"), (workers, "other")):
+            peer = Peer(site, "worker", worker, address)
+            stack.callback(peer.end)
+            peer.hear()
+        assert publisher.ask("wait", 2) == {"workers": 2}
+        failed = publisher.ask("publish", 1)
+        assert "PluginIncompatibleError" in failed["kinds"]
+        assert failed["worker"] == "other"
+        assert (
+            "weight transfer engine 'acme-file' comes from acme-file-engine 1.2.3 on the trainer "
+            f"and from {name} {version} here; install the same distribution and version on both "
+            "sides"
+        ) in failed["text"]
+        assert peer.ask("state")["version"] is None
+
+
+def test_a_worker_without_the_engine_says_which_distribution_the_trainer_has(pip_install, tmp_path):
+    trainers = pip_install("third_party_engine")
+    with contextlib.ExitStack() as stack:
+        publisher = Peer(trainers, "publisher", str(tmp_path))
+        stack.callback(publisher.end)
+        worker = Peer(tmp_path, "worker", "without", publisher.hear()["address"])
+        stack.callback(worker.end)
+        worker.hear()
+        assert publisher.ask("wait", 1) == {"workers": 1}
+        failed = publisher.ask("publish", 1)
+        assert "UnknownBackendError" in failed["kinds"]
+        assert "(the trainer has it from acme-file-engine 1.2.3)" in failed["text"]

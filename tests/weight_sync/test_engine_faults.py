@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from wtransfer.engines.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from wtransfer.engines.gloo import GlooTrainerEngine, GlooWeightTransferEngine
 from wtransfer.engines.interface import TrainerInitInfo
 from wtransfer.errors import EngineError, StagingMemoryError, StallError
 from wtransfer.registry import hooks
@@ -16,10 +17,17 @@ from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 from wtransfer.testing.faults import Fault
 from wtransfer.testing.leftovers import Leftovers
+from wtransfer.transport.rendezvous import host_rendezvous
 from wtransfer.weight_sync.trainer.coordinator import TICK_S
 
 BEFORE_A_COMMIT = ["trainer_init", "__init__", "init", "start", "send", "receive", "finish"]
 HARMLESS = ["round_finished", "shutdown", "trainer_shutdown"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_once_in_a_process():
+    """Let libuv, under torch's store, make the pipe that it keeps for the life of the process."""
+    host_rendezvous("127.0.0.1").close()
 
 
 class Trouble:
@@ -278,3 +286,35 @@ def test_trainer_engine_with_hooks_hears_until_its_shutdown():
     trainer.shutdown()
     hooks.notify("wtransfer_weights_committed", **facts)
     assert trainer.heard == 1
+
+
+def test_a_trainer_that_cannot_form_its_group_is_the_cause_whatever_a_late_worker_says(
+    fleet, weights, monkeypatch, until
+):
+    made = fleet(weights, engine="gloo")
+    made.join()
+    closed, shutdown = threading.Event(), GlooTrainerEngine.shutdown
+    init = GlooWeightTransferEngine.init_transfer_engine
+
+    def fail(self, rendezvous, world_size):
+        raise EngineError("the trainer has no such network")
+
+    def init_late(self, init_info):
+        assert closed.wait(10)
+        init(self, init_info)
+
+    def shut_down(self):
+        shutdown(self)
+        if closed.is_set():
+            return
+        closed.set()
+        # The error of the trainer is not known to the round before this returns.
+        (worker,) = made.publisher._membership.workers()
+        until(lambda: worker.refusal is not None)
+        assert "no rendezvous at" in str(worker.refusal)
+
+    monkeypatch.setattr(GlooTrainerEngine, "form_group", fail)
+    monkeypatch.setattr(GlooWeightTransferEngine, "init_transfer_engine", init_late)
+    monkeypatch.setattr(GlooTrainerEngine, "shutdown", shut_down)
+    with pytest.raises(EngineError, match="the trainer has no such network"):
+        made.publish("v1")

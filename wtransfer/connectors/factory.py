@@ -11,6 +11,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from wtransfer.connectors.agreement import agree
 from wtransfer.connectors.fenced import fence
 from wtransfer.connectors.interface import KVConnectorBase, KVConnectorBase_V1
 from wtransfer.errors import ConnectorGenerationError, PluginTypeError, RegistrationError
@@ -72,7 +73,9 @@ class KVConnectorFactory:
         The name is looked up; where no backend has it, it is the name of a class in the module
         ``kv_connector_module_path``. A class whose constructor knows no `kv_cache_config` gets two
         arguments. A connector without ``names_weights`` gets the fence of
-        `wtransfer.connectors.fenced`.
+        `wtransfer.connectors.fenced`. The scheduler's side refuses workers whose connector, spec or
+        tier is of another distribution or version, with a `PluginIncompatibleError`, when it is
+        given their handshake metadata.
 
         Args:
             config: The serving engine's configuration, with ``kv_transfer_config``.
@@ -96,6 +99,7 @@ class KVConnectorFactory:
         made = _make(connector_cls, config, role, kv_cache_config)
         if not made.names_weights:
             fence(made, config)
+        agree(made, transfer)
         hooks.board.attach(made)
         if made.side is not None:
             hooks.board.attach(made.side)

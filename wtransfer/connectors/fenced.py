@@ -108,6 +108,10 @@ class WeightHandshake(KVConnectorHandshakeMetadata):
     """The weight version of a worker before the first step; a base for richer metadata."""
 
     version: WeightVersion | None = None
+    origins: list[tuple[str, str, str | None, str | None]] = field(
+        default_factory=list, kw_only=True
+    )
+    """Kind, name, distribution and version of the worker's backends; set by the factory."""
 
 
 def reported_versions(

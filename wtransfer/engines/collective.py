@@ -34,7 +34,7 @@ from wtransfer.engines.interface import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from wtransfer.errors import GroupError, NotInitializedError, ProtocolError
+from wtransfer.errors import GroupError, NotInitializedError, PeerLostError, ProtocolError
 from wtransfer.transport.communicator import OPERATION_TIMEOUT_S
 from wtransfer.transport.layout import TensorLayout, aligned
 from wtransfer.transport.recycling import RecycledMemory
@@ -222,7 +222,8 @@ class CollectiveWeightTransferEngine(
         """Meet the other ranks and form the group.
 
         Raises:
-            GroupError: The workers' places do not add up to the group, or a rank is taken.
+            GroupError: The workers' places do not add up to the group, a rank is taken, or the
+                trainer's rendezvous cannot be reached.
             PeerLostError: The trainer's rendezvous is gone.
             StallError: Ranks are missing.
         """
@@ -234,7 +235,7 @@ class CollectiveWeightTransferEngine(
         self._rendezvous = rendezvous = Rendezvous(*where, init_info.rendezvous)
         try:
             self._check_aborted()
-            rendezvous.join()
+            self._join(rendezvous)
             self._communicator = self.form_group(rendezvous, init_info, rank)
             # An abort just before this line found neither a group nor anything to cancel.
             self._check_aborted()
@@ -243,6 +244,15 @@ class CollectiveWeightTransferEngine(
             raise
         finally:
             self._rendezvous = None
+
+    @staticmethod
+    def _join(rendezvous: Rendezvous) -> None:
+        try:
+            rendezvous.join()
+        except PeerLostError as error:
+            # For its round a broken group, which waits for its cause: a trainer that cannot form
+            # the group closes the rendezvous a moment before its own error is known.
+            raise GroupError(error.message) from error
 
     def set_layout(self, layout: TensorLayout) -> None:
         """Take the layout of the round's tensors."""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from wtransfer.errors import PluginError
+from wtransfer.errors import PluginError, PluginIncompatibleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -142,6 +142,31 @@ class Record:
     def error(self, cls: type[PluginErrorT], text: str) -> PluginErrorT:
         """Return an error whose sentence begins with this backend and goes on with `text`."""
         return cls(f"The {self.kind.noun} {self} {text}", **self.facts)
+
+    def check_origin(self, distribution: str | None, version: str | None, where: str) -> None:
+        """Raise unless another process has this backend from the same place.
+
+        The version counts as much as the distribution. What the sides of a backend send each other
+        is their author's own format, and no contract promises that two versions understand each
+        other: one sentence before the first byte is better than an error in the middle of them.
+
+        Args:
+            distribution: Distribution there; None where a program provided it, which passes.
+            version: Version of that distribution.
+            where: Which process, as in "on the trainer".
+
+        Raises:
+            PluginIncompatibleError: The distribution or the version is another one.
+        """
+        theirs, ours = (distribution, version), (self.distribution, self.version)
+        if None in (*theirs, *ours) or theirs == ours:
+            return
+        raise PluginIncompatibleError(
+            f"{self.kind.noun} {self.name!r} comes from {distribution} {version} {where} and from "
+            f"{self.distribution} {self.version} here; install the same distribution and version "
+            "on both sides",
+            **self.facts,
+        )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from wtransfer.errors import AlreadyRegisteredError, PluginTypeError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from wtransfer.weight_sync.report import Report
+
 PROJECT = "wtransfer"
 LOAD = "wtransfer_load"
 
@@ -109,6 +111,36 @@ def wtransfer_round_aborted(
         round_id: The round.
         version: Label of the update.
         worker: Name of the worker session; None on the trainer.
+    """
+
+
+@hookspec
+def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that it wants
+    round_id: str,
+    version: str,
+    outcome: str,
+    report: Report | None,
+    error: BaseException | None,
+    seconds: Mapping[str, float],
+    nbytes: int,
+    num_workers: int,
+) -> None:
+    """A round of the publisher is over, whatever it came to; on the trainer only.
+
+    Called once for each `wtransfer_round_started` of the trainer, on the round's thread, before
+    ``publish`` returns.
+
+    Args:
+        round_id: The round.
+        version: Label of the update.
+        outcome: That of the report, ``committed``, ``mixed`` or ``verified``; else ``aborted``, or
+            ``failed`` where the publisher failed after its commit was sent.
+        report: The report; None where there is none.
+        error: Why there is none; else None.
+        seconds: Seconds by phase, in their order, and their sum ``total``; of a round that was
+            aborted, the last one is the phase that it was aborted in.
+        nbytes: Bytes of the update; 0 until it is planned.
+        num_workers: Workers that took part.
     """
 
 

@@ -8,6 +8,8 @@ ends on an answer, a fault, a lost peer, an abort, or the deadline. So nothing h
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
 import math
 import os
@@ -203,7 +205,9 @@ class Round:
         self._begun = False
         self._given_up = False
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="wtransfer-round", daemon=True)
+        # In the caller's context: observers may note in which trace the round was begun.
+        run = functools.partial(contextvars.copy_context().run, self._run)
+        self._thread = threading.Thread(target=run, name="wtransfer-round", daemon=True)
         if not runner.started:
             for worker in self.members:
                 # What it still answers to an earlier attempt is no answer to this one.
@@ -393,8 +397,11 @@ class Round:
             except BaseException as error:
                 self._break(error)
         finally:
-            self.phase = "over"
-            self._tell_done()
+            try:
+                self._notify_ended()
+            finally:
+                self.phase = "over"
+                self._tell_done()
 
     def _break(self, error: BaseException) -> None:
         """Note a fault of our own: the caller hears of it rather than wait."""
@@ -414,6 +421,33 @@ class Round:
             with self._lock:
                 self.state.abort(failure)
         self._failure = self._failure or failure
+
+    def _notify_ended(self) -> None:
+        report, clock = self._report if self._failure is None else None, self._clock
+        if "total" not in clock.seconds:
+            if self.phase not in clock.seconds:
+                clock.lap(self.phase)
+            clock.seconds["total"] = sum(clock.seconds.values())
+        without = "failed" if self.state.committing else "aborted"
+        head = f"round {self.round_id} ({self.version!r})"
+        if report is None:
+            # The caller is told by an exception; what broke after the commit was logged as it did.
+            logger.info("%s %s: %s", head, without, self._failure)
+        elif report.outcome == "mixed":
+            logger.warning("%s is mixed:\n%s", head, report)
+        else:
+            total_s, num = report.seconds["total"], len(self.members)
+            logger.info("%s %s by %d workers in %.3f s", head, report.outcome, num, total_s)
+        hooks.notify(
+            "wtransfer_round_ended",
+            outcome=without if report is None else report.outcome,
+            report=report,
+            error=self._failure,
+            seconds=clock.seconds,
+            nbytes=self.nbytes,
+            num_workers=len(self.members),
+            **self._identity(),
+        )
 
     def _tell_done(self) -> None:
         self._membership.close(self.state)

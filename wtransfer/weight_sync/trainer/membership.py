@@ -193,6 +193,7 @@ class Membership:
             if worker is None:
                 return
             worker.lost = _lost(worker, error)
+            logger.info("%s is gone: %s", worker.name, worker.lost)
             self._feed(worker, worker.lost, lost=True)
             self.changed.notify_all()
 
@@ -214,6 +215,7 @@ class Membership:
                     )
             self._workers[connection] = worker
             self.changed.notify_all()
+        logger.info("%s has joined, %s with %r", worker.name, worker.state, worker.version)
         return worker
 
     def _take_engine_answer(self, worker: Worker, message: Ready | Refused) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import functools
 import logging
 import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from wtransfer.calls import close_at_exit
+from wtransfer.calls import close_at_exit, on_callers_stream, start_future
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
@@ -24,6 +27,7 @@ from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.messages import CODEC
 from wtransfer.weight_sync.trainer.coordinator import (
+    INTERRUPT_GRACE_S,
     LostPolicy,
     NonfinitePolicy,
     ProvenUpdate,
@@ -267,6 +271,51 @@ class Publisher:
         _check_version(version)
         _settle_device()
         return self._run(version, None, wait=wait, dry_run=dry_run)
+
+    async def publish_async(self, version: str, *, dry_run: bool = False) -> Report:
+        """Send the weights as they are now, without blocking the event loop.
+
+        The round runs on threads of its own. The weights must not change before this returns;
+        where that is too long, use ``publish(wait=False)`` and `Round.packed` on a thread.
+
+        A task that is cancelled meanwhile aborts the round and waits for its end, for at most a
+        second; a round whose commit was sent goes through. The next round may begin then.
+
+        Args:
+            version: As in `publish`.
+            dry_run: As in `publish`.
+
+        Raises:
+            WTransferError: As `publish`.
+        """
+        self._check_usable()
+        _check_version(version)
+        begun: list[Round] = []
+        cancelled = threading.Event()
+
+        def run() -> Report:
+            round_ = self.publish(version, wait=False, dry_run=dry_run)
+            # In this order, and the other way round below: one of the two sees the other.
+            begun.append(round_)
+            if cancelled.is_set():
+                round_.abort("interrupted by CancelledError")
+            return round_.result()
+
+        # With the caller's context: a round is a part of the trace that it was begun in.
+        run_here = functools.partial(contextvars.copy_context().run, on_callers_stream(run))
+        ended = start_future(run_here, "wtransfer-publish")
+        try:
+            return await asyncio.wrap_future(ended)
+        except asyncio.CancelledError:
+            cancelled.set()
+            for round_ in begun:
+                round_.abort("interrupted by CancelledError")
+            waiting = asyncio.wrap_future(ended)
+            # Why it failed is of no interest any more, and would be logged if nobody asked.
+            waiting.add_done_callback(lambda each: each.cancelled() or each.exception())
+            await asyncio.wait([waiting], timeout=INTERRUPT_GRACE_S)
+            waiting.cancel()
+            raise
 
     def kept(self) -> Sequence[KeptVersion]:
         """Return the versions that `rollback` can go back to, oldest first.

@@ -15,7 +15,6 @@ from wtransfer.errors import (
     NotInitializedError,
     PluginBlockedError,
     PluginError,
-    PluginIncompatibleError,
     RoundAbortedError,
     WTransferError,
 )
@@ -225,7 +224,8 @@ class EngineRunner:
     def _create(self, init: Init) -> Any:
         plugin = f"engines:{init.engine}"
         try:
-            self._check_origin(init)
+            record = registry("engines").record(init.engine)
+            record.check_origin(init.distribution, init.engine_version, "on the trainer")
             return WeightTransferEngineFactory.create_engine(
                 WeightTransferConfig(init.engine), self._parallel_config(init)
             )
@@ -278,17 +278,6 @@ class EngineRunner:
             raise PluginBlockedError(
                 f"the trainer asks for engine {init.engine!r}; this worker allows only "
                 f"{', '.join(map(repr, sorted(self._allowed)))} (WorkerSession engines=)",
-                kind="engines",
-                name=init.engine,
-            )
-
-    def _check_origin(self, init: Init) -> None:
-        record = registry("engines").record(init.engine)
-        ours, theirs = record.distribution, init.distribution
-        if ours is not None and theirs is not None and ours != theirs:
-            raise PluginIncompatibleError(
-                f"engine {init.engine!r} comes from {theirs} {init.engine_version} on the trainer "
-                f"and from {ours} {record.version} here; install the same one on both sides",
                 kind="engines",
                 name=init.engine,
             )

@@ -264,6 +264,7 @@ class Participant:
         if update is None:
             return
         error = RoundAbortedError(f"the round was ended: {update.dropped}")
+        logger.info("%s drops %r: %s", self.session.name, update.version, update.dropped)
         # Not here, on the channel's thread: observers that are slow would cost the connection.
         self.runner.submit(
             lambda: hooks.notify("wtransfer_round_aborted", error=error, **update.facts)

@@ -16,6 +16,7 @@ machine is `wtransfer.weight_sync.worker.weight_state`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -270,6 +271,44 @@ class WorkerSession:
         state = self.weight_state
         with state.changed:
             state.changed.wait_for(lambda: state.pending is not None or state.closed, timeout_s)
+        return self._commit_now()
+
+    async def commit_pending_async(self, timeout_s: float = 0.0) -> bool:
+        """Apply a verified update, for a model that the thread of an event loop owns.
+
+        The wait for an update does not block the loop; applying it does, as a step of the model
+        would, and takes place on the loop's thread. For a rank of several it blocks until the other
+        ranks have applied it too: run each rank in a process of its own, or use `commit_pending` on
+        a thread. A wait that is cancelled applies nothing.
+
+        Args:
+            timeout_s: How long to wait for an update, in seconds.
+
+        Returns:
+            Whether an update was applied.
+
+        Raises:
+            CommitError: As `commit_pending`.
+            RoundBusyError: As `commit_pending`.
+        """
+        self._check_usable()
+        self._check_not_within()
+        state, deadline = self.weight_state, Deadline(timeout_s)
+        loop, come = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            # A loop that was closed in the middle of the wait has nobody to wake.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(come.set)
+
+        with state.changed.watched(wake):
+            while state.pending is None and not state.closed and not deadline.expired:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(come.wait(), deadline.remaining())
+                come.clear()
+        return self._commit_now()
+
+    def _commit_now(self) -> bool:
         with self._changing_model():
             done, failure = self._do_pending()
         if failure is None:
@@ -549,6 +588,7 @@ class WorkerSession:
                 pending, previous, cause=error, touched=touched, last_read=handed.last_read
             )
         self._last_error = None
+        logger.info("%s has committed %r (%s)", self.name, held.version, held.fingerprint)
         hooks.notify(
             "wtransfer_weights_committed",
             version=held.version,

@@ -33,6 +33,7 @@ close               any                                       everything is drop
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ from wtransfer.manifest import Manifest, local_fingerprint
 from wtransfer.weight_sync.messages import Ack, ErrorInfo, Lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import msgspec
     import torch
@@ -53,6 +54,31 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.worker.participant import StagedUpdate
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
+
+
+class Changed(threading.Condition):
+    """A condition that calls watchers as well, for those that wait on another thing than a lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watchers: list[Callable[[], object]] = []
+
+    @contextlib.contextmanager
+    def watched(self, watcher: Callable[[], object]) -> Iterator[None]:
+        """Have a function called with every notification; it must neither wait nor raise."""
+        with self:
+            self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            with self:
+                self._watchers.remove(watcher)
+
+    def notify_all(self) -> None:
+        """Wake every waiter, and call every watcher."""
+        super().notify_all()
+        for watcher in self._watchers:
+            watcher()
 
 
 @dataclass(frozen=True)
@@ -126,7 +152,7 @@ class WeightState:
     def __init__(
         self, num_ranks: int = 1, send: Callable[[msgspec.Struct], None] = lambda _message: None
     ) -> None:
-        self.changed = threading.Condition()
+        self.changed = Changed()
         """The lock; notified after every event that a thread may wait for."""
         self.held = unknown_weights()
         """What the model consists of."""

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from wtransfer.kv.keys import make_offload_key
+from wtransfer.metrics import OffloadingCollector
 from wtransfer.specs.interface import ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
-from wtransfer.specs.metrics import OffloadingCollector
 
 KEYS = [make_offload_key(bytes([number]) * 8) for number in range(4)]
 
@@ -97,7 +97,7 @@ def test_without_prometheus_client_it_says_what_to_install():
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         "from wtransfer.errors import PluginNotInstalledError\n"
-        "from wtransfer.specs.metrics import OffloadingCollector\n"
+        "from wtransfer.metrics import OffloadingCollector\n"
         "try:\n    OffloadingCollector()\n"
         "except PluginNotInstalledError as error:\n    print(error)\n"
     )

@@ -1,0 +1,325 @@
+"""Metrics for Prometheus, which reads them when it likes: weight rounds, and offloading specs.
+
+Weight rounds, in the process of a publisher or of worker sessions::
+
+    rounds = RoundCollector(publisher)
+    wtransfer.hooks.register(rounds)
+    prometheus_client.REGISTRY.register(rounds)
+
+Offloading specs; every process has a collector of its own, for the sides that it has::
+
+    collector = OffloadingCollector()
+    collector.watch(manager, "manager", engine_id=config.engine_id)
+    collector.watch(worker, "worker", engine_id=config.engine_id, rank="0")
+    prometheus_client.REGISTRY.register(collector)
+
+A number ``evictions_total`` of a manager becomes the counter
+``wtransfer_offloading_manager_evictions_total``; names that do not end in ``_total`` are gauges.
+
+Both need prometheus-client (``pip install "wtransfer[metrics]"``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from wtransfer.errors import PluginNotInstalledError, WTransferError
+from wtransfer.registry.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from prometheus_client.core import Metric
+
+    from wtransfer.weight_sync.report import Report
+    from wtransfer.weight_sync.trainer.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "wtransfer_offloading"
+"""What every name of offloading begins with."""
+_TOTAL = "_total"
+_BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class RoundCollector:
+    """Counts weight rounds; register it with `wtransfer.hooks` and a ``CollectorRegistry``.
+
+    It observes the begin and end of rounds and does nothing in between. Catch-ups of late workers
+    are rounds as well.
+
+    =========================================  ==================================================
+    metric                                     meaning
+    =========================================  ==================================================
+    ``wtransfer_rounds_started_total``         Rounds by ``side``, ``trainer`` or ``worker``.
+    ``wtransfer_rounds_ended_total``           By ``side``, ``outcome`` and class of ``error``. Of
+                                               the trainer: ``committed``, ``mixed``, ``verified``
+                                               (a dry run), ``aborted``, or ``failed`` (the
+                                               publisher failed after its commit was sent). Of a
+                                               worker: ``committed``, ``aborted``; a commit that is
+                                               rolled back is counted as both, and a plan that is
+                                               refused ends without having started.
+    ``wtransfer_round_seconds``                Histogram by ``stage`` of the publisher, ``total``
+                                               among them; rounds that have a report.
+    ``wtransfer_round_worker_seconds``         Histogram by ``stage`` of each worker, likewise.
+    ``wtransfer_round_verified_bytes_total``   Bytes that workers have staged and verified.
+    ``wtransfer_round_workers``                Workers of the last report by ``outcome``.
+    ``wtransfer_weights_age_seconds``          Seconds since all workers had the last version.
+    ``wtransfer_weights_info``                 1; its ``version`` and ``fingerprint``.
+    ``wtransfer_workers``                      Joined workers now, by ``state``; with a publisher.
+    ``wtransfer_workers_current``              Those that hold its last version; likewise.
+    =========================================  ==================================================
+
+    Args:
+        publisher: Its workers are shown.
+
+    Raises:
+        PluginNotInstalledError: prometheus-client is not installed.
+    """
+
+    def __init__(self, publisher: Publisher | None = None) -> None:
+        _families()
+        import prometheus_client as client
+
+        self._publisher = publisher
+        self._committed: tuple[str, str, float] | None = None
+        # In no registry: they are collected through this object.
+        self._started = client.Counter(
+            "wtransfer_rounds_started", "Weight rounds that began", ["side"], registry=None
+        )
+        self._ended = client.Counter(
+            "wtransfer_rounds_ended",
+            "Weight rounds that ended",
+            ["side", "outcome", "error"],
+            registry=None,
+        )
+        self._seconds = client.Histogram(
+            "wtransfer_round_seconds",
+            "Seconds by stage of the publisher",
+            ["stage"],
+            registry=None,
+            buckets=_BUCKETS_S,
+        )
+        self._worker_seconds = client.Histogram(
+            "wtransfer_round_worker_seconds",
+            "Seconds by stage of a worker",
+            ["stage"],
+            registry=None,
+            buckets=_BUCKETS_S,
+        )
+        self._nbytes = client.Counter(
+            "wtransfer_round_verified_bytes", "Bytes that workers have verified", registry=None
+        )
+        self._workers: Counter[str] = Counter()
+
+    # -- observers
+
+    @hookimpl
+    def wtransfer_round_started(self, worker: str | None) -> None:
+        """Count a round."""
+        self._started.labels(_side(worker)).inc()
+
+    @hookimpl
+    def wtransfer_weights_committed(
+        self, version: str, fingerprint: str, worker: str | None
+    ) -> None:
+        """Count the commit of a worker; note the version that all workers have."""
+        if worker is None:
+            self._committed = version, fingerprint, time.time()
+        else:
+            self._ended.labels(_side(worker), "committed", "").inc()
+
+    @hookimpl
+    def wtransfer_round_aborted(self, error: BaseException, worker: str | None) -> None:
+        """Count a round that a worker did not commit."""
+        if worker is not None:
+            self._ended.labels(_side(worker), "aborted", type(error).__name__).inc()
+
+    @hookimpl
+    def wtransfer_round_ended(
+        self, outcome: str, report: Report | None, error: BaseException | None
+    ) -> None:
+        """Count what a round of the publisher came to."""
+        name = "" if error is None else type(error).__name__
+        self._ended.labels(_side(None), outcome, name).inc()
+        if report is None:
+            return
+        for stage, seconds in report.seconds.items():
+            self._seconds.labels(stage).observe(seconds)
+        for worker in report.workers:
+            self._nbytes.inc(worker.nbytes)
+            for stage, seconds in worker.seconds.items():
+                self._worker_seconds.labels(stage).observe(seconds)
+        # A new object: a scrape that reads the old one goes on with it.
+        self._workers = Counter(worker.outcome for worker in report.workers)
+
+    # -- for Prometheus
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: names are unique to this collector."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        core = _families()
+        counts = (self._started, self._ended, self._seconds, self._worker_seconds, self._nbytes)
+        for each in counts:
+            yield from each.collect()
+        yield _gauge(
+            "wtransfer_round_workers",
+            "Workers of the last report",
+            "outcome",
+            dict.fromkeys(("committed", "pending", "behind", "lost"), 0) | self._workers,
+        )
+        if self._committed is not None:
+            version, fingerprint, since = self._committed
+            yield core.GaugeMetricFamily(
+                "wtransfer_weights_age_seconds",
+                "Seconds since all workers had the last version",
+                value=max(0.0, time.time() - since),
+            )
+            info = core.GaugeMetricFamily(
+                "wtransfer_weights_info",
+                "The last version that all workers had",
+                labels=["version", "fingerprint"],
+            )
+            info.add_metric([version, fingerprint], 1)
+            yield info
+        if self._publisher is not None:
+            yield from self._joined(self._publisher)
+
+    def _joined(self, publisher: Publisher) -> Iterator[Metric]:
+        try:
+            workers = publisher.workers()
+        except WTransferError:
+            # This process was forked off the publisher's: it has no workers.
+            return
+        states = dict.fromkeys(("fresh", "serving", "pending", "behind", "empty"), 0)
+        yield _gauge(
+            "wtransfer_workers",
+            "Joined workers",
+            "state",
+            states | Counter(each.state for each in workers),
+        )
+        yield _families().GaugeMetricFamily(
+            "wtransfer_workers_current",
+            "Joined workers that hold the last version",
+            value=sum(each.fingerprint == publisher.fingerprint for each in workers),
+        )
+
+
+def _side(worker: str | None) -> str:
+    return "trainer" if worker is None else "worker"
+
+
+def _gauge(name: str, text: str, label: str, numbers: Mapping[str, int]) -> Metric:
+    family: Metric = _families().GaugeMetricFamily(name, text, labels=[label])
+    for value, number in numbers.items():
+        family.add_metric([value], number)  # type: ignore[attr-defined]
+    return family
+
+
+class HasStats(Protocol):
+    """A manager, a worker, or anything else with numbers."""
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Return numbers by name."""
+
+
+class _Watched(NamedTuple):
+    source: HasStats
+    side: str
+    labels: dict[str, str]
+
+
+class OffloadingCollector:
+    """Reads numbers when it is asked for them; register it with a ``CollectorRegistry``.
+
+    Numbers are read on the thread of whoever asks. Those of the built-in specs may be; where others
+    may not, watch an object that returns a copy which the owner's thread has made.
+
+    Raises:
+        PluginNotInstalledError: prometheus-client is not installed.
+    """
+
+    def __init__(self) -> None:
+        _families()
+        self._lock = threading.Lock()
+        self._watched: list[_Watched] = []
+        self._failed: set[int] = set()
+
+    def watch(self, source: HasStats, side: str, **labels: str) -> None:
+        """Show the numbers of a manager or a worker from now on.
+
+        Args:
+            source: Has ``get_stats``.
+            side: ``manager`` or ``worker``; a part of the names.
+            **labels: What tells this one from others of its side: engine, rank.
+        """
+        with self._lock:
+            self._watched.append(_Watched(source, side, labels))
+
+    def forget(self, source: HasStats) -> None:
+        """Show its numbers no more; nothing happens if they are not shown."""
+        with self._lock:
+            self._watched = [each for each in self._watched if each.source is not source]
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: which names there are is known when they are read."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every number of every side that is watched, by name."""
+        with self._lock:
+            watched = list(self._watched)
+        label_names = sorted({name for each in watched for name in each.labels})
+        families: dict[str, Metric] = {}
+        for each in watched:
+            values = [each.labels.get(name, "") for name in label_names]
+            for name, number in self._numbers(each):
+                if name not in families:
+                    families[name] = _family(name, label_names)
+                families[name].add_metric(values, number)  # type: ignore[attr-defined]
+        yield from families.values()
+
+    def _numbers(self, watched: _Watched) -> Iterator[tuple[str, float]]:
+        """Yield full names and numbers; one source that fails does not take the others with it."""
+        try:
+            stats = dict(watched.source.get_stats())
+        except Exception:
+            if id(watched.source) not in self._failed:
+                self._failed.add(id(watched.source))
+                logger.exception("%s cannot say its numbers", type(watched.source).__name__)
+            return
+        for name, number in stats.items():
+            if isinstance(number, (int, float)) and not math.isnan(number):
+                plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+                yield f"{PREFIX}_{watched.side}_{plain}", float(number)
+
+
+def _family(name: str, label_names: list[str]) -> Metric:
+    families = _families()
+    text = name.removeprefix(f"{PREFIX}_").removesuffix(_TOTAL).replace("_", " ")
+    text = f"{text}, as get_stats says it".capitalize()
+    if name.endswith(_TOTAL):
+        family: Metric = families.CounterMetricFamily(name, text, labels=label_names)
+    else:
+        family = families.GaugeMetricFamily(name, text, labels=label_names)
+    return family
+
+
+def _families() -> Any:
+    try:
+        from prometheus_client import core
+    except ImportError as error:
+        raise PluginNotInstalledError(
+            "metrics need prometheus-client, which is not installed: "
+            'pip install "wtransfer[metrics]"'
+        ) from error
+    return core

@@ -1,0 +1,129 @@
+"""OpenTelemetry spans of weight rounds.
+
+In the process of a publisher, or of worker sessions::
+
+    wtransfer.hooks.register(RoundTracer())
+
+It needs opentelemetry-api (``pip install "wtransfer[tracing]"``); where spans go is set up by the
+application, as for all its spans.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from wtransfer.errors import PluginNotInstalledError
+from wtransfer.registry.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from opentelemetry.trace import Span, TracerProvider
+
+    from wtransfer.weight_sync.report import Report
+
+
+class RoundTracer:
+    """Makes a span of each round; register it with `wtransfer.hooks`.
+
+    On the trainer, ``wtransfer.round``: a child of the span in which ``publish`` was called, with a
+    child for each phase: ``init``, ``plan``, ``transfer``, ``prepare``, ``commit``, ``finish``. Its
+    status is an error unless the outcome is ``committed`` or ``verified``; so is that of the phase
+    in which a round was aborted. On a worker, ``wtransfer.update``: from the plan's acceptance to
+    the commit. Both have the attribute ``wtransfer.round_id``.
+
+    Args:
+        tracer_provider: Where spans are made; None: the global one.
+
+    Raises:
+        PluginNotInstalledError: opentelemetry-api is not installed.
+    """
+
+    def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
+        try:
+            from opentelemetry import trace
+        except ImportError as error:
+            raise PluginNotInstalledError(
+                "tracing needs opentelemetry-api, which is not installed: "
+                'pip install "wtransfer[tracing]"'
+            ) from error
+        self._trace = trace
+        self._tracer = trace.get_tracer("wtransfer", tracer_provider=tracer_provider)
+        self._open: dict[tuple[str, str | None], tuple[Span, int]] = {}
+
+    @hookimpl
+    def wtransfer_round_started(self, round_id: str, version: str, worker: str | None) -> None:
+        """Begin a span."""
+        attributes = {"wtransfer.round_id": round_id, "wtransfer.version": version}
+        if worker is not None:
+            attributes["wtransfer.worker"] = worker
+        begun = time.time_ns()
+        span = self._tracer.start_span(
+            "wtransfer.round" if worker is None else "wtransfer.update",
+            attributes=attributes,
+            start_time=begun,
+        )
+        self._open[round_id, worker] = span, begun
+
+    @hookimpl
+    def wtransfer_weights_committed(
+        self, fingerprint: str, round_id: str, worker: str | None
+    ) -> None:
+        """End the span of a worker."""
+        if worker is not None and (found := self._open.pop((round_id, worker), None)):
+            found[0].set_attribute("wtransfer.fingerprint", fingerprint)
+            found[0].end()
+
+    @hookimpl
+    def wtransfer_round_aborted(
+        self, error: BaseException, round_id: str, worker: str | None
+    ) -> None:
+        """End the span of a worker with an error; a plan that it refused has none."""
+        if worker is not None and (found := self._open.pop((round_id, worker), None)):
+            self._fail(found[0], error)
+            found[0].end()
+
+    @hookimpl
+    def wtransfer_round_ended(  # noqa: PLR0917  # the hook's arguments
+        self,
+        round_id: str,
+        outcome: str,
+        report: Report | None,
+        error: BaseException | None,
+        seconds: Mapping[str, float],
+        nbytes: int,
+        num_workers: int,
+    ) -> None:
+        """End the span of a round, and add those of its phases."""
+        found = self._open.pop((round_id, None), None)
+        if found is None:
+            # Registered in the middle of a round.
+            return
+        span, at = found
+        inside = self._trace.set_span_in_context(span)
+        phases = [name for name in seconds if name != "total"]
+        for phase in phases:
+            child = self._tracer.start_span(phase, inside, start_time=at)
+            at += int(seconds[phase] * 1e9)
+            if error is not None and phase == phases[-1]:
+                self._fail(child, error)
+            child.end(at)
+        span.set_attributes(
+            {
+                "wtransfer.outcome": outcome,
+                "wtransfer.num_workers": num_workers,
+                "wtransfer.nbytes": nbytes,
+            }
+        )
+        if report is not None:
+            span.set_attribute("wtransfer.fingerprint", report.fingerprint)
+        if error is not None:
+            span.record_exception(error)
+            self._fail(span, error)
+        elif outcome == "mixed":
+            span.set_status(self._trace.StatusCode.ERROR, str(report))
+        span.end(max(at, time.time_ns()))
+
+    def _fail(self, span: Span, error: BaseException) -> None:
+        span.set_status(self._trace.StatusCode.ERROR, f"{type(error).__name__}: {error}")
