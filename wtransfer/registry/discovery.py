@@ -228,7 +228,9 @@ def _read(distribution: Distribution) -> tuple[Iterable[Record], list[Diagnostic
     points = [point for point in distribution.entry_points if point.group.startswith(CORE)]
     if not points:
         return [], []
-    name, version = distribution.name, distribution.version
+    # Each of `name` and `version` would parse the metadata, description and all, once more.
+    metadata = distribution.metadata
+    name, version = metadata["Name"], metadata["Version"]
     origin: Origin = "built-in" if canonical(name) == CORE else "discovered"
     records: dict[Record, None] = {}  # an entry that is written twice counts once
     problems: list[Diagnostic] = []
