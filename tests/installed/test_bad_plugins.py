@@ -317,6 +317,7 @@ def test_check_finds_twenty_faults_of_each_kind(python, of_any_kind, word):
     document, _, code = said.rstrip().rpartition("\n")
     assert code == "1"
     cards = {card["name"]: card for card in json.loads(document)["plugins"]}
+    assert {f"bad-{name}" for name in OF_ANY_KIND} <= cards.keys()
     for name in OF_ANY_KIND:
         check_card(cards[f"bad-{name}"], word, name)
     assert any(card["usable"] for card in cards.values())

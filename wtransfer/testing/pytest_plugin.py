@@ -7,6 +7,7 @@ of an environment with wtransfer loads it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -77,10 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if not is_asked:
         raise pytest.UsageError(f"a kit runs where it is: add --pyargs {PACKAGE}")
-    # Only now: they import torch.
     from wtransfer.errors import PluginError
-    from wtransfer.testing.kit import kit_class
 
+    # Only now, and by its name: it imports this module, and the kits, which import torch.
+    kit_class = importlib.import_module(f"{PACKAGE}.kit").kit_class
     options = dict(map(_pair, option.wtransfer_option))
     attributes = dict(map(_pair, option.wtransfer_attribute))
     try:
