@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
 
 ENGINE = """
 class Info: ...
@@ -243,6 +245,95 @@ def test_only_what_is_needed_is_imported(python, code, unwanted):
     done = python("-c", f"import sys; {code}; {shown}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+LIST = """
+import sys
+# The event "import" is that of statements alone: the code of every module is executed.
+run = []
+sys.addaudithook(lambda event, args: run.append(args[0]) if event == "exec" else None)
+from wtransfer.cli import main
+try:
+    main(["plugins", *sys.argv[1:], "--json"], standalone_mode=False)
+except SystemExit:
+    pass
+names = [each.co_filename.rpartition("/")[2] for each in run]
+print([each for each in names if each.endswith("_of_many.py")], file=sys.stderr)
+"""
+
+
+def test_listing_many_distributions_imports_none(python, site):
+    words = ("engines", "connectors", "specs")
+    for number in range(300):
+        info = site / f"one_{number}-1.0.dist-info"
+        info.mkdir()
+        header = f"Metadata-Version: 2.1\nName: one-{number}\nVersion: 1.0\n"
+        (info / "METADATA").write_text(header)
+        if number < 50:
+            entry = f"one-{number} = one_{number}_of_many:Backend"
+            group = f"wtransfer.{words[number % 3]}"
+            (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
+            (site / f"one_{number}_of_many.py").write_text("class Backend: ...")
+    done = python("-c", LIST, "list")
+    listed = {row["name"] for row in json.loads(done.stdout)["plugins"]}
+    assert {f"one-{number}" for number in range(50)} <= listed
+    assert done.stderr.splitlines()[-1] == "[]"
+    # The hook sees an import where there is one.
+    seen = python("-c", LIST, "show", "one-0", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert seen.stderr.splitlines()[-1] == "['one_0_of_many.py']"
+
+
+WITHOUT = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"pytest", "_pytest", "starlette", "uvicorn", "h11", "httpx"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Finder())
+import click
+import wtransfer
+from wtransfer.cli import main
+from wtransfer.errors import PluginNotInstalledError
+
+for name in wtransfer.__all__:
+    try:
+        getattr(wtransfer, name)
+    except PluginNotInstalledError as error:
+        assert 'pip install "wtransfer[server]"' in str(error)
+        print("needs the server:", name)
+
+def visit(command, words):
+    try:
+        main([*words, "--help"], standalone_mode=False)
+    except SystemExit as ended:
+        assert not ended.code, words
+    print("visited", *words)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            visit(command.get_command(click.Context(command), name), [*words, name])
+
+visit(main, [])
+"""
+
+
+def test_names_and_help_need_no_extra(python):
+    # Without that, torch fails on the entry points that cannot be read.
+    done = python("-c", WITHOUT, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+    needing = [line for line in done.stdout.splitlines() if line.startswith("needs")]
+    assert needing == ["needs the server: WorkerServer"]
+    visited = {line for line in done.stdout.splitlines() if line.startswith("visited")}
+    assert {"visited push", "visited worker", "visited plugins check"} <= visited
+
+
+def test_installing_pulls_no_web_server_and_no_pytest():
+    required = {
+        Requirement(line).name
+        for line in metadata.requires("wtransfer")
+        if Requirement(line).marker is None or Requirement(line).marker.evaluate({"extra": ""})
+    }
+    assert {"torch", "pluggy", "click"} <= required
+    assert required & {"pytest", "starlette", "uvicorn", "h11", "httpx", "requests"} == set()
 
 
 def test_version_is_the_distributions(python):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+
+from wtransfer.registry.discovery import DISCOVERED
 
 PROBE = """
 import json, sys, time
@@ -212,3 +215,109 @@ def test_check_of_one_name_looks_at_nothing_else(python):
     assert fine.splitlines()[1].split()[:4] == ["engines", "good", "good-wt", "1.0"]
     assert (len(fine.splitlines()), fine.splitlines()[-1]) == (3, "0")
     assert python("-c", CHECK, "raising").splitlines()[-1] == "1"
+
+
+# -- every kind
+
+OF_ANY_KIND = {
+    # name: (source, value, requirement, error, part of the text)
+    "raising": ("1 / 0", None, "", "PluginBrokenError", "ZeroDivisionError"),
+    "exiting": ("raise SystemExit(5)", None, "", "PluginBrokenError", "SystemExit: 5"),
+    "interrupted": ("raise KeyboardInterrupt", None, "", "PluginBrokenError", "KeyboardInterrupt"),
+    "syntax": ("class Backend(:", None, "", "PluginBrokenError", "SyntaxError"),
+    "bytes": ("\0", None, "", "PluginBrokenError", "null bytes"),
+    "needy": ("import not_installed", None, "", "PluginBrokenError", "No module named 'not_insta"),
+    "absent": ("", "no_such_module:Backend", "", "PluginBrokenError", "No module named 'no_such_"),
+    "attribute": ("Backen = 3", None, "", "PluginBrokenError", "has no attribute 'Backend'"),
+    "function": ("def Backend(config): ...", None, "", "PluginTypeError", "type function"),
+    "none": ("Backend = None", None, "", "PluginTypeError", "NoneType"),
+    "instance": ("Backend = object()", None, "", "PluginTypeError", "an object of type object"),
+    "module": ("import json as Backend", None, "", "PluginTypeError", "type module"),
+    "other": ("class Backend: ...", None, "", "PluginTypeError", "the class Backend"),
+    "value": ("", "no place at all", "", "PluginBrokenError", "'no place at all' is not of the"),
+    "no-class": ("", "json", "", "PluginBrokenError", "its place 'json' is not of the"),
+    "empty": ("", ":Backend", "", "PluginBrokenError", "its place ':Backend'"),
+    "newer": ("", None, "wtransfer>=999", "PluginIncompatibleError", "needs wtransfer>=999"),
+    "older": ("", None, "wtransfer<0.0.1", "PluginIncompatibleError", "needs wtransfer<0.0.1"),
+    "recursing": ("def f(): f()\nf()", None, "", "PluginBrokenError", "RecursionError"),
+    "failing": ("assert False, 'no GPU'", None, "", "PluginBrokenError", "AssertionError: no GPU"),
+}
+WORDS = [kind.word for kind in DISCOVERED]
+SHOW = """
+import json, sys
+from click.testing import CliRunner
+from wtransfer.cli import main
+names = json.loads(sys.argv[1])
+listed = CliRunner().invoke(main, ["plugins", "list", "--json"])
+before = sorted(name for name in sys.modules if name.startswith("bad_"))
+shown = {}
+for name in names:
+    kind, _, plain = name.partition(":")
+    done = CliRunner().invoke(main, ["plugins", "show", plain, "--kind", kind, "--json"])
+    shown[name] = [done.exit_code, json.loads(done.stdout)]
+print(json.dumps({"listed": [listed.exit_code, json.loads(listed.stdout)], "imported": before,
+                  "shown": shown}))
+"""
+
+
+@pytest.fixture(scope="module")
+def of_any_kind(tmp_path_factory):
+    site = tmp_path_factory.mktemp("any-kind")
+    for word in WORDS:
+        for name, (source, value, requirement, *_) in OF_ANY_KIND.items():
+            module = f"bad_{word}_{name.replace('-', '_')}"
+            info = site / f"{module}-1.0.dist-info"
+            info.mkdir()
+            header = f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n"
+            header += f"Requires-Dist: {requirement}\n" if requirement else ""
+            (info / "METADATA").write_text(header)
+            place = f"{module}:Backend" if value is None else value
+            (info / "entry_points.txt").write_text(f"[wtransfer.{word}]\nbad-{name} = {place}\n")
+            (site / f"{module}.py").write_text(source)
+    return site
+
+
+def check_card(card, word, name):
+    *_, error, text = OF_ANY_KIND[name]
+    assert (card["usable"], card["error"]["class"]) == (False, error)
+    assert text in card["error"]["message"]
+    distribution = f"bad_{word}_{name.replace('-', '_')}"
+    assert f"'bad-{name}' ({distribution} 1.0)" in card["error"]["message"]
+
+
+def test_twenty_faults_of_each_kind_are_listed_and_shown(python, of_any_kind):
+    names = [f"{word}:bad-{name}" for word in WORDS for name in OF_ANY_KIND]
+    paths = [str(of_any_kind), os.environ.get("PYTHONPATH", "")]
+    fine = ["engines:shm", "connectors:SharedStorageConnector", "specs:file"]
+    said = python(
+        "-c", SHOW, json.dumps([*names, *fine]), PYTHONPATH=os.pathsep.join(filter(None, paths))
+    )
+    found = json.loads(said)
+    assert found["imported"] == []
+    code, listed = found["listed"]
+    rows = {f"{row['kind']}:{row['name']}": row["status"] for row in listed["plugins"]}
+    assert code == 0
+    assert {name: rows[name] for name in names} == dict.fromkeys(names, "found")
+    for name in names:
+        code, (card,) = found["shown"][name]
+        word, _, plain = name.partition(":bad-")
+        assert code == 1
+        check_card(card, word, plain)
+    for name in fine:
+        code, (card,) = found["shown"][name]
+        assert (code, card["usable"]) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", WORDS)
+def test_check_finds_twenty_faults_of_each_kind(python, of_any_kind, word):
+    paths = [str(of_any_kind), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    said = python("-c", CHECK, "--kind", word, "--json", PYTHONPATH=path)
+    document, _, code = said.rstrip().rpartition("\n")
+    assert code == "1"
+    cards = {card["name"]: card for card in json.loads(document)["plugins"]}
+    assert {f"bad-{name}" for name in OF_ANY_KIND} <= cards.keys()
+    for name in OF_ANY_KIND:
+        check_card(cards[f"bad-{name}"], word, name)
+    assert any(card["usable"] for card in cards.values())

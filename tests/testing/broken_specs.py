@@ -5,8 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future
-
-import pytest
+from typing import ClassVar
 
 from wtransfer.specs.interface import LookupResult, PrepareStoreOutput
 from wtransfer.specs.manager import CPUOffloadingManager
@@ -465,10 +464,6 @@ class TestMakesNewManagers(MemorySpec):
 
 class TestExcused(Kit):
     passes = ("test_random_requests",)
-    excused = "test_a_damaged_block_is_not_loaded"
+    expected_failures: ClassVar = {"test_a_damaged_block_is_not_loaded": "there are no checksums"}
 
     worker = TestSkipsChecksums.worker
-
-    @pytest.mark.xfail(reason="there are no checksums")
-    def test_a_damaged_block_is_not_loaded(self, host):
-        super().test_a_damaged_block_is_not_loaded(host)

@@ -57,8 +57,7 @@ def read_rows():
             rows[kind] += [(name, test, "passed") for test in own.get("passes", ())]
             if own.get("caught_by"):
                 rows[kind].append((name, own["caught_by"], "failed"))
-            if "excused" in own:
-                rows[kind].append((name, own["excused"], "skipped"))
+            rows[kind] += [(name, test, "skipped") for test in own.get("expected_failures", ())]
     return rows
 
 
@@ -135,17 +134,30 @@ def test_failed_smoke_test_skips_the_other_tests(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KITS)
-@pytest.mark.parametrize("marks", [(), (pytest.mark.xfail,)], ids=["unmarked", "without reason"])
-def test_override_without_a_reason_is_refused(kind, marks):
+@pytest.mark.parametrize("where", ["class", "mixin"])
+def test_override_is_refused(kind, where):
     kit = KITS[kind]
     test = next(name for name in vars(kit) if name.startswith("test_"))
+    mark = pytest.mark.xfail(reason="it says why, and in the wrong place")
+    own = {test: mark(lambda self: None)}
+    bases = (type("Mixin", (), own), kit) if where == "mixin" else (kit,)
+    expected = f'overrides {test} of the conformance kit.*expected_failures = {{"{test}": '
+    with pytest.raises(TypeError, match=expected):
+        type("TestMine", bases, own if where == "class" else {})
 
-    def override(self): ...
 
-    for mark in marks:
-        override = mark(override)
-    with pytest.raises(TypeError, match=f"overrides {test} of the conformance kit.*reason="):
-        type("TestMine", (kit,), {test: override})
+@pytest.mark.parametrize(
+    ("failures", "message"),
+    [
+        ({"test_many_small_tensors_arive": "slow"}, "Did you mean test_many_small_tensors_arrive"),
+        ({"many": "slow"}, "expects many to fail, which is no test of the kit.$"),
+        ({"test_names_of_any_characters_arrive": " "}, "gives no reason"),
+        ({"test_names_of_any_characters_arrive": None}, "gives no reason"),
+    ],
+)
+def test_expected_failure_without_test_or_reason_is_refused(failures, message):
+    with pytest.raises(TypeError, match=message):
+        type("TestMine", (EngineConformance,), {"expected_failures": failures})
 
 
 @pytest.mark.parametrize("kind", KITS)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PLUGIN = "wtransfer.testing.pytest_plugin"
 POLICY = """
 from wtransfer.specs.policies import LRUCachePolicy
@@ -57,3 +59,138 @@ def test_connector_kit_is_collected_under_strict_markers(tmp_path):
     done = run(tmp_path, CONNECTOR, "--strict-markers", "--collect-only")
     assert done.returncode == 0, done.stdout
     assert "test_weights_change_before_every_call" in done.stdout
+
+
+def test_expected_failures_are_strict_and_may_name_parameters(tmp_path):
+    one, every = "test_evict_returns_the_count_asked_for[5]", "test_reorder_keeps_candidates"
+    expected = f"    expected_failures = {{{one!r}: 'it keeps one', {every!r}: 'it does not'}}\n"
+    module = f"{POLICY}{expected}".replace("return evicted and", "return count == 5 and")
+    select = "test_evict_returns_the_count_asked_for or test_reorder_keeps_candidates"
+    done = run(tmp_path, module, "-p", PLUGIN, "-ra", "-k", select)
+    assert f"XFAIL test_mine.py::TestKeepsOne::{one} - it keeps one" in done.stdout
+    assert "[XPASS(strict)] it does not" not in done.stdout
+    module = module.replace("return count == 5 and evicted[1:]", "return evicted")
+    done = run(tmp_path, module, "-p", PLUGIN, "-ra", "-k", select)
+    assert "[XPASS(strict)] it keeps one" in done.stdout
+    assert "[XPASS(strict)] it does not" in done.stdout
+    assert done.returncode == 1
+
+
+# -- without a test file
+
+
+def run_installed(folder, *options):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--strict-markers", "--pyargs", "wtransfer.testing", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_kits_of_installed_backends_run_by_their_names(tmp_path):
+    done = run_installed(
+        tmp_path,
+        *("--wtransfer-engine", "file", "--wtransfer-option", "path={folder}/store"),
+        *("--wtransfer-engine", "shm", "--wtransfer-attribute", "deadline_s=30"),
+        *("-k", "test_one_round_is_committed or test_infos_are_plain_data", "-vv"),
+    )
+    # The engine `shm` has no option `path`, and says so.
+    assert "Test_engine_file::test_one_round_is_committed PASSED" in done.stdout
+    assert "Test_engine_shm::test_one_round_is_committed FAILED" in done.stdout
+    assert "Test_engine_shm::test_infos_are_plain_data SKIPPED" in done.stdout
+    assert "4 passed" not in done.stdout
+    assert done.returncode == 1
+
+
+def test_seconds_and_reasons_of_skips_are_shown(tmp_path):
+    done = run_installed(
+        tmp_path,
+        *("--wtransfer-spec", "CPUOffloadingSpec", "-k", "test_a_damaged_block_is_not_loaded"),
+        *("--wtransfer-option", "cpu_bytes_to_use=4194304"),
+    )
+    assert done.returncode == 0, done.stdout
+    assert "slowest 10 durations" in done.stdout
+    assert "reach() is not overridden" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "name the backend whose kit shall run: --pyargs wtransfer.testing --wtransfer-engine"),
+        (["--wtransfer-engine", "smh"], "Invalid weight transfer backend: smh. Available engines:"),
+        (
+            ["--wtransfer-tier", "CPUOffloadingSpec"],
+            "'CPUOffloadingSpec' is a spec: run the kit",
+        ),
+        (["--wtransfer-spec", "file"], "'file' is a tier: run the kit of tiers"),
+        (["--wtransfer-engine", "shm", "--wtransfer-option", "x"], "expected KEY=VALUE, got 'x'"),
+        (
+            ["--wtransfer-engine", "shm", "--wtransfer-attribute", "deadlines=1"],
+            "The kit of engines has no attribute 'deadlines'. Did you mean deadline_s?",
+        ),
+    ],
+)
+def test_what_cannot_run_is_one_line(tmp_path, options, message):
+    done = run_installed(tmp_path, *options)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    (line,) = filter(None, done.stderr.splitlines())
+    assert line.startswith(f"ERROR: {message}")
+    assert done.stdout.strip() == ""
+
+
+def test_backend_without_the_package_is_refused(tmp_path):
+    (tmp_path / "test_mine.py").write_text("def test_mine(): ...")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--wtransfer-engine=shm"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: a kit runs where it is: add --pyargs wtransfer.testing" in done.stderr
+
+
+CHECK = """
+from wtransfer.errors import UnknownBackendError
+from wtransfer.testing.fakes import MemoryEngine
+from wtransfer.testing.kit import check_engine, check_spec
+
+class Mine(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        def load(weights):
+            load_weights([each for each in weights if each[1].numel()])
+        super().receive_weights(update_info, load)
+
+failures = {
+    "test_many_small_tensors_arrive": "empty ones are lost",
+    "test_names_of_any_characters_arrive": "it is not sure",
+}
+report = check_engine(Mine, attributes={"expected_failures": failures})
+assert not report.ok
+assert report.failed.keys() == {
+    "test_empty_and_scalar_tensors_arrive", "test_names_of_any_characters_arrive"
+}, report
+assert "3 of 5 pieces never arrived" in report.failed["test_empty_and_scalar_tensors_arrive"]
+assert report.skipped == {"test_many_small_tensors_arrive": "empty ones are lost"}
+assert len(report.passed) > 30
+assert report.seconds > 0
+assert str(report).startswith(f"engine Mine: {len(report.passed)} passed, 2 failed, 1 skipped in ")
+assert "skipped test_many_small_tensors_arrive: empty ones are lost" in str(report)
+
+# A second one in the same process has a class of its own.
+report = check_engine(MemoryEngine)
+assert report.ok, report
+try:
+    check_engine("memroy")
+except UnknownBackendError as error:
+    print(error)
+"""
+
+
+def test_kit_runs_from_python_on_a_class_of_the_main_module(tmp_path):
+    # Settings and conftest files of the folder are not the kit's.
+    (tmp_path / "conftest.py").write_text("1 / 0")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (tmp_path / "mine.py").write_text(CHECK)
+    done = subprocess.run(
+        [sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Progress is on standard error.
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("Invalid weight transfer backend: memroy. ")
+    assert "[100%]" in done.stderr

@@ -253,7 +253,7 @@ def _read(distribution: Distribution) -> tuple[Iterable[Record], list[Diagnostic
     points = [point for point in distribution.entry_points if point.group.startswith(CORE)]
     if not points:
         return [], []
-    name, version = distribution.name, distribution.version
+    name, version = _name_and_version(distribution)
     origin: Origin = "built-in" if canonical(name) == CORE else "discovered"
     records: dict[Record, None] = {}  # an entry that is written twice counts once
     problems: list[Diagnostic] = []
@@ -275,3 +275,15 @@ def _read(distribution: Distribution) -> tuple[Iterable[Record], list[Diagnostic
             Record(kind, point.name, point.value, name, version, origin, source=distribution)
         ] = None
     return records, problems
+
+
+def _name_and_version(distribution: Distribution) -> tuple[str, str]:
+    """Read the header of the metadata; the description takes longer to parse than all the rest."""
+    # Importing it costs a program that looks nothing up a few milliseconds.
+    from email.parser import HeaderParser
+
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    header = HeaderParser().parsestr(text.partition("\n\n")[0], headersonly=True)
+    name, version = header["Name"], header["Version"]
+    # In any other place or form, it is the library's to find.
+    return (name, version) if name and version else (distribution.name, distribution.version)

@@ -9,12 +9,12 @@ Subclass it in a test module of your own::
         engine = "mine"
 
 A publisher and its workers run in this process, with the engine between them, so an engine needs
-neither a second process nor a second host to be tested. A test may be overridden only by one that
-says why the engine may fail it::
+neither a second process nor a second host to be tested. Tests cannot be overridden; those that the
+engine may fail are stated, each with its reason::
 
-        @pytest.mark.xfail(reason="my transport has no 0-dim tensors")
-        def test_empty_and_scalar_tensors_arrive(self, fleet):
-            super().test_empty_and_scalar_tensors_arrive(fleet)
+        expected_failures = {
+            "test_empty_and_scalar_tensors_arrive": "my transport has no 0-dim tensors",
+        }
 """
 
 from __future__ import annotations

@@ -1,14 +1,33 @@
-"""Base of the conformance kits: the rule about overriding, the smoke test, registration."""
+"""Base of the conformance kits: expected failures, the smoke test, and runs without a test file.
+
+A backend is tested by a subclass of its kit in a test module, by
+``pytest --pyargs wtransfer.testing --wtransfer-engine NAME`` if it is installed, or from Python::
+
+    from wtransfer.testing.kit import check_engine
+
+    report = check_engine(MyEngine, some_option=1)
+    print(report)
+    assert report.ok
+"""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import importlib
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
 from wtransfer.registry.registry import registry
+from wtransfer.testing.pytest_plugin import KINDS, KIT_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,11 +62,14 @@ def usually(hint: str) -> Callable[[Test], Test]:
 class ConformanceKit:
     """Base of the kits.
 
-    A test may be overridden only by one that is marked as failing. Where a kit's smoke test, its
-    first one, fails, the tests after it are skipped: they would fail for the same reason, many of
-    them at the end of a deadline.
+    A test cannot be overridden; `expected_failures` says which ones a backend may fail. Where a
+    kit's smoke test, its first one, fails, the tests after it are skipped: they would fail for the
+    same reason, many of them at the end of a deadline.
     """
 
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    """Reasons by test, or by test and parameters (``test_name[id]``): each of these has to fail,
+    and fails the run if it passes. Read by the pytest plug-in of wtransfer."""
     smoke_test: ClassVar[str] = ""
     """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
     _smoke_failure: ClassVar[tuple[type, str] | None] = None
@@ -71,28 +93,40 @@ class ConformanceKit:
         try:
             yield
         except Exception as error:
-            kit = next(base for base in cls.__mro__ if ConformanceKit in base.__bases__)
-            # One that a subclass has marked as failing says nothing about the other tests.
-            if getattr(cls, self.smoke_test) is getattr(kit, self.smoke_test):
+            # One that is expected to fail says nothing about the other tests.
+            if self.smoke_test not in self.expected_failures:
                 cls._smoke_failure = cls, f"{type(error).__name__}: {error}"
             raise
 
     def __init_subclass__(cls) -> None:
-        """Check the tests that a subclass overrides.
+        """Check what a subclass of a kit makes of the kit's tests.
 
         Raises:
-            TypeError: One of them is not marked as an expected failure with a reason.
+            TypeError: It overrides one, or expects failures of what is no test, or without reason.
         """
         super().__init_subclass__()
         kits = [base for base in cls.__mro__[1:] if ConformanceKit in base.__bases__]
-        for name, value in vars(cls).items():
-            if name.startswith("test_") and any(hasattr(kit, name) for kit in kits):
-                marks = getattr(value, "pytestmark", [])
-                if not any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks):
-                    raise TypeError(
-                        f"{cls.__name__} overrides {name} of the conformance kit; mark it "
-                        "@pytest.mark.xfail(reason=...) and call super(), or leave it alone"
-                    )
+        tests = {name: kit for kit in kits for name in dir(kit) if name.startswith("test_")}
+        for name, kit in tests.items():
+            if getattr(cls, name) is not getattr(kit, name):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name} of the conformance kit. Leave the test as it "
+                    "is; if the backend may fail it, say why: "
+                    f'expected_failures = {{"{name}": "the reason"}}'
+                )
+        for entry, reason in cls.expected_failures.items():
+            name = entry.partition("[")[0]
+            if name not in tests:
+                close = difflib.get_close_matches(name, tests, n=3)
+                hint = f" Did you mean {' or '.join(close)}?" if close else ""
+                raise TypeError(
+                    f"{cls.__name__} expects {entry} to fail, which is no test of the kit.{hint}"
+                )
+            if not isinstance(reason, str) or not reason.strip():
+                raise TypeError(
+                    f"{cls.__name__} expects {entry} to fail and gives no reason: {reason!r}; "
+                    "state in a sentence why the backend may fail it"
+                )
 
 
 def registered_name(group: str, backend: type | None, kind: str = "") -> str:
@@ -122,3 +156,209 @@ def checked_stats(stats: Mapping[str, Any], side: str) -> dict[str, float]:
 def fallen_counters(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
     """Return the names of counters, which end in ``_total``, that are lower than before."""
     return [k for k, v in before.items() if k.endswith("_total") and after.get(k, 0) < v]
+
+
+# -- runs without a test file
+
+
+@dataclass
+class Report:
+    """What a kit has found of one backend."""
+
+    backend: str
+    """Kind and name."""
+    passed: list[str] = field(default_factory=list)
+    """Tests, with their parameters in brackets."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Messages by test, each with its hint, where the test has one."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Reasons by test, expected failures among them."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether tests have passed, and none has failed."""
+        return bool(self.passed) and not self.failed
+
+    def __str__(self) -> str:
+        numbers = (len(self.passed), len(self.failed), len(self.skipped))
+        counts = "{} passed, {} failed, {} skipped".format(*numbers)
+        lines = [f"{self.backend}: {counts} in {self.seconds:.1f} s"]
+        lines += [f"FAILED {name}: {_indented(text)}" for name, text in self.failed.items()]
+        lines += [f"skipped {name}: {_indented(text)}" for name, text in self.skipped.items()]
+        return "\n".join(lines)
+
+    # Hooks of pytest, by which it fills itself.
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what cannot be collected."""
+        if report.failed:
+            self.failed[report.nodeid] = _message(report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test; what fails after its end has failed, too."""
+        name = report.nodeid.split("::", 2)[-1]
+        if report.failed:
+            earlier = [self.failed[name]] if name in self.failed else []
+            self.failed[name] = "\n".join([*earlier, _message(report)])
+            if name in self.passed:
+                self.passed.remove(name)
+        elif report.skipped:
+            self.skipped[name] = getattr(report, "wasxfail", "") or _message(report)
+        elif report.when == "call":
+            self.passed.append(name)
+
+
+def check_engine(
+    backend: str | type, *, attributes: Mapping[str, Any] | None = None, **options: Any
+) -> Report:
+    """Run the kit of engines in this process, and print its progress to standard error.
+
+    Args:
+        backend: Name of an installed engine, or the worker class, wherever it is defined.
+        attributes: Of the kit, such as ``deadline_s``: see `EngineConformance`.
+        options: Of the trainer side. ``{folder}`` in a text is an empty folder, another one in each
+            test.
+
+    Raises:
+        PluginError: No engine has this name, or it cannot be loaded.
+        TypeError: The kit has no attribute of this name.
+    """
+    return _check("engine", backend, attributes, options)
+
+
+def check_connector(
+    backend: str | type, *, attributes: Mapping[str, Any] | None = None, **options: Any
+) -> Report:
+    """Run the kit of connectors: see `check_engine`.
+
+    Attributes that connectors often need are ``kind`` and ``is_shared``, and ``in_processes`` is
+    False where the connector is given as a class.
+    """
+    own = {"in_processes": isinstance(backend, str)}
+    return _check("connector", backend, {**own, **(attributes or {})}, options)
+
+
+def check_spec(
+    backend: str | type, *, attributes: Mapping[str, Any] | None = None, **options: Any
+) -> Report:
+    """Run the kit of offloading specs: see `check_engine`.
+
+    The attribute ``size_option`` names the option that bounds the size in bytes; without it the
+    tests of evictions are skipped.
+    """
+    return _check("spec", backend, attributes, options)
+
+
+def check_tier(
+    backend: str | type, *, attributes: Mapping[str, Any] | None = None, **options: Any
+) -> Report:
+    """Run the kit of tiers: see `check_engine`.
+
+    The attribute ``in_processes`` is False where the tier is given as a class.
+    """
+    own = {"in_processes": isinstance(backend, str)}
+    return _check("tier", backend, {**own, **(attributes or {})}, options)
+
+
+def kit_class(
+    kind: str, backend: str | type, attributes: Mapping[str, Any], options: Mapping[str, Any]
+) -> type[ConformanceKit]:
+    """Return a subclass of a kit that tests one backend.
+
+    Args:
+        kind: One of `KINDS`.
+        backend: Its name, or its class.
+        attributes: Of the kit.
+        options: Of the backend; ``{folder}`` in a text is a folder of the test's own.
+
+    Raises:
+        PluginError: No backend has this name, or it cannot be loaded.
+        TypeError: The kit has no attribute of this name, or is the one of another kind.
+    """
+    kit = getattr(
+        importlib.import_module(f"wtransfer.testing.{kind}"), f"{kind.title()}Conformance"
+    )
+    for name in attributes:
+        known = [each for base in kit.__mro__ for each in vars(base).get("__annotations__", ())]
+        if name not in known or name.startswith("_"):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise TypeError(f"The kit of {kind}s has no attribute {name!r}.{hint}")
+    found = registry(KINDS[kind]).get(backend) if isinstance(backend, str) else backend
+    if KINDS[kind] == "specs":
+        from wtransfer.specs.interface import Tier
+
+        if issubclass(found, Tier) != (kind == "tier"):
+            other = "spec" if kind == "tier" else "tier"
+            raise TypeError(f"{backend!r} is a {other}: run the kit of {other}s, not of {kind}s")
+    which = {kind: backend} if isinstance(backend, str) else {f"{kind}_cls": backend}
+    name = backend if isinstance(backend, str) else backend.__qualname__
+    members = {**which, **attributes, "options": dict(options)}
+    made: type[ConformanceKit] = type(
+        f"Test_{kind}_{re.sub(r'[^0-9A-Za-z]+', '_', name)}", (_OptionsInFolder, kit), members
+    )
+    return made
+
+
+class _OptionsInFolder:
+    """Options whose texts name a folder of the test's own."""
+
+    options: Mapping[str, Any]
+
+    @pytest.fixture(autouse=True)
+    def _name_folder(self, tmp_path: Path) -> None:
+        folder = tmp_path / "of the backend"
+        folder.mkdir()
+        self.options = {
+            name: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
+            for name, value in self.options.items()
+        }
+
+
+class _Chosen:
+    """Hands the class of a kit to the pytest plug-in."""
+
+    def __init__(self, made: type[ConformanceKit]) -> None:
+        self._made = made
+
+    # Before the plug-in looks for it.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.stash[KIT_CLASSES] = [self._made]
+
+
+def _check(
+    kind: str,
+    backend: str | type,
+    attributes: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Report:
+    made = kit_class(kind, backend, attributes or {}, options)
+    report = Report(f"{kind} {backend if isinstance(backend, str) else backend.__qualname__}")
+    # Neither the settings nor the conftest files of the folder in which the caller is. The plug-in
+    # is named as its entry point is: pytest would refuse to load it under two names.
+    arguments = ["--pyargs", "wtransfer.testing", "-p", "wtransfer", "-p", "no:cacheprovider"]
+    arguments += ["-c", os.devnull, f"--rootdir={Path(__file__).parent}", "--noconftest"]
+    began = time.perf_counter()
+    with contextlib.redirect_stdout(sys.stderr):
+        code = pytest.main([*arguments, "-q", "--no-summary"], [report, _Chosen(made)])
+    report.seconds = time.perf_counter() - began
+    if code == pytest.ExitCode.INTERRUPTED and not report.failed:
+        raise KeyboardInterrupt
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not report.failed:
+        raise RuntimeError(f"pytest has ended with {code!r}; its output is on standard error")
+    return report
+
+
+def _message(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Return what a report says, without the code around it."""
+    found: Any = report.longrepr
+    if isinstance(found, tuple):
+        return str(found[2]).removeprefix("Skipped: ")
+    crash = getattr(found, "reprcrash", None)
+    return str(found if crash is None else crash.message)
+
+
+def _indented(text: str) -> str:
+    return text.strip().replace("\n", "\n    ")

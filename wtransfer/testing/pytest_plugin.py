@@ -1,12 +1,136 @@
-"""Pytest plug-in, loaded by pytest itself: failed asserts of the kits show the values compared.
+"""Pytest plug-in, loaded by pytest itself: options and expected failures of the kits.
 
-It imports nothing but pytest: every pytest run of an environment with wtransfer loads it.
+``pytest --pyargs wtransfer.testing --wtransfer-engine NAME`` runs the kit of an installed backend.
+Failed asserts of the kits show the values compared. It imports nothing but pytest: every pytest run
+of an environment with wtransfer loads it.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-KITS = ("connector", "engine", "kit", "policy", "spec", "tier")
+KINDS = {"engine": "engines", "connector": "connectors", "spec": "specs", "tier": "specs"}
+"""Kinds of backends that have a kit, and where each is registered."""
+KIT_CLASSES = pytest.StashKey[list[type[Any]]]()
+"""Classes that `test_installed` has in a run."""
+
+PACKAGE = "wtransfer.testing"
+COLLECTED = Path(__file__).with_name("test_installed.py")
+NUM_DURATIONS = 10
+"""Slowest tests to name at the end."""
+
 # Each by its name: the package is imported already, as this module is in it.
-pytest.register_assert_rewrite(*(f"wtransfer.testing.{name}" for name in KITS))
+pytest.register_assert_rewrite(*(f"{PACKAGE}.{name}" for name in (*KINDS, "kit", "policy")))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that name a backend."""
+    group = parser.getgroup("wtransfer", "wtransfer: kits of backends (--pyargs wtransfer.testing)")
+    for kind in KINDS:
+        group.addoption(
+            f"--wtransfer-{kind}",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help=f"Run the kit on the installed {kind} NAME. Repeatable.",
+        )
+    group.addoption(
+        "--wtransfer-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Option of the backend: VALUE is JSON, else a text, in which {folder} is an empty "
+        "folder of each test. Repeatable.",
+    )
+    group.addoption(
+        "--wtransfer-attribute",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Attribute of the kit's class, such as deadline_s=30 or kind=transfer. Repeatable.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the classes of the kits whose backends are named.
+
+    Raises:
+        UsageError: None is named, or one cannot be found.
+    """
+    if KIT_CLASSES in config.stash:
+        return
+    option = config.option
+    chosen = [(kind, name) for kind in KINDS for name in getattr(option, f"wtransfer_{kind}")]
+    is_asked = option.pyargs and any(each.partition("::")[0] == PACKAGE for each in config.args)
+    if not chosen:
+        if is_asked:
+            raise pytest.UsageError(
+                f"name the backend whose kit shall run: --pyargs {PACKAGE} --wtransfer-engine NAME "
+                "(or --wtransfer-connector, --wtransfer-spec, --wtransfer-tier)"
+            )
+        return
+    if not is_asked:
+        raise pytest.UsageError(f"a kit runs where it is: add --pyargs {PACKAGE}")
+    from wtransfer.errors import PluginError
+
+    # Only now, and by its name: it imports this module, and the kits, which import torch.
+    kit_class = importlib.import_module(f"{PACKAGE}.kit").kit_class
+    options = dict(map(_pair, option.wtransfer_option))
+    attributes = dict(map(_pair, option.wtransfer_attribute))
+    try:
+        made = [kit_class(kind, name, attributes, options) for kind, name in chosen]
+    except (PluginError, TypeError) as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[KIT_CLASSES] = made
+    # Kits take minutes: say which tests did, and why some were skipped.
+    option.durations = NUM_DURATIONS if option.durations is None else option.durations
+    option.reportchars += "a"
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Put the classes into `test_installed`."""
+    if module_path != COLLECTED:
+        return None
+    module = pytest.Module.from_parent(parent, path=module_path)
+    # Not the imported one: another run in this process has other classes.
+    module.obj = types.ModuleType(f"{PACKAGE}.{COLLECTED.stem}")
+    classes = parent.config.stash.get(KIT_CLASSES, [])
+    vars(module.obj).update({cls.__name__: cls for cls in classes})
+    return module
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests that a subclass of a kit expects to fail."""
+    kit = sys.modules.get(f"{PACKAGE}.kit")
+    cls = getattr(item, "cls", None)
+    if kit is None or cls is None or not issubclass(cls, kit.ConformanceKit):
+        return
+    for name in (item.name, item.name.partition("[")[0]):
+        reason = cls.expected_failures.get(name)
+        if reason is not None:
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+            return
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """Read ``key=value``.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise pytest.UsageError(f"expected KEY=VALUE, got {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value

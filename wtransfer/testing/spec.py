@@ -14,12 +14,10 @@ Subclass it in a test module of your own::
             return memoryview(worker.slots[where.slots[0]])
 
 Manager and worker run in this process, with real tensors, and everything that passes between them
-is copied as it would be between processes. Tests cannot be overridden, except by one that says why
-the spec may fail it::
+is copied as it would be between processes. Tests cannot be overridden; those that the spec may fail
+are stated, each with its reason::
 
-        @pytest.mark.xfail(reason="my tier keeps one group only")
-        def test_groups_of_layers_are_kept_apart(self, host):
-            super().test_groups_of_layers_are_kept_apart(host)
+        expected_failures = {"test_groups_of_layers_are_kept_apart": "it keeps one group only"}
 """
 
 from __future__ import annotations

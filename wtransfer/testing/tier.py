@@ -13,12 +13,10 @@ Subclass it in a test module of your own::
 
 The tier is opened several times with equal options, in this process and in others, and called with
 views of larger memory, as the offloading spec over tiers calls it. Then a model is served from it.
-Every failure ends with what it usually means. A test may be overridden only by one that says why
-the tier may fail it::
+Every failure ends with what it usually means. Tests cannot be overridden; those that the tier may
+fail are stated, each with its reason, of all parameters or of some::
 
-        @pytest.mark.xfail(reason="my store takes at most a megabyte")
-        def test_value_of_any_length(self, open_tier, key_of, nbytes):
-            super().test_value_of_any_length(open_tier, key_of, nbytes)
+        expected_failures = {"test_value_of_any_length[4194309]": "it takes at most a megabyte"}
 """
 
 from __future__ import annotations
