@@ -51,7 +51,7 @@ def usually(hint: str) -> Callable[[Test], Test]:
             except AssertionError as error:
                 error.args = (f"{error}{end}",)
                 raise
-            except Exception as error:
+            except (Exception, pytest.fail.Exception) as error:
                 raise AssertionError(f"{type(error).__name__}: {error}{end}") from error
 
         return explained
