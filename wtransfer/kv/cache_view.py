@@ -26,7 +26,7 @@ from wtransfer.kv.header import BlockGeometry
 from wtransfer.transport.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 _BLOCKS_AND_PAGE = 2
 # Below it a call for each block costs more than a second copy, of many blocks at once.
 _LARGE_NBYTES = 16 * 1024
-_LARGE_PAGE_NBYTES = 4 * 1024
 _DEVICE_STEP_NBYTES = 8 * 1024 * 1024
 
 
@@ -297,20 +296,18 @@ class Run:
     """Pages at even distances, one after the other in a block.
 
     Args:
-        layers: Rows of each layer, alike and evenly spaced.
+        layers: Rows of each layer, alike, evenly spaced, and of one allocation.
         start: First byte of them in a block.
     """
 
     def __init__(self, layers: Sequence[Rows], start: int) -> None:
-        # The view below does not keep the memory, and its layers need not be one allocation.
-        self._owners = list(layers)
         first = layers[0]
         distance = _address(layers[1]) - _address(first) if len(layers) > 1 else 0
         self.pages = np.lib.stride_tricks.as_strided(
             first, (len(first), len(layers), first.shape[1]), (first.strides[0], distance, 1)
         )
         """Shape ``(num_blocks, number of pages, bytes of a page)``."""
-        self.shape: tuple[int, int] = (len(layers), first.shape[1])
+        self.shape = self.pages.shape[1:]
         """Shape of a block's part."""
         self.nbytes = self.shape[0] * self.shape[1]
         """Bytes of a block's part."""
@@ -318,22 +315,30 @@ class Run:
         """Where that part is in a block."""
 
 
-def runs_of(layers: Sequence[Rows]) -> Iterator[Run]:
-    """Yield the pages of a block, in order, as few runs."""
-    start = 0
-    while layers:
-        first, addresses = layers[0], [_address(rows) for rows in layers]
-        length = 1
+def runs_of(layers: Sequence[torch.Tensor]) -> Iterator[Run]:
+    """Yield the pages of a block, in order, as few runs.
+
+    Layers of several allocations are several runs. Between them lies memory of others, which numpy
+    would take for a part of one view of both: it copies to such memory by way of a temporary array,
+    which may be from there as well, and so on until the stack ends.
+    """
+    rows = [each.numpy() for each in layers]
+    addresses = [_address(each) for each in rows]
+    allocations = [each.untyped_storage().data_ptr() for each in layers]
+    begin = start = 0
+    while begin < len(rows):
+        end = begin + 1
         while (
-            length < len(layers)
-            and layers[length].shape[1] == first.shape[1]
-            and layers[length].strides[0] == first.strides[0]
-            and addresses[length] - addresses[length - 1] == addresses[1] - addresses[0]
+            end < len(rows)
+            and allocations[end] == allocations[begin]
+            and rows[end].shape[1] == rows[begin].shape[1]
+            and rows[end].strides[0] == rows[begin].strides[0]
+            and addresses[end] - addresses[end - 1] == addresses[begin + 1] - addresses[begin]
         ):
-            length += 1
-        run = Run(layers[:length], start)
+            end += 1
+        run = Run(rows[begin:end], start)
         yield run
-        layers, start = layers[length:], run.where.stop
+        begin, start = end, run.where.stop
 
 
 def _address(rows: Rows) -> int:
@@ -352,11 +357,7 @@ class HostPages:
         self.num_blocks = len(layers[0])
         self.block_nbytes = sum(rows.shape[1] for rows in layers)
         self.device = layers[0].device
-        self._runs = list(runs_of([rows.numpy() for rows in layers]))
-        # Between layers of several allocations lies memory of others. numpy takes it for a part of
-        # the view of both: it would copy to memory from there by way of a temporary array, which
-        # may be from there as well, and so on until the stack ends.
-        self._is_one_allocation = len({rows.untyped_storage().data_ptr() for rows in layers}) == 1
+        self._runs = list(runs_of(layers))
 
     def mark(self) -> None:
         """Note nothing: the model's writes to host memory are done when its call returns."""
@@ -372,11 +373,10 @@ class HostPages:
         """Copy blocks of the cache to where they rest."""
         rows = _rows(blocks, slots, at)
         for run in self._runs:
-            if self._is_copied_singly(run):
+            if run.nbytes >= _LARGE_NBYTES:
                 for block, slot, place in rows:
-                    target = places[slot, place, run.where].reshape(run.shape)
-                    for to, page in self._pieces(target, run.pages[block]):
-                        np.copyto(to, page)
+                    target = places[slot, place, run.where]
+                    np.copyto(target.reshape(run.shape), run.pages[block])
             else:
                 # The first is a copy; small enough to stay in the processor's cache.
                 pages = run.pages[blocks].reshape(len(blocks), -1)
@@ -393,23 +393,11 @@ class HostPages:
         """Copy blocks back into the cache."""
         rows = _rows(blocks, slots, at)
         for run in self._runs:
-            if self._is_copied_singly(run):
+            if run.nbytes >= _LARGE_NBYTES:
                 for block, slot, place in rows:
-                    source = places[slot, place, run.where].reshape(run.shape)
-                    for page, part in self._pieces(run.pages[block], source):
-                        np.copyto(page, part)
+                    np.copyto(run.pages[block], places[slot, place, run.where].reshape(run.shape))
             else:
                 run.pages[blocks] = places[slots, at, run.where].reshape(-1, *run.shape)
-
-    def _is_copied_singly(self, run: Run) -> bool:
-        """Return whether calls for each block cost less than copying many of them twice."""
-        if self._is_one_allocation:
-            return run.nbytes >= _LARGE_NBYTES
-        return run.shape[1] >= _LARGE_PAGE_NBYTES
-
-    def _pieces(self, one: Rows, other: Rows) -> Iterable[tuple[Rows, Rows]]:
-        """Return what one call of numpy may copy: all pages of a block, or one."""
-        return [(one, other)] if self._is_one_allocation else zip(one, other, strict=True)
 
 
 def _rows(*columns: Numbers) -> list[tuple[int, ...]]:
