@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCKS_AND_PAGE = 2
 # Below it a call for each block costs more than a second copy, of many blocks at once.
-_LARGE_NBYTES = 16 * 1024
+_LARGE_NBYTES = 128 * 1024
 _DEVICE_STEP_NBYTES = 8 * 1024 * 1024
 
 
@@ -378,7 +378,7 @@ class HostPages:
                     target = places[slot, place, run.where]
                     np.copyto(target.reshape(run.shape), run.pages[block])
             else:
-                # The first is a copy; small enough to stay in the processor's cache.
+                # The first is a copy.
                 pages = run.pages[blocks].reshape(len(blocks), -1)
                 places[slots, at, run.where] = pages
 
