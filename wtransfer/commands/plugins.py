@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import pkgutil
-import subprocess
 import sys
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +102,9 @@ def check(name: str | None, kind: str | None, as_json: bool) -> None:
     a backend cannot be used, or not by its name alone, or if entry points cannot be read; 2 if no
     backend has the name NAME.
     """
+    # These imports would be a tenth of the time of `list`.
+    from concurrent.futures import ThreadPoolExecutor
+
     try:
         listed = _listed(name, kind)
         limit_s = host.settings.load_timeout_s + START_S
@@ -190,6 +189,8 @@ def _listed(name: str | None, kind: str | None) -> list[Listed]:
 
 def _probe(listed: Listed, limit_s: float) -> dict[str, Any]:
     """Return the card of a backend, made in a process of its own."""
+    import subprocess
+
     row = _row(listed)
     if listed.address is None:
         return {**row, "usable": None}
@@ -344,6 +345,8 @@ def _in_hosts(record: Record, options: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def _failure(error: PluginError, with_traceback: bool = False) -> dict[str, Any]:
+    import traceback
+
     cause = error.__cause__
     said = {
         "class": type(error).__name__,
@@ -357,6 +360,8 @@ def _failure(error: PluginError, with_traceback: bool = False) -> dict[str, Any]
 
 def _unknown_error(name: str) -> UnknownBackendError:
     """Return the error for a name that no kind knows."""
+    import difflib
+
     names = {kind.word: host.registry(kind.word).names() for kind in DISCOVERED}
     close = difflib.get_close_matches(name, [each for word in names.values() for each in word], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
