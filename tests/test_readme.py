@@ -130,6 +130,49 @@ def test_the_backend_of_the_guide_serves(kind, run_program, tmp_path):
     assert (program.wait(60), program.out()) == (0, "True 64\n"), program.err()
 
 
+ROUND = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+import wtransfer
+from drop_engine import DropEngine
+
+wtransfer.WeightTransferEngineFactory.register_engine("drop", DropEngine)
+trained, served = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+options = {{"root": {folder!r}}}
+with wtransfer.Publisher(trained, engine="drop", options=options) as publisher:
+    address = {{"join": publisher.address, "token": publisher.token}}
+    with wtransfer.WorkerSession(served, **address) as session:
+        publisher.wait_for_workers(1, timeout_s=30)
+        update = publisher.publish("step-1", wait=False)
+        session.wait_for("step-1", timeout_s=30)
+        print(update.result().ok, torch.equal(trained.weight, served.weight))
+"""
+
+
+@pytest.fixture
+def drop_engine(tmp_path):
+    """The whole engine that the guide shows; returns its folder."""
+    text = (ROOT / "wtransfer/engines/README.md").read_text("utf-8")
+    (tmp_path / "drop_engine.py").write_text(example("drop_engine.py", text), "utf-8")
+    return tmp_path
+
+
+def test_the_engine_of_the_guide_brings_a_round(drop_engine, run_program):
+    program = run_program(ROUND.format(folder=str(drop_engine)))
+    assert (program.wait(60), program.out()) == (0, "True True\n"), program.err()
+    assert list(drop_engine.glob("tmp*")) == []
+
+
+@pytest.mark.slow
+def test_the_engine_of_the_guide_passes_its_kit(drop_engine):
+    check = "from drop_engine import *; from wtransfer.testing.kit import check_engine"
+    code = f"{check}; report = check_engine(DropEngine); print(report); assert report.ok"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=drop_engine, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 KIT = """
 from {module} import {backend}
 from wtransfer.testing.{room} import {kit}
