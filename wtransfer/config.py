@@ -6,8 +6,9 @@ objects can be handed in unchanged.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from wtransfer.errors import OffloadingOptionError
 
@@ -185,6 +186,26 @@ class OffloadingConfig:
 
 
 # -- read in more than one room ----------------------------------------------------------------
+
+TOptions = TypeVar("TOptions")
+
+_converting = threading.Lock()
+
+
+def convert_options(options: Mapping[str, Any], cls: type[TOptions]) -> TOptions:
+    """Return options as an object of a msgspec struct.
+
+    One thread at a time: msgspec (0.22) reads the fields of a struct at its first use, and threads
+    that do so at once, such as two ranks of one process, end the process.
+
+    Raises:
+        msgspec.ValidationError: One is missing, unknown, or of another type.
+    """
+    import msgspec
+
+    with _converting:
+        return msgspec.convert(dict(options), cls)
+
 
 DEFAULT_BLOCK_SIZE = 16
 """Tokens per block where a host does not say."""

@@ -116,6 +116,10 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], int]
 
 
+# Made once: threads that read a struct for the first time at once end the process (msgspec 0.22).
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+
+
 def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
     """Read and check a file's header: tensors must fill the rest of the file without gaps.
 
@@ -145,8 +149,7 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
     try:
         rows = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         rows.pop(_METADATA, None)
-        decode = msgspec.json.Decoder(_Entry).decode
-        entries = {name: decode(row) for name, row in rows.items()}
+        entries = {name: _decode_entry(row) for name, row in rows.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SourceError(f"the header of {shown} cannot be read: {error}") from error
     found: dict[str, StoredTensor] = {}

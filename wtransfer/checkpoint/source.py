@@ -126,6 +126,10 @@ class ManifestFile(msgspec.Struct, frozen=True):
         folder.replace(MANIFEST_NAME, msgspec.json.encode(self))
 
 
+# Made once: threads that read a struct for the first time at once end the process (msgspec 0.22).
+_decode_manifest = msgspec.json.Decoder(ManifestFile).decode
+
+
 def read_manifest(folder: Folder, *, follow_links: bool = True) -> ManifestFile | None:
     """Read the ``wtransfer.json`` of a folder; None if there is none.
 
@@ -138,7 +142,7 @@ def read_manifest(folder: Folder, *, follow_links: bool = True) -> ManifestFile 
         raw = folder.read(MANIFEST_NAME, MAX_MANIFEST_NBYTES, follow=follow_links)
         if raw is None:
             return None
-        found = msgspec.json.decode(raw, type=ManifestFile)
+        found = _decode_manifest(raw)
     except StorageError as error:
         raise ManifestError(f"the manifest {shown} cannot be read: {error.message}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -215,7 +219,7 @@ class CheckpointSource:
                 f"{INDEX_NAME}, found {len(files)} .safetensors files and no index"
             )
         try:
-            weight_map = msgspec.json.decode(raw, type=_Index).weight_map
+            weight_map = _decode_weight_map(raw).weight_map
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SourceError(f"'{folder.path}/{INDEX_NAME}' is no index: {error}") from error
         shards: dict[str, set[str] | None] = {}
@@ -354,6 +358,10 @@ class CheckpointSource:
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+# Made once: threads that read a struct for the first time at once end the process (msgspec 0.22).
+_decode_weight_map = msgspec.json.Decoder(_Index).decode
 
 
 @contextlib.contextmanager

@@ -268,10 +268,14 @@ def _is_ours(name: str) -> bool:
     return ours is not None or temporary_of(name) == CURRENT_NAME
 
 
+# Made once: threads that read a struct for the first time at once end the process (msgspec 0.22).
+_decode_index = msgspec.json.Decoder(Index).decode
+
+
 def _read_index(root: Folder) -> list[Version]:
     try:
         raw = root.read(CURRENT_NAME, _MAX_INDEX_NBYTES)
-        return [] if raw is None else msgspec.json.decode(raw, type=Index).versions
+        return [] if raw is None else _decode_index(raw).versions
     except (StorageError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(
             f"'{root.path}/{CURRENT_NAME}' cannot be read: {error}; it lists the versions there, "

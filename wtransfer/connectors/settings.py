@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import xxhash
 
+from wtransfer.config import convert_options
 from wtransfer.errors import ConnectorOptionError
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def read_options(cls: type[TOptions], extra_config: Mapping[str, Any]) -> TOptio
         ConnectorOptionError: One is unknown, missing, or of another type.
     """
     try:
-        return msgspec.convert(dict(extra_config), cls)
+        return convert_options(extra_config, cls)
     except msgspec.ValidationError as error:
         known = ", ".join(field.name for field in msgspec.structs.fields(cls))
         raise ConnectorOptionError(

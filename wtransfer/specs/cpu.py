@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
+from wtransfer.config import convert_options
 from wtransfer.errors import OffloadingOptionError
 from wtransfer.kv.cache_view import Pinned, geometries_of, pages_of
 from wtransfer.kv.copier import Copier, RefusedError
@@ -59,7 +60,7 @@ class CPUOffloadingOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=Tr
             OffloadingOptionError: One is missing, unknown, or cannot be used.
         """
         try:
-            return msgspec.convert(options_of_spec(extra_config), cls)
+            return convert_options(options_of_spec(extra_config), cls)
         except msgspec.ValidationError as error:
             raise OffloadingOptionError(
                 f"kv_connector_extra_config of CPUOffloadingSpec: {error}; the options are "

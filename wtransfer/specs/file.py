@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
+from wtransfer.config import convert_options
 from wtransfer.errors import OffloadingOptionError, StorageError, WTransferError
 from wtransfer.specs.interface import Tier
 from wtransfer.transport.files import Folder, read_at, storage_errors, write_at
@@ -76,7 +77,7 @@ class FileTier(Tier):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:
-            self._options = msgspec.convert(dict(options), FileOptions)
+            self._options = convert_options(options, FileOptions)
         except msgspec.ValidationError as error:
             known = ", ".join(FileOptions.__struct_fields__)
             raise OffloadingOptionError(

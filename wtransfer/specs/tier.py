@@ -35,6 +35,7 @@ import msgspec
 import numpy as np
 
 from wtransfer.calls import start_call
+from wtransfer.config import convert_options
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError
 from wtransfer.kv.copier import Copier, RefusedError
@@ -125,7 +126,7 @@ class TierOptions(msgspec.Struct, frozen=True, kw_only=True):
         """
         extra = {k: v for k, v in options_of_spec(extra_config).items() if k != "tier"}
         try:
-            options = msgspec.convert(extra, cls)
+            options = convert_options(extra, cls)
         except msgspec.ValidationError as error:
             raise OffloadingOptionError(f"kv_connector_extra_config: {error}") from error
         for name in ("eviction_policy", "write_back"):

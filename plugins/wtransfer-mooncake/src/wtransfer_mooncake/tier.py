@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 import numpy as np
 from wtransfer import Tier
+from wtransfer.config import convert_options
 from wtransfer.errors import ClosedError, OffloadingOptionError, WTransferError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class MooncakeTier(Tier):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:
-            self._options = msgspec.convert(dict(options), MooncakeOptions)
+            self._options = convert_options(options, MooncakeOptions)
         except msgspec.ValidationError as error:
             known = ", ".join(MooncakeOptions.__struct_fields__)
             raise OffloadingOptionError(

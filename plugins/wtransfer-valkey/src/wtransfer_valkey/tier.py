@@ -24,6 +24,7 @@ from valkey.connection import (
 from valkey.exceptions import ConnectionError as ServerLostError
 from valkey.exceptions import ValkeyClusterException
 from wtransfer import Tier
+from wtransfer.config import convert_options
 from wtransfer.errors import OffloadingOptionError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class ValkeyTier(Tier):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:
-            own = msgspec.convert(dict(options), ValkeyOptions)
+            own = convert_options(options, ValkeyOptions)
             self._prefix = own.key_prefix.encode()
         except (msgspec.ValidationError, UnicodeError) as error:
             known = ", ".join(ValkeyOptions.__struct_fields__)
