@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCKS_AND_PAGE = 2
 # Below it a call for each block costs more than a second copy, of many blocks at once.
-_LARGE_NBYTES = 128 * 1024
+_LARGE_NBYTES = 64 * 1024
 _DEVICE_STEP_NBYTES = 8 * 1024 * 1024
 
 
