@@ -154,11 +154,16 @@ class Rank:
         pending.wait()
 
     def until_first_byte(self, group):
-        while group not in self.lent or not self.lent[group]()[0]:
+        while group not in self.lent or not self._has_byte(group, 0):
             time.sleep(0.0005)
 
     def has_last_byte(self, group):
-        return bool(self.lent[group]()[-1])
+        return self._has_byte(group, -1)
+
+    def _has_byte(self, group, place):
+        lent = self.lent[group]()
+        # The call lets go of it when it has returned, with all bytes.
+        return lent is None or bool(lent[place])
 
     def takes_it_again(self):
         """Return whether memory of the same size would lie where the last one lies."""
