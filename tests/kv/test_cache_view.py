@@ -240,13 +240,17 @@ def packed(nbytes, num_layers):
     return list(torch.zeros(8, num_layers, nbytes, dtype=torch.uint8).unbind(1))
 
 
+def runs(layers):
+    return list(runs_of([each.numpy() for each in layers]))
+
+
 @pytest.mark.parametrize("make", [even, packed])
 @pytest.mark.parametrize("order", [1, -1])
 def test_pages_at_even_distances_are_one_array_that_reads_and_writes_every_layer(make, order):
     layers = make(512, 6)[::order]
     for number, each in enumerate(layers):
         each[:] = torch.arange(8).view(8, 1) * 6 + number
-    (run,) = runs_of(layers)
+    (run,) = runs(layers)
     assert (run.where, run.shape, run.nbytes) == (slice(0, 3072), (6, 512), 3072)
     for block in range(8):
         assert run.pages[block].tobytes() == b"".join(bytes(each[block]) for each in layers)
@@ -255,24 +259,26 @@ def test_pages_at_even_distances_are_one_array_that_reads_and_writes_every_layer
 
 
 def test_pages_at_odd_distances_or_of_other_sizes_are_several_arrays():
-    found = list(runs_of(scattered(512, 5)))
+    found = runs(scattered(512, 5))
     assert [run.pages.shape[1] for run in found] == [2, 2, 1]
     assert [run.where.start for run in found] == [0, 1024, 2048]
     whole = torch.zeros(3, 8, 512, dtype=torch.uint8)
-    found = list(runs_of([whole[0], byte_rows(whole[1], 256), byte_rows(whole[2], 256)]))
+    found = runs([whole[0], byte_rows(whole[1], 256), byte_rows(whole[2], 256)])
     assert [run.pages.shape for run in found] == [(8, 1, 512), (8, 2, 256)]
 
 
-def test_a_run_keeps_the_memory_of_its_layers():
+def test_a_run_keeps_the_memory_of_all_its_layers():
     base = np.zeros((5, 4, 64), np.uint8)
-    alive = weakref.ref(base)
-    (run,) = runs_of(list(torch.from_numpy(base)))
-    del base
+    # As those that were allocated one by one, and are evenly spaced all the same.
+    layers = [base[n].view() for n in range(5)]
+    alive = [weakref.ref(each) for each in layers]
+    (run,) = runs_of(layers)
+    del layers
     gc.collect()
-    assert alive() is not None
+    assert all(each() is not None for each in alive)
     del run
     gc.collect()
-    assert alive() is None
+    assert not any(each() for each in alive)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCKS_AND_PAGE = 2
 # Below it a call for each block costs more than a second copy, of many blocks at once.
-_LARGE_NBYTES = 64 * 1024
+_LARGE_NBYTES = 16 * 1024
 _DEVICE_STEP_NBYTES = 8 * 1024 * 1024
 
 
@@ -296,11 +296,13 @@ class Run:
     """Pages at even distances, one after the other in a block.
 
     Args:
-        layers: Rows of each layer, alike, evenly spaced, and of one allocation.
+        layers: Rows of each layer, alike and evenly spaced.
         start: First byte of them in a block.
     """
 
     def __init__(self, layers: Sequence[Rows], start: int) -> None:
+        # The view below does not keep the memory, and its layers need not be one allocation.
+        self._owners = list(layers)
         first = layers[0]
         distance = _address(layers[1]) - _address(first) if len(layers) > 1 else 0
         self.pages = np.lib.stride_tricks.as_strided(
@@ -315,30 +317,22 @@ class Run:
         """Where that part is in a block."""
 
 
-def runs_of(layers: Sequence[torch.Tensor]) -> Iterator[Run]:
-    """Yield the pages of a block, in order, as few runs.
-
-    Layers of several allocations are several runs. Between them lies memory of others, which numpy
-    would take for a part of one view of both: it copies to such memory by way of a temporary array,
-    which may be from there as well, and so on until the stack ends.
-    """
-    rows = [each.numpy() for each in layers]
-    addresses = [_address(each) for each in rows]
-    allocations = [each.untyped_storage().data_ptr() for each in layers]
-    begin = start = 0
-    while begin < len(rows):
-        end = begin + 1
+def runs_of(layers: Sequence[Rows]) -> Iterator[Run]:
+    """Yield the pages of a block, in order, as few runs."""
+    start = 0
+    while layers:
+        first, addresses = layers[0], [_address(rows) for rows in layers]
+        length = 1
         while (
-            end < len(rows)
-            and allocations[end] == allocations[begin]
-            and rows[end].shape[1] == rows[begin].shape[1]
-            and rows[end].strides[0] == rows[begin].strides[0]
-            and addresses[end] - addresses[end - 1] == addresses[begin + 1] - addresses[begin]
+            length < len(layers)
+            and layers[length].shape[1] == first.shape[1]
+            and layers[length].strides[0] == first.strides[0]
+            and addresses[length] - addresses[length - 1] == addresses[1] - addresses[0]
         ):
-            end += 1
-        run = Run(rows[begin:end], start)
+            length += 1
+        run = Run(layers[:length], start)
         yield run
-        begin, start = end, run.where.stop
+        layers, start = layers[length:], run.where.stop
 
 
 def _address(rows: Rows) -> int:
@@ -357,7 +351,7 @@ class HostPages:
         self.num_blocks = len(layers[0])
         self.block_nbytes = sum(rows.shape[1] for rows in layers)
         self.device = layers[0].device
-        self._runs = list(runs_of(layers))
+        self._runs = list(runs_of([rows.numpy() for rows in layers]))
 
     def mark(self) -> None:
         """Note nothing: the model's writes to host memory are done when its call returns."""
@@ -375,10 +369,9 @@ class HostPages:
         for run in self._runs:
             if run.nbytes >= _LARGE_NBYTES:
                 for block, slot, place in rows:
-                    target = places[slot, place, run.where]
-                    np.copyto(target.reshape(run.shape), run.pages[block])
+                    _copy(places[slot, place, run.where].reshape(run.shape), run.pages[block])
             else:
-                # The first is a copy.
+                # The first is a copy; small enough to stay in the processor's cache.
                 pages = run.pages[blocks].reshape(len(blocks), -1)
                 places[slots, at, run.where] = pages
 
@@ -395,9 +388,22 @@ class HostPages:
         for run in self._runs:
             if run.nbytes >= _LARGE_NBYTES:
                 for block, slot, place in rows:
-                    np.copyto(run.pages[block], places[slot, place, run.where].reshape(run.shape))
+                    _copy(run.pages[block], places[slot, place, run.where].reshape(run.shape))
             else:
                 run.pages[blocks] = places[slots, at, run.where].reshape(-1, *run.shape)
+
+
+def _copy(to: Rows, pages: Rows) -> None:
+    """Copy the pages of a block.
+
+    Between layers of several allocations lies memory of others. To or from there numpy would copy
+    by way of a temporary array, which may lie there as well, and so on until the stack ends.
+    """
+    if not np.may_share_memory(to, pages):
+        np.copyto(to, pages)
+        return
+    for each, page in zip(to, pages, strict=True):
+        np.copyto(each, page)
 
 
 def _rows(*columns: Numbers) -> list[tuple[int, ...]]:
