@@ -260,14 +260,10 @@ class EngineConformance(ConformanceKit):
         """An abort in the middle of sending leaves the old version, and the engine usable."""
         source = _GatedSource(_model())
         made = fleet(source)
-        member = made.join({name: torch.zeros_like(t) for name, t in source.tensors.items()})
+        member = made.join(_zeros(source.tensors))
         _publish(made, "v1")
         before = member.contents
-        source.tensors["weight"] += 1
-        source.reached.clear()
-        source.gate.clear()
-        round_ = made.publisher.publish("v2", wait=False)
-        source.reached.wait(self.deadline_s)
+        round_ = self._stop_in_sending(made, source)
         round_.abort("the test says so")
         source.gate.set()
         with pytest.raises(RoundAbortedError, match="the test says so"):
@@ -308,7 +304,7 @@ class EngineConformance(ConformanceKit):
         watch = _Watch()
         source = _GatedSource(_model())
         made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
-        member = made.join({name: torch.zeros_like(t) for name, t in source.tensors.items()})
+        member = made.join(_zeros(source.tensors))
         _publish(made, "v1")
         round_ = self._stop_in_sending(made, source)
         blocked = watch.blocked()
@@ -363,10 +359,7 @@ class EngineConformance(ConformanceKit):
 
         def live() -> None:
             made = fleet(source)
-            member, lost = (
-                made.join({name: torch.zeros_like(t) for name, t in source.tensors.items()})
-                for _ in range(2)
-            )
+            member, lost = (made.join(_zeros(source.tensors)) for _ in range(2))
             _publish(made, "v1")
             round_ = self._stop_in_sending(made, source)
             lost.session.close()
@@ -386,7 +379,7 @@ class EngineConformance(ConformanceKit):
         """Two publishers of one host send at the same time."""
         held, other = _GatedSource(_model()), _model()
         first, second = fleet(held), fleet(other)
-        member = first.join({name: torch.zeros_like(t) for name, t in held.tensors.items()})
+        member = first.join(_zeros(held.tensors))
         beside = second.join()
         _publish(first, "v1")
         round_ = self._stop_in_sending(first, held)
@@ -698,6 +691,11 @@ class _GatedSource(StateDictSource):
                 self.reached.set()
                 self.gate.wait()
             yield pair
+
+
+def _zeros(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the target of a worker: `Fleet.join` makes none for a source that is no dict."""
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
 def _model() -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from wtransfer.config import convert_options
 from wtransfer.connectors.fenced import WeightHandshake, WeightReport
 from wtransfer.connectors.interface import KVConnectorMetadata, KVConnectorWorkerMetadata
 from wtransfer.kv.header import BlockGeometry  # noqa: TC001  (msgspec reads it)
@@ -91,7 +92,7 @@ def read_params(plain: Mapping[str, Any] | None) -> TransferParams:
         plain: Its ``kv_transfer_params``; unknown names belong to other connectors.
     """
     try:
-        params = msgspec.convert(dict(plain or {}), TransferParams)
+        params = convert_options(plain or {}, TransferParams)
         # JSON has texts that cannot be sent on: halves of surrogate pairs.
         msgspec.msgpack.encode(params)
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError):
