@@ -272,10 +272,10 @@ class Runner:
             started.append(_Process(child, target, path, log))
             return started[-1]
 
-        def check(process: _Process) -> int | None:
-            """Return the return code of a process, once it has ended; raise if it is not 0."""
+        def check(process: _Process, *, may_be_killed: bool = False) -> int | None:
+            """Return the return code of a process, once it has ended; raise if it is a failure."""
             code = process.child.poll()
-            if code:
+            if code and not (may_be_killed and code < 0):
                 tail = process.log.read_bytes()[-_TAIL_NBYTES:].decode("utf-8", "replace").strip()
                 raise PeerLostError(
                     f"a process of the bench ({process.target}) ended with {code} in the case "
@@ -287,9 +287,9 @@ class Runner:
             trainer, *workers = map(start, range(len(functions)))
             while check(trainer) is None:
                 for at, worker in enumerate(workers):
-                    if replace_killed and (worker.child.poll() or 0) < 0:
+                    # Asked once: it may be killed between two looks.
+                    if (check(worker, may_be_killed=replace_killed) or 0) < 0:
                         workers[at] = start(1 + at)
-                    check(workers[at])
                 deadline.check(f"the case {name!r} of the bench")
                 time.sleep(_POLL_S)
             for worker in workers:
