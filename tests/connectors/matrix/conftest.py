@@ -12,9 +12,18 @@ import pytest
 
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, Limits
 from wtransfer.testing.mini_engine.engine import make_engine
+from wtransfer.testing.mini_engine.instance import INSTANCE_MAIN
 
 HERE = Path(__file__).parent
 TESTS = HERE.parents[1]
+# Nobody's speed decides whether a block is there.
+PATIENT_INSTANCE = """
+import sys
+from wtransfer.specs import tier
+from wtransfer.testing.mini_engine.instance import run_instance
+tier.LOOKUP_S = 60.0
+run_instance(sys.argv[1])
+"""
 
 
 def _load(name, path):
@@ -68,8 +77,7 @@ def host(drawn):
 @pytest.fixture
 def service(host, drawn, tmp_path, monkeypatch):
     """Maker of services."""
-    # Nobody's speed decides whether a block is there.
-    monkeypatch.setattr("wtransfer.specs.tier.LOOKUP_S", 60.0)
+    monkeypatch.setattr("wtransfer.specs.tier.LOOKUP_S", 60.0)  # as in `PATIENT_INSTANCE`
 
     def made(stack, block_size, num_blocks, room=None, **limits):
         options = STACKS.room_for(room, block_size, KIT.nbytes_per_block(block_size))
@@ -95,7 +103,9 @@ def process(zygote, tmp_path):
 
         def spawn(target, address):
             log = next(logs)
-            return zygote.spawn(target, address, stdout=log, stderr=log)
+            assert target == INSTANCE_MAIN
+            arguments = PATIENT_INSTANCE, [address], {}
+            return zygote.spawn("programs:run", *arguments, stdout=log, stderr=log)
 
         def made(stack, *, is_updated):
             trainer = None
