@@ -70,7 +70,11 @@ TO_ANOTHER = {
 def install_third_parties(folder):
     """Install the third parties' packages for engines started with the environment returned."""
     kinds = ("connector", "spec", "tier")
-    packages = [str(THIRD_PARTIES / f"third_party_{kind}") for kind in kinds]
+    return install([str(THIRD_PARTIES / f"third_party_{kind}") for kind in kinds], folder)
+
+
+def install(packages, folder):
+    """Install packages for engines started with the environment returned."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     # The build backend is there already; nothing is fetched.
     options = ["--no-deps", "--no-build-isolation", "--target", str(folder)]
