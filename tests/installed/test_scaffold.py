@@ -83,6 +83,36 @@ def test_a_round_is_published_by_its_name(made, python):
     assert done.returncode == 0, done.stderr
 
 
+PUSH = f"""
+import subprocess, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+for number, folder in enumerate(("base", "next")):
+    Path(folder).mkdir()
+    save_file({{"weight": torch.arange(600.0) + number}}, f"{{folder}}/model.safetensors")
+command = [sys.executable, "-m", "wtransfer"]
+address = "unix:" + str(Path("worker.sock").resolve())
+serve = [*command, "worker", "--checkpoint", "base", "--listen", address]
+worker = subprocess.Popen(serve, stdout=sys.stderr)
+try:
+    push = [*command, "push", "next", "--to", address, "--engine", "{NAME}", "--json"]
+    sys.exit(subprocess.run(push, timeout=60).returncode)
+finally:
+    worker.terminate()
+    worker.wait(20)
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_pushed_by_its_name(made, python):
+    if made[0] != "engine":
+        pytest.skip("no engine")
+    done = python("-c", PUSH, WTRANSFER_TOKEN="of a test, longer than thirty-two letters")
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)["workers"]
+    assert (told["outcome"], told["version"]) == ("committed", "next")
+
+
 @pytest.mark.slow
 def test_its_own_tests_pass(made, python):
     options = ["-q", "-p", "no:cacheprovider", "-c", made[1] / "pyproject.toml"]
