@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import signal
 import threading
 import weakref
 
 import pytest
 import torch
 
-from wtransfer.calls import Announcer, SerialThread, forget_frames, on_callers_stream, start_call
+from wtransfer.calls import (
+    Announcer,
+    SerialThread,
+    forget_frames,
+    map_concurrently,
+    on_callers_stream,
+    start_call,
+)
 from wtransfer.errors import ClosedError, StallError
 from wtransfer.weight_sync.trainer.engine_runner import EngineCall
 
@@ -244,3 +252,19 @@ def test_error_whose_text_raises_ends_its_call_and_not_the_thread():
     thread.join(PATIENCE_S)
     assert isinstance(failed.error, NoTextError)
     assert notified.is_set()
+
+
+def test_signal_that_another_thread_gets_ends_the_wait_for_hosts():
+    """It wakes no wait of the main thread by itself, as one that comes just before a wait."""
+    release = threading.Event()
+
+    def interrupt():
+        release.wait(0.2)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        release.wait()
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            map_concurrently({"a": interrupt}, 30.0)
+    finally:
+        release.set()

@@ -229,7 +229,10 @@ def map_concurrently(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> 
         HostsError: Several calls failed.
     """
     futures = {name: start_future(call, f"wtransfer-host {name}") for name, call in calls.items()}
-    concurrent.futures.wait(futures.values(), timeout_s)
+    deadline = Deadline(timeout_s)
+    # In slices: a signal that comes just before a wait, or to another thread, does not end it.
+    while not all(future.done() for future in futures.values()) and not deadline.expired:
+        concurrent.futures.wait(futures.values(), min(CHECK_S, deadline.remaining()))
     failed: dict[str, WTransferError] = {}
     for name, future in futures.items():
         if not future.done():

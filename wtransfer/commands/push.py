@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +124,9 @@ def push(**arguments: Any) -> None:
                             f"{publisher.address}"
                         )
                     with contextlib.suppress(EndSignal):
-                        threading.Event().wait()
+                        # In slices, as a signal may come just before a wait.
+                        while True:
+                            time.sleep(1.0)
     except EndSignal as signal:
         if outcome.report is None:
             outcome.exit_code = signal.exit_code
