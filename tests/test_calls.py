@@ -254,6 +254,7 @@ def test_error_whose_text_raises_ends_its_call_and_not_the_thread():
     assert notified.is_set()
 
 
+@pytest.mark.timeout(60)
 def test_signal_that_another_thread_gets_ends_the_wait_for_hosts():
     """It wakes no wait of the main thread by itself, as one that comes just before a wait."""
     release = threading.Event()
@@ -265,6 +266,6 @@ def test_signal_that_another_thread_gets_ends_the_wait_for_hosts():
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            map_concurrently({"a": interrupt}, 30.0)
+            map_concurrently({"a": interrupt}, 600.0)
     finally:
         release.set()
