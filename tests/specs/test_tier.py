@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -270,6 +272,27 @@ def test_failed_get_fails_its_load_and_keeps_the_block(rig, failing):
     assert rig.tier_cls.entered["put"] == puts + 1
 
 
+class PanicError(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("call", ["contains", "put", "get"])
+def test_tier_that_panics_is_used_again(call, monkeypatch):
+    monkeypatch.setattr(tier_module, "PAUSE_S", 0.0)
+    with Rig() as rig:
+        rig.tier_cls.error = PanicError
+        assert rig.keep([1])
+        rig.failing.add(call)
+        # More often than there are threads.
+        for number in range(2, 5):
+            assert rig.store([number]) == [call == "get"]
+            assert rig.lookup([key(0)]) == [LookupResult.MISS]
+            assert rig.success(rig.submit_load([key(1)], [5])) == [call != "get"]
+        rig.failing.clear()
+        assert rig.keep([6])
+        assert rig.lookup([key(1), key(6)]) == [LookupResult.HIT] * 2
+
+
 # -- stores that hang
 
 
@@ -477,6 +500,22 @@ def test_second_shutdown_closes_no_tier_again(rig):
         rig.manager.shutdown()
         rig.workers[0].shutdown()
     assert rig.tier_cls.entered["close"] == 2
+
+
+@pytest.mark.parametrize("num_slots", [0, 3])
+def test_shutdown_in_a_forked_child_leaves_the_tier_to_its_parent(num_slots):
+    with Rig(num_slots=num_slots) as rig:
+        assert rig.keep([1])
+        pid = os.fork()
+        if pid == 0:
+            # Nothing of this process is to run at the child's end.
+            with contextlib.suppress(BaseException):
+                rig.workers[0].shutdown()
+                rig.manager.shutdown()
+            os._exit(rig.tier_cls.entered["close"])
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert rig.keep([2])
+        assert rig.lookup([key(1), key(2)]) == [LookupResult.HIT] * 2
 
 
 # -- names and options

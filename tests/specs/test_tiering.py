@@ -439,6 +439,23 @@ def test_load_that_loses_to_computing_is_left(skip_slow_loads, seconds_per_token
         assert ("loads_skipped_total" in stats) == (expected is MISS)
 
 
+def test_load_counts_from_its_own_beginning_while_another_one_hangs(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(payoff.time, "monotonic", lambda: now[0])
+    measured = payoff.Payoff(tokens_per_block=16)
+    for number in range(payoff.MIN_LOADS):
+        began = now[0] = 0.5 * (number + 1)
+        now[0] += 0.002
+        measured.end(1, began)
+    assert measured.numbers()["load_seconds_per_block"] == pytest.approx(0.002)
+    # Side by side with the last one: it counts from its end.
+    now[0] += 0.001
+    measured.end(1, 0.0)
+    number = payoff.MIN_LOADS + 1
+    expected = (payoff.MIN_LOADS * 0.002 + 0.001) / number
+    assert measured.numbers()["load_seconds_per_block"] == pytest.approx(expected)
+
+
 def test_loads_that_lose_are_measured_again(monkeypatch):
     monkeypatch.setattr(payoff, "LEAVE_S", 0.2)
     with Rig(tier_cls=Slow) as rig:

@@ -48,13 +48,14 @@ class Gate(MemoryTier):
 
     held: set[str]
     failing: set[str]
+    error = ConnectionError
     entered: defaultdict[str, int]
     gate: threading.Event
 
     def call(self, name):
         self.entered[name] += 1
         if name in self.failing:
-            raise ConnectionError(f"{name} is refused")
+            raise self.error(f"{name} is refused")
         if name in self.held:
             self.gate.wait(30)
 

@@ -329,7 +329,8 @@ class Arena:
         keys = [stored[at] for at in order]
         cache = GPULoadStoreSpec([self._block_of[key] for key in keys])
         self._manager.on_new_request(context)
-        while any(self._manager.lookup(each, context) is LookupResult.RETRY for each in keys):
+        # All of them in each turn, as hosts do: answers are only of use for a while.
+        while LookupResult.RETRY in [self._manager.lookup(each, context) for each in keys]:
             time.sleep(_POLL_S)
         arena = self._manager.prepare_load(keys, context)
         seconds = self._run(lambda: self._worker.submit_load(0, arena, cache))

@@ -119,6 +119,7 @@ def tier_rounds(
 
     Raises:
         DigestMismatchError: A copy failed, or brought other bytes.
+        BaseException: The tier's own.
     """
     os.nice(10)
     torch.set_num_threads(1)
@@ -219,7 +220,7 @@ class Client:
             thread.join()
         seconds = time.perf_counter() - began
         if errors:
-            raise DigestMismatchError(f"the tier failed: {errors[0]}") from errors[0]
+            raise errors[0]
         return seconds
 
 

@@ -23,7 +23,7 @@ class Payoff:
     def __init__(self, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
         self._loads: deque[tuple[float, int]] = deque(maxlen=WINDOW)
-        self._num_running, self._since = 0, 0.0
+        self._last_end = 0.0
         self._load_s = self._compute_s = 0.0
         self._left_until = 0.0
 
@@ -31,21 +31,15 @@ class Payoff:
         """Record how long the model takes for a token of a prompt; None: not known yet."""
         self._compute_s = (seconds_per_token or 0.0) * self._tokens_per_block
 
-    def begin(self) -> None:
-        """Record the beginning of a load."""
-        if not self._num_running:
-            self._since = time.monotonic()
-        self._num_running += 1
-
-    def end(self, num_blocks: int) -> None:
+    def end(self, num_blocks: int, began: float) -> None:
         """Record the end of a load; of those that run side by side, each counts from the last end.
 
         Args:
             num_blocks: How many it has loaded; 0: it failed.
+            began: When it began, by the monotonic clock.
         """
         now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        self._num_running -= 1
+        seconds, self._last_end = now - max(self._last_end, began), now
         if not num_blocks:
             return
         self._loads.append((seconds, num_blocks))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import threading
 import time
@@ -290,6 +291,8 @@ class Load:
     """From the tier, also to the arena."""
     success: bool = True
     """False: it has failed on a rank."""
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    """When it was prepared."""
 
 
 @dataclasses.dataclass
@@ -345,7 +348,7 @@ class TierManager(OffloadingManager):
         self._failed: dict[OffloadKey, float] = {}
         self._num_offers: dict[OffloadKey, int] = {}
         self._counts = _Counts()
-        self._closed = False
+        self._pid, self._closed = os.getpid(), False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return what the tier has answered, *RETRY* until then; a late answer is a miss."""
@@ -441,8 +444,11 @@ class TierManager(OffloadingManager):
         return {**self._tier.get_stats(), **self._counts.numbers(), **self._payoff.numbers()}
 
     def shutdown(self) -> None:
-        """Close the tier, unless a look-up hangs in it. A second call does nothing."""
-        if not self._closed:
+        """Close the tier, unless a look-up hangs in it.
+
+        Nothing happens at a second call, nor in a forked child: the tier is its parent's.
+        """
+        if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._thread.stop()
             if self._thread.join(Deadline(SHUTDOWN_S)):
@@ -456,14 +462,12 @@ class TierManager(OffloadingManager):
             if key not in request.answers or not request.answers[key].hit:
                 raise BlockNotKeptError(f"The block {key.hex()} is no hit; look it up first.")
         request.loads[tuple(keys)] = load
-        if load.got:
-            self._payoff.begin()
 
     def _end_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Load | None:
         """Return a load that has ended; None: it had ended before, or never begun."""
         load = _Request.of(req_context).loads.pop(tuple(keys), None)
         if load is not None and load.got:
-            self._payoff.end(len(load.got) if load.success else 0)
+            self._payoff.end(len(load.got) if load.success else 0, load.began)
         return load
 
     def _forget(self, keys: Collection[OffloadKey]) -> None:
@@ -516,7 +520,7 @@ class TierManager(OffloadingManager):
             if len(found) != len(keys):
                 raise ValueError(f"contains() of {len(keys)} keys returned {len(found)} answers")
             self._health.ended(success=True)
-        except Exception as error:
+        except BaseException as error:
             self._counts.fail("lookup_failures", type(error).__name__, error)
             self._health.ended(success=False)
             found = [False] * len(keys)
@@ -665,9 +669,10 @@ class TierWorker(JobWorker):
     def shutdown(self) -> None:
         """End within four seconds: puts that are under way may end, jobs fail.
 
-        A second call does nothing. A tier in which a call hangs is not closed.
+        Nothing happens at a second call, nor in a forked child. A tier in which a call hangs is not
+        closed.
         """
-        if not self._copiers:
+        if os.getpid() != self._pid or not self._copiers:
             return
         # They hold views of the cache.
         self._copiers = ()
@@ -770,7 +775,7 @@ class TierWorker(JobWorker):
             try:
                 self._put_new(batch)
                 self._put_health.ended(success=True)
-            except Exception as error:
+            except BaseException as error:
                 self._counts.fail("put_failures", type(error).__name__, error, len(batch))
                 self._put_health.ended(success=False)
                 reason = "error"
@@ -847,7 +852,7 @@ class TierWorker(JobWorker):
                 if not is_filled:
                     row[:HEADER_NBYTES] = 0
             self._get_health.ended(success=True)
-        except Exception as error:
+        except BaseException as error:
             self._counts.fail("get_failures", type(error).__name__, error, len(own))
             self._get_health.ended(success=False)
             for each in own:
@@ -859,7 +864,7 @@ class TierWorker(JobWorker):
         self._counts.fail("blocks_refused", reason, f"{own.hex()} is removed")
         try:
             self._tier.remove([own])
-        except Exception as error:
+        except BaseException as error:
             self._counts.fail("remove_failures", type(error).__name__, error)
             self._mark_unreadable(own)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -344,8 +345,9 @@ class TieringWorker(TierWorker):
 
     def shutdown(self) -> None:
         """End as `TierWorker.shutdown` does, and let go of the arena; where a call hangs, later."""
-        # They hold views of the cache.
-        self._in_arena = []
+        if os.getpid() == self._pid:
+            # They hold views of the cache.
+            self._in_arena = []
         super().shutdown()
 
     def _leave_arena(self) -> None:
