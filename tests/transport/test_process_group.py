@@ -292,17 +292,21 @@ def test_memory_of_a_broken_broadcast_is_used_again_only_once_gloo_has_ended(
 
 def test_broken_groups_are_bounded_and_waited_for(make_rank, broken_in_midst):
     receiver, peer = make_rank(), make_rank()
-    for number in range(2):
-        broken_in_midst(receiver, f"broken {number}", max_abandoned=1)
     meeting = peer.ask("host")
     receiver.ask("join", **meeting)
     options = {"name": meeting["name"], "rank": 1, "size": 2, "timeout_s": 0.2, "max_abandoned": 1}
-    stalled = receiver.begin("form", group="too early", **options).error()
-    assert stalled.kind == "StallError"
-    assert "the end of 2 broken process groups of rank 1" in stalled.text
+    for number in range(MAX_TRIES):
+        broken_in_midst(receiver, f"broken {number}", max_abandoned=1, gloo_timeout_s=8.0)
+        stalled = receiver.begin("form", group="too early", **options).error()
+        assert stalled.kind == "StallError"
+        # On a machine that is busy, an earlier one may have ended by now.
+        if "the end of 2 broken process groups of rank 1" in stalled.text:
+            break
+    else:
+        raise AssertionError("never two at once")
     # Groups that are not bounded wait for none.
     form([peer, receiver], "other")
-    form([peer, receiver], "next", max_abandoned=1)
+    form([peer, receiver], "next", max_abandoned=1, timeout_s=30.0)
     assert len(set(all_do([peer, receiver], "broadcast", group="next", nbytes=MIB, root=0))) == 1
 
 
