@@ -112,8 +112,8 @@ class RoundClient:
 
     @property
     def num_workers(self) -> int:
-        """Workers of the round."""
-        return len(self._current().members)
+        """Workers of the round; those that were lost and may be do not count any more."""
+        return sum(1 for _ in self._current().state.ranks())
 
     @property
     def deadline_s(self) -> float:
