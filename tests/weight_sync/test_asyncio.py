@@ -144,3 +144,31 @@ def test_a_wait_without_an_update_ends_in_time_when_cancelled_and_when_closed(fl
         await closing
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_task_that_is_cancelled_as_an_update_comes_applies_nothing(fleet, weights, num_turns):
+    made = fleet(weights)
+    session = made.join().session
+
+    async def main():
+        waiting = asyncio.create_task(session.commit_pending_async(60))
+        await asyncio.sleep(TICK_S)
+        round_ = made.publisher.publish("v1", wait=False)
+        # Blocks the loop, as a step of the model would: all that follows is ready at once.
+        changed = session.weight_state.changed
+        with changed:
+            assert changed.wait_for(lambda: session.weight_state.pending, PATIENCE_S)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if waiting.done():
+            assert await waiting is True
+        else:
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert (session.version, session.pending) == (None, True)
+        return round_
+
+    assert made.finish(asyncio.run(main())).ok
+    assert session.version == "v1"

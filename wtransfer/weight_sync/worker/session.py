@@ -303,8 +303,12 @@ class WorkerSession:
 
         with state.changed.watched(wake):
             while state.pending is None and not state.closed and not deadline.expired:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(come.wait(), deadline.remaining())
+                # `asyncio.wait_for` drops a cancellation that comes along with the event.
+                timer = loop.call_later(deadline.remaining(), come.set)
+                try:
+                    await come.wait()
+                finally:
+                    timer.cancel()
                 come.clear()
         return self._commit_now()
 
