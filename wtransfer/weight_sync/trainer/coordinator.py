@@ -31,6 +31,7 @@ from wtransfer.errors import (
 from wtransfer.registry import hooks
 from wtransfer.weight_sync.messages import Plan
 from wtransfer.weight_sync.report import Report, WorkerReport
+from wtransfer.weight_sync.timeouts import checked_timeout
 from wtransfer.weight_sync.trainer.membership import send_to
 from wtransfer.weight_sync.trainer.round_state import RoundState
 
@@ -235,8 +236,10 @@ class Round:
 
         Raises:
             WTransferError: The round failed before that; the trainer may go on as well.
-            StallError: `timeout_s` seconds have passed.
+            StallError: `timeout_s` seconds have passed; None: no limit.
+            ValueError: `timeout_s` is neither None nor a number of at least 0.
         """
+        timeout_s = checked_timeout(timeout_s, endless=True)
         self._check_caller("packed")
         with self._lock:
             ended = self._changed.wait_for(
@@ -253,8 +256,10 @@ class Round:
         Raises:
             WTransferError: The round was aborted; every worker is on its old version.
             CommitError: The publisher itself failed after the commit was sent.
-            StallError: `timeout_s` seconds have passed; the round goes on.
+            StallError: `timeout_s` seconds have passed; None: no limit. The round goes on.
+            ValueError: `timeout_s` is neither None nor a number of at least 0.
         """
+        timeout_s = checked_timeout(timeout_s, endless=True)
         self._check_caller("result")
         try:
             ended = self._done.wait(timeout_s)

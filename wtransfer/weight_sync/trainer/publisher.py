@@ -26,6 +26,7 @@ from wtransfer.errors import (
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.messages import CODEC
+from wtransfer.weight_sync.timeouts import checked_timeout
 from wtransfer.weight_sync.trainer.coordinator import (
     INTERRUPT_GRACE_S,
     LostPolicy,
@@ -208,7 +209,9 @@ class Publisher:
 
         Raises:
             NoWorkersError: They have not within `timeout_s` seconds.
+            ValueError: `timeout_s` is not a number, or less than 0.
         """
+        timeout_s = checked_timeout(timeout_s)
         self._check_usable()
         with self._lock:
             if not self._changed.wait_for(

@@ -46,6 +46,7 @@ from wtransfer.transport.address import parse_address
 from wtransfer.transport.digests import digest
 from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.messages import ErrorInfo, Hello
+from wtransfer.weight_sync.timeouts import checked_timeout
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
 from wtransfer.weight_sync.worker.participant import PublisherConnection
 from wtransfer.weight_sync.worker.schema import CAST_HINT, check_unchanged, schema_of
@@ -265,7 +266,9 @@ class WorkerSession:
             CommitError: Applying failed, here or in another rank of this instance. The old version
                 is whole again, unless `CommitError.restored` is false.
             RoundBusyError: Called from within the target or an observer, while it applies.
+            ValueError: `timeout_s` is not a number, or less than 0.
         """
+        timeout_s = checked_timeout(timeout_s)
         self._check_usable()
         self._check_not_within()
         state = self.weight_state
@@ -290,10 +293,12 @@ class WorkerSession:
         Raises:
             CommitError: As `commit_pending`.
             RoundBusyError: As `commit_pending`.
+            ValueError: As `commit_pending`.
         """
+        deadline = Deadline(checked_timeout(timeout_s))
         self._check_usable()
         self._check_not_within()
-        state, deadline = self.weight_state, Deadline(timeout_s)
+        state = self.weight_state
         loop, come = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -339,8 +344,9 @@ class WorkerSession:
         Raises:
             StallError: It has not come in time; the text says what is known of why.
             CommitError: Applying an update failed; as `commit_pending`.
+            ValueError: As `commit_pending`.
         """
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(checked_timeout(timeout_s))
         while self.version != version:
             if deadline.expired:
                 why = self.last_error or self.refusal
