@@ -113,6 +113,48 @@ def test_a_task_that_is_cancelled_before_its_round_began_leaves_none(fleet, weig
     assert made.publish("v1").ok
 
 
+def test_a_task_that_is_cancelled_while_it_waits_for_its_turn_begins_no_round(
+    fleet, weights, until, monkeypatch
+):
+    made = fleet(weights, deadline_s=60.0)
+    first = made.join()
+    assert made.publish("v1").ok
+    made.leave(first)
+    # Without it there are too few: a round waits until it has committed.
+    slow = made.join()
+    until(lambda: slow.session.pending)
+    publisher, waits, errors = made.publisher, threading.Event(), []
+    await_turn = publisher._await_turn
+
+    def noted(*args):
+        waits.set()
+        try:
+            return await_turn(*args)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(publisher, "_await_turn", noted)
+
+    async def main():
+        publishing = asyncio.create_task(publisher.publish_async("off"))
+        assert await asyncio.to_thread(waits.wait, PATIENCE_S)
+        with publisher._lock:
+            # It was held from the call on, and is free as it waits now.
+            publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        await asyncio.to_thread(until, lambda: errors)
+        worker = asyncio.create_task(serve(slow))
+        report = await publisher.publish_async("v2")
+        worker.cancel()
+        return report
+
+    assert asyncio.run(main()).ok
+    assert [str(each) for each in errors] == ["publish_async was cancelled before its round began"]
+    assert slow.session.version == "v2"
+
+
 def test_errors_come_out_as_of_publish(fleet, weights):
     made = fleet(weights)
     with pytest.raises(NoWorkersError):
