@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import os
 import threading
 import weakref
 
 import pytest
 import torch
 
-from wtransfer.calls import Announcer, SerialThread, forget_frames, on_callers_stream, start_call
-from wtransfer.errors import ClosedError, StallError
+from wtransfer.calls import (
+    Announcer,
+    SerialThread,
+    check_process,
+    forget_frames,
+    on_callers_stream,
+    start_call,
+)
+from wtransfer.errors import ClosedError, ForkedError, StallError
 from wtransfer.weight_sync.trainer.engine_runner import EngineCall
 
 PATIENCE_S = 5.0
@@ -244,3 +252,9 @@ def test_error_whose_text_raises_ends_its_call_and_not_the_thread():
     thread.join(PATIENCE_S)
     assert isinstance(failed.error, NoTextError)
     assert notified.is_set()
+
+
+def test_an_object_is_refused_outside_the_process_that_made_it():
+    check_process(os.getpid(), "Publisher")
+    with pytest.raises(ForkedError, match="this Publisher belongs to the parent process"):
+        check_process(os.getppid(), "Publisher")

@@ -19,9 +19,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from wtransfer.calls import check_process
 from wtransfer.errors import (
     CommitError,
-    ForkedError,
     NonfiniteError,
     RoundAbortedError,
     RoundBusyError,
@@ -282,7 +282,7 @@ class Round:
 
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, this does nothing."""
-        self._check_process()
+        check_process(self._pid, "Round")
         with self._lock:
             if self.state.ended is None and not self.state.committing:
                 self.called_off = True
@@ -292,19 +292,12 @@ class Round:
             self._changed.notify_all()
 
     def _check_caller(self, method: str) -> None:
-        self._check_process()
+        check_process(self._pid, "Round")
         if threading.current_thread() is self._thread:
             raise RoundBusyError(
                 f"{method}() was called by an observer on the round's own thread, which would wait "
                 "for itself; call it from another thread",
                 **self._facts(),
-            )
-
-    def _check_process(self) -> None:
-        # The thread that would end a wait, and that might hold a lock, is not in a child.
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this Round belongs to the parent process; fork()ed children have none"
             )
 
     @property

@@ -11,11 +11,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from wtransfer.calls import close_at_exit, on_callers_stream, start_future
+from wtransfer.calls import check_process, close_at_exit, on_callers_stream, start_future
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
-    ForkedError,
     NoWorkersError,
     ProtocolError,
     RoundAbortedError,
@@ -201,7 +200,7 @@ class Publisher:
 
     def workers(self) -> list[WorkerInfo]:
         """Return every worker that has joined, and what it holds."""
-        self._check_process()
+        check_process(self._pid, "Publisher")
         return [worker.info for worker in self._membership.workers()]
 
     def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
@@ -721,15 +720,9 @@ class Publisher:
         return None
 
     def _check_usable(self) -> None:
-        self._check_process()
+        check_process(self._pid, "Publisher")
         if self._closed:
             raise ClosedError("this Publisher is closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this Publisher belongs to the parent process; after fork() make a new one"
-            )
 
 
 def _check_version(version: object) -> None:

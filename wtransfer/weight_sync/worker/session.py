@@ -29,13 +29,12 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.calls import close_at_exit, forget_frames
+from wtransfer.calls import check_process, close_at_exit, forget_frames
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     AuthenticationError,
     ClosedError,
     CommitError,
-    ForkedError,
     RoundAbortedError,
     RoundBusyError,
     StallError,
@@ -401,7 +400,7 @@ class WorkerSession:
     @property
     def pending(self) -> bool:
         """Whether a verified update waits for `commit_pending`, whatever `state` says."""
-        self._check_process()
+        check_process(self._pid, "WorkerSession")
         return self.weight_state.pending is not None
 
     @property
@@ -417,7 +416,7 @@ class WorkerSession:
     @property
     def state(self) -> str:
         """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
-        self._check_process()
+        check_process(self._pid, "WorkerSession")
         with self.weight_state.changed:
             return self.weight_state.state
 
@@ -692,15 +691,9 @@ class WorkerSession:
             )
 
     def _check_usable(self) -> None:
-        self._check_process()
+        check_process(self._pid, "WorkerSession")
         if self.weight_state.closed:
             raise ClosedError("this WorkerSession is closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this WorkerSession belongs to the parent process; after fork() make a new one"
-            )
 
 
 def _place(address: str) -> Address | Path:
