@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import os
 import signal
 import threading
 import weakref
@@ -15,12 +16,13 @@ import torch
 from wtransfer.calls import (
     Announcer,
     SerialThread,
+    check_process,
     forget_frames,
     map_concurrently,
     on_callers_stream,
     start_call,
 )
-from wtransfer.errors import ClosedError, StallError
+from wtransfer.errors import ClosedError, ForkedError, StallError
 from wtransfer.weight_sync.trainer.engine_runner import EngineCall
 
 PATIENCE_S = 5.0
@@ -269,3 +271,9 @@ def test_signal_that_another_thread_gets_ends_the_wait_for_hosts():
             map_concurrently({"a": interrupt}, 600.0)
     finally:
         release.set()
+
+
+def test_an_object_is_refused_outside_the_process_that_made_it():
+    check_process(os.getpid(), "Publisher")
+    with pytest.raises(ForkedError, match="this Publisher belongs to the parent process"):
+        check_process(os.getppid(), "Publisher")

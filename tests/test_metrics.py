@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -81,6 +82,24 @@ def test_one_that_fails_does_not_take_the_others_with_it(caplog):
         for _ in range(2):
             assert read(collector) == {("wtransfer_offloading_worker_jobs",): (1, "gauge")}
     assert len(caplog.records) == 1
+
+
+def test_a_name_that_is_no_text_does_not_take_the_others_with_it(caplog):
+    collector = OffloadingCollector()
+    collector.watch(SimpleNamespace(get_stats=lambda: {1: 2}), "manager")
+    collector.watch(source(jobs=1), "worker")
+    with caplog.at_level(logging.ERROR):
+        assert read(collector) == {("wtransfer_offloading_worker_jobs",): (1, "gauge")}
+    assert len(caplog.records) == 1
+
+
+def test_numbers_of_numpy_are_numbers():
+    collector = OffloadingCollector()
+    collector.watch(source(n=np.int64(3), f=np.float32(1.5), nan=np.float32("nan")), "worker")
+    assert read(collector) == {
+        ("wtransfer_offloading_worker_n",): (3, "gauge"),
+        ("wtransfer_offloading_worker_f",): (1.5, "gauge"),
+    }
 
 
 def test_what_is_forgotten_is_shown_no_more():

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import logging
+import os
 import queue
 import threading
 import traceback
@@ -16,7 +17,14 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from wtransfer.deadline import Deadline
-from wtransfer.errors import ClosedError, HostsError, RemoteError, StallError, WTransferError
+from wtransfer.errors import (
+    ClosedError,
+    ForkedError,
+    HostsError,
+    RemoteError,
+    StallError,
+    WTransferError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -371,6 +379,22 @@ def _clear_callers(frame: FrameType) -> None:
         while (caller := frame.f_back) is not None:
             frame = caller
             frame.clear()
+
+
+def check_process(pid: int, what: str) -> None:
+    """Raise in a child of the process that has made an object.
+
+    Threads that would end a wait, and that might hold a lock, are not in a child.
+
+    Args:
+        pid: Of the process that has made it.
+        what: Its class, for the error.
+
+    Raises:
+        ForkedError: This is another process.
+    """
+    if os.getpid() != pid:
+        raise ForkedError(f"this {what} belongs to the parent process; after fork() make a new one")
 
 
 class Closable(Protocol):

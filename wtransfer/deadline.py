@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 import time
+from typing import Final, overload
 
 from wtransfer.errors import StallError
+
+LONGEST_S: Final = 1e9
+"""A wait of some thirty years, in seconds, which every clock and lock can still count."""
 
 
 class Deadline:
@@ -47,3 +52,29 @@ class Deadline:
             raise StallError(
                 f"no progress on {what} within {self.seconds:g} s", seconds=self.seconds, **facts
             )
+
+
+@overload
+def checked_timeout(timeout_s: float) -> float: ...
+
+
+@overload
+def checked_timeout(timeout_s: float | None, *, endless: bool) -> float | None: ...
+
+
+def checked_timeout(timeout_s: float | None, *, endless: bool = False) -> float | None:
+    """Return a time to wait, in seconds, that locks and event loops take.
+
+    Args:
+        timeout_s: As the caller has given it.
+        endless: Whether None is allowed: no limit.
+
+    Raises:
+        ValueError: Not a number, or less than 0.
+    """
+    if timeout_s is None and endless:
+        return None
+    # NaN is not at least 0 either, and a wait for it would never end.
+    if isinstance(timeout_s, (float, numbers.Real)) and timeout_s >= 0:
+        return min(float(timeout_s), LONGEST_S)
+    raise ValueError(f"timeout_s is {timeout_s!r}, expected a number of seconds, at least 0")

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 import re
 import threading
 import time
@@ -69,8 +70,8 @@ class RoundCollector:
                                                among them; rounds that have a report.
     ``wtransfer_round_worker_seconds``         Histogram by ``stage`` of each worker, likewise.
     ``wtransfer_round_verified_bytes_total``   Bytes that workers have staged and verified.
-    ``wtransfer_round_workers``                Workers of the last report by ``outcome``.
-    ``wtransfer_weights_age_seconds``          Seconds since all workers had the last version.
+    ``wtransfer_weights_age_seconds``          Seconds since all workers first had the last
+                                               version; a catch-up does not begin it again.
     ``wtransfer_weights_info``                 1; its ``version`` and ``fingerprint``.
     ``wtransfer_workers``                      Joined workers now, by ``state``; with a publisher.
     ``wtransfer_workers_current``              Those that hold its last version; likewise.
@@ -116,7 +117,6 @@ class RoundCollector:
         self._nbytes = client.Counter(
             "wtransfer_round_verified_bytes", "Bytes that workers have verified", registry=None
         )
-        self._workers: Counter[str] = Counter()
 
     # -- observers
 
@@ -131,7 +131,9 @@ class RoundCollector:
     ) -> None:
         """Count the commit of a worker; note the version that all workers have."""
         if worker is None:
-            self._committed = version, fingerprint, time.time()
+            # A catch-up brings what was committed before: the weights are no newer by it.
+            if self._committed is None or self._committed[:2] != (version, fingerprint):
+                self._committed = version, fingerprint, time.time()
         else:
             self._ended.labels(_side(worker), "committed", "").inc()
 
@@ -156,8 +158,6 @@ class RoundCollector:
             self._nbytes.inc(worker.nbytes)
             for stage, seconds in worker.seconds.items():
                 self._worker_seconds.labels(stage).observe(seconds)
-        # A new object: a scrape that reads the old one goes on with it.
-        self._workers = Counter(worker.outcome for worker in report.workers)
 
     # -- for Prometheus
 
@@ -171,17 +171,11 @@ class RoundCollector:
         counts = (self._started, self._ended, self._seconds, self._worker_seconds, self._nbytes)
         for each in counts:
             yield from each.collect()
-        yield _gauge(
-            "wtransfer_round_workers",
-            "Workers of the last report",
-            "outcome",
-            dict.fromkeys(("committed", "pending", "behind", "lost"), 0) | self._workers,
-        )
         if self._committed is not None:
             version, fingerprint, since = self._committed
             yield core.GaugeMetricFamily(
                 "wtransfer_weights_age_seconds",
-                "Seconds since all workers had the last version",
+                "Seconds since all workers first had the last version",
                 value=max(0.0, time.time() - since),
             )
             info = core.GaugeMetricFamily(
@@ -200,14 +194,13 @@ class RoundCollector:
         except WTransferError:
             # This process was forked off the publisher's: it has no workers.
             return
+        core = _families()
         states = dict.fromkeys(("fresh", "serving", "pending", "behind", "empty"), 0)
-        yield _gauge(
-            "wtransfer_workers",
-            "Joined workers",
-            "state",
-            states | Counter(each.state for each in workers),
-        )
-        yield _families().GaugeMetricFamily(
+        joined = core.GaugeMetricFamily("wtransfer_workers", "Joined workers", labels=["state"])
+        for state, number in (states | Counter(each.state for each in workers)).items():
+            joined.add_metric([state], number)
+        yield joined
+        yield core.GaugeMetricFamily(
             "wtransfer_workers_current",
             "Joined workers that hold the last version",
             value=sum(each.fingerprint == publisher.fingerprint for each in workers),
@@ -216,13 +209,6 @@ class RoundCollector:
 
 def _side(worker: str | None) -> str:
     return "trainer" if worker is None else "worker"
-
-
-def _gauge(name: str, text: str, label: str, numbers: Mapping[str, int]) -> Metric:
-    family: Metric = _families().GaugeMetricFamily(name, text, labels=[label])
-    for value, number in numbers.items():
-        family.add_metric([value], number)  # type: ignore[attr-defined]
-    return family
 
 
 class HasStats(Protocol):
@@ -291,16 +277,19 @@ class OffloadingCollector:
     def _numbers(self, watched: _Watched) -> Iterator[tuple[str, float]]:
         """Yield full names and numbers; one source that fails does not take the others with it."""
         try:
-            stats = dict(watched.source.get_stats())
+            numbers_by_name = {
+                re.sub(r"[^a-zA-Z0-9_]", "_", name): float(number)
+                for name, number in watched.source.get_stats().items()
+                if isinstance(number, (float, numbers.Real))
+            }
         except Exception:
             if id(watched.source) not in self._failed:
                 self._failed.add(id(watched.source))
                 logger.exception("%s cannot say its numbers", type(watched.source).__name__)
             return
-        for name, number in stats.items():
-            if isinstance(number, (int, float)) and not math.isnan(number):
-                plain = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-                yield f"{PREFIX}_{watched.side}_{plain}", float(number)
+        for name, number in numbers_by_name.items():
+            if not math.isnan(number):
+                yield f"{PREFIX}_{watched.side}_{name}", number
 
 
 def _family(name: str, label_names: list[str]) -> Metric:

@@ -10,6 +10,7 @@ application, as for all its spans.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,8 @@ class RoundTracer:
     child for each phase: ``init``, ``plan``, ``transfer``, ``prepare``, ``commit``, ``finish``. Its
     status is an error unless the outcome is ``committed`` or ``verified``; so is that of the phase
     in which a round was aborted. On a worker, ``wtransfer.update``: from the plan's acceptance to
-    the commit. Both have the attribute ``wtransfer.round_id``.
+    the commit. Both have the attribute ``wtransfer.round_id``. Updates of sessions that have one
+    name, as those of one process by default, are not told apart.
 
     Args:
         tracer_provider: Where spans are made; None: the global one.
@@ -50,7 +52,9 @@ class RoundTracer:
             ) from error
         self._trace = trace
         self._tracer = trace.get_tracer("wtransfer", tracer_provider=tracer_provider)
-        self._open: dict[tuple[str, str | None], tuple[Span, int]] = {}
+        # Several to a key: sessions of one process have one name unless each is given its own.
+        self._open: dict[tuple[str, str | None], list[tuple[Span, int]]] = {}
+        self._lock = threading.Lock()
 
     @hookimpl
     def wtransfer_round_started(self, round_id: str, version: str, worker: str | None) -> None:
@@ -64,14 +68,15 @@ class RoundTracer:
             attributes=attributes,
             start_time=begun,
         )
-        self._open[round_id, worker] = span, begun
+        with self._lock:
+            self._open.setdefault((round_id, worker), []).append((span, begun))
 
     @hookimpl
     def wtransfer_weights_committed(
         self, fingerprint: str, round_id: str, worker: str | None
     ) -> None:
         """End the span of a worker."""
-        if worker is not None and (found := self._open.pop((round_id, worker), None)):
+        if worker is not None and (found := self._take(round_id, worker)):
             found[0].set_attribute("wtransfer.fingerprint", fingerprint)
             found[0].end()
 
@@ -80,7 +85,7 @@ class RoundTracer:
         self, error: BaseException, round_id: str, worker: str | None
     ) -> None:
         """End the span of a worker with an error; a plan that it refused has none."""
-        if worker is not None and (found := self._open.pop((round_id, worker), None)):
+        if worker is not None and (found := self._take(round_id, worker)):
             self._fail(found[0], error)
             found[0].end()
 
@@ -96,7 +101,7 @@ class RoundTracer:
         num_workers: int,
     ) -> None:
         """End the span of a round, and add those of its phases."""
-        found = self._open.pop((round_id, None), None)
+        found = self._take(round_id, None)
         if found is None:
             # Registered in the middle of a round.
             return
@@ -124,6 +129,16 @@ class RoundTracer:
         elif outcome == "mixed":
             span.set_status(self._trace.StatusCode.ERROR, str(report))
         span.end(max(at, time.time_ns()))
+
+    def _take(self, round_id: str, worker: str | None) -> tuple[Span, int] | None:
+        with self._lock:
+            found = self._open.pop((round_id, worker), None)
+            if found is None:
+                return None
+            first, *others = found
+            if others:
+                self._open[round_id, worker] = others
+            return first
 
     def _fail(self, span: Span, error: BaseException) -> None:
         span.set_status(self._trace.StatusCode.ERROR, f"{type(error).__name__}: {error}")

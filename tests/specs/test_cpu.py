@@ -315,7 +315,7 @@ def test_forked_child_has_no_worker_and_the_parent_goes_on(make_rig, arena_rig):
                 call()
                 code |= 1
             except ForkedError as error:  # noqa: PERF203
-                code |= 0 if "make a worker after fork()" in str(error) else 2
+                code |= 0 if "after fork() make a new one" in str(error) else 2
         rig.worker.shutdown()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -113,6 +113,48 @@ def test_a_task_that_is_cancelled_before_its_round_began_leaves_none(fleet, weig
     assert made.publish("v1").ok
 
 
+def test_a_task_that_is_cancelled_while_it_waits_for_its_turn_begins_no_round(
+    fleet, weights, until, monkeypatch
+):
+    made = fleet(weights, deadline_s=60.0)
+    first = made.join()
+    assert made.publish("v1").ok
+    made.leave(first)
+    # Without it there are too few: a round waits until it has committed.
+    slow = made.join()
+    until(lambda: slow.session.pending)
+    publisher, waits, errors = made.publisher, threading.Event(), []
+    await_turn = publisher._await_turn
+
+    def noted(*args):
+        waits.set()
+        try:
+            return await_turn(*args)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(publisher, "_await_turn", noted)
+
+    async def main():
+        publishing = asyncio.create_task(publisher.publish_async("off"))
+        assert await asyncio.to_thread(waits.wait, PATIENCE_S)
+        with publisher._lock:
+            # It was held from the call on, and is free as it waits now.
+            publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        await asyncio.to_thread(until, lambda: errors)
+        worker = asyncio.create_task(serve(slow))
+        report = await publisher.publish_async("v2")
+        worker.cancel()
+        return report
+
+    assert asyncio.run(main()).ok
+    assert [str(each) for each in errors] == ["publish_async was cancelled before its round began"]
+    assert slow.session.version == "v2"
+
+
 def test_errors_come_out_as_of_publish(fleet, weights):
     made = fleet(weights)
     with pytest.raises(NoWorkersError):
@@ -144,3 +186,31 @@ def test_a_wait_without_an_update_ends_in_time_when_cancelled_and_when_closed(fl
         await closing
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_task_that_is_cancelled_as_an_update_comes_applies_nothing(fleet, weights, num_turns):
+    made = fleet(weights)
+    session = made.join().session
+
+    async def main():
+        waiting = asyncio.create_task(session.commit_pending_async(60))
+        await asyncio.sleep(TICK_S)
+        round_ = made.publisher.publish("v1", wait=False)
+        # Blocks the loop, as a step of the model would: all that follows is ready at once.
+        changed = session.weight_state.changed
+        with changed:
+            assert changed.wait_for(lambda: session.weight_state.pending, PATIENCE_S)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        if waiting.done():
+            assert await waiting is True
+        else:
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert (session.version, session.pending) == (None, True)
+        return round_
+
+    assert made.finish(asyncio.run(main())).ok
+    assert session.version == "v1"

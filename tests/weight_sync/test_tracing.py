@@ -78,6 +78,21 @@ def test_a_round_is_a_span_of_its_phases_within_the_callers(traced, fleet, weigh
         assert each.attributes["wtransfer.fingerprint"] == report.fingerprint
 
 
+def test_sessions_of_one_name_have_a_span_each(traced, fleet, weights):
+    made = fleet(weights)
+    # The default name: that of the process.
+    names = {made.join(name="").session.name for _ in range(2)}
+    made.publisher.wait_for_workers(2)
+    assert made.publish("v1").ok
+    _, spans = traced
+    (span,) = spans("wtransfer.round")
+    assert span.attributes["wtransfer.num_workers"] == 2
+    updates = spans("wtransfer.update")
+    assert len(updates) == 2
+    assert {each.attributes["wtransfer.worker"] for each in updates} == names
+    assert len(names) == 1
+
+
 def test_an_aborted_round_is_an_error_in_the_phase_where_it_ended(traced, fleet, weights, until):
     made = fleet(weights, nonfinite="reject")
     made.join()

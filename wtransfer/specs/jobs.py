@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from wtransfer.calls import check_process
 from wtransfer.deadline import Deadline
-from wtransfer.errors import ForkedError, StallError
+from wtransfer.errors import StallError
 from wtransfer.kv.copier import Chunks, RefusedError
 from wtransfer.specs.interface import OffloadingWorker, TransferResult
 from wtransfer.transport.niceness import NICENESS, step_back
@@ -569,7 +570,7 @@ class JobWorker(OffloadingWorker):
         Raises:
             ForkedError: This is a forked child.
         """
-        self._check_process()
+        check_process(self._pid, type(self).__name__)
         return self._jobs.finished()
 
     def wait(self, job_ids: set[int]) -> None:
@@ -579,7 +580,7 @@ class JobWorker(OffloadingWorker):
             StallError: They made no progress within the deadline.
             ForkedError: This is a forked child.
         """
-        self._check_process()
+        check_process(self._pid, type(self).__name__)
         self._jobs.wait(job_ids, self.release_s)
 
     def get_stats(self) -> Mapping[str, float]:
@@ -611,7 +612,7 @@ class JobWorker(OffloadingWorker):
         """Load the chunks of one step; return how many bytes."""
 
     def _submit(self, job_id: int, kind: Kind, cache: GPULoadStoreSpec, kept: Any) -> bool:
-        self._check_process()
+        check_process(self._pid, type(self).__name__)
         if not self._copiers:
             return False
         try:
@@ -653,9 +654,3 @@ class JobWorker(OffloadingWorker):
             written=written,
         )
         return self._jobs.submit(job)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"{self._name} belongs to the parent process; make a worker after fork()"
-            )

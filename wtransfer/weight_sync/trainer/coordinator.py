@@ -19,9 +19,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from wtransfer.calls import check_process
+from wtransfer.deadline import checked_timeout
 from wtransfer.errors import (
     CommitError,
-    ForkedError,
     NonfiniteError,
     RoundAbortedError,
     RoundBusyError,
@@ -235,8 +236,10 @@ class Round:
 
         Raises:
             WTransferError: The round failed before that; the trainer may go on as well.
-            StallError: `timeout_s` seconds have passed.
+            StallError: `timeout_s` seconds have passed; None: no limit.
+            ValueError: `timeout_s` is neither None nor a number of at least 0.
         """
+        timeout_s = checked_timeout(timeout_s, endless=True)
         self._check_caller("packed")
         with self._lock:
             ended = self._changed.wait_for(
@@ -253,8 +256,10 @@ class Round:
         Raises:
             WTransferError: The round was aborted; every worker is on its old version.
             CommitError: The publisher itself failed after the commit was sent.
-            StallError: `timeout_s` seconds have passed; the round goes on.
+            StallError: `timeout_s` seconds have passed; None: no limit. The round goes on.
+            ValueError: `timeout_s` is neither None nor a number of at least 0.
         """
+        timeout_s = checked_timeout(timeout_s, endless=True)
         self._check_caller("result")
         try:
             ended = self._done.wait(timeout_s)
@@ -277,7 +282,7 @@ class Round:
 
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, this does nothing."""
-        self._check_process()
+        check_process(self._pid, "Round")
         with self._lock:
             if self.state.ended is None and not self.state.committing:
                 self.called_off = True
@@ -287,19 +292,12 @@ class Round:
             self._changed.notify_all()
 
     def _check_caller(self, method: str) -> None:
-        self._check_process()
+        check_process(self._pid, "Round")
         if threading.current_thread() is self._thread:
             raise RoundBusyError(
                 f"{method}() was called by an observer on the round's own thread, which would wait "
                 "for itself; call it from another thread",
                 **self._facts(),
-            )
-
-    def _check_process(self) -> None:
-        # The thread that would end a wait, and that might hold a lock, is not in a child.
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this Round belongs to the parent process; fork()ed children have none"
             )
 
     @property

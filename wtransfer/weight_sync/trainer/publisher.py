@@ -11,11 +11,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from wtransfer.calls import close_at_exit, on_callers_stream, start_future
-from wtransfer.deadline import Deadline
+from wtransfer.calls import check_process, close_at_exit, on_callers_stream, start_future
+from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     ClosedError,
-    ForkedError,
     NoWorkersError,
     ProtocolError,
     RoundAbortedError,
@@ -200,7 +199,7 @@ class Publisher:
 
     def workers(self) -> list[WorkerInfo]:
         """Return every worker that has joined, and what it holds."""
-        self._check_process()
+        check_process(self._pid, "Publisher")
         return [worker.info for worker in self._membership.workers()]
 
     def wait_for_workers(self, n: int, timeout_s: float = 30.0) -> None:
@@ -208,7 +207,9 @@ class Publisher:
 
         Raises:
             NoWorkersError: They have not within `timeout_s` seconds.
+            ValueError: `timeout_s` is not a number, or less than 0.
         """
+        timeout_s = checked_timeout(timeout_s)
         self._check_usable()
         with self._lock:
             if not self._changed.wait_for(
@@ -294,7 +295,8 @@ class Publisher:
         cancelled = threading.Event()
 
         def run() -> Report:
-            round_ = self.publish(version, wait=False, dry_run=dry_run)
+            _settle_device()
+            round_ = self._run(version, None, wait=False, dry_run=dry_run, cancelled=cancelled)
             # In this order, and the other way round below: one of the two sees the other.
             begun.append(round_)
             if cancelled.is_set():
@@ -308,6 +310,9 @@ class Publisher:
             return await asyncio.wrap_future(ended)
         except asyncio.CancelledError:
             cancelled.set()
+            with self._lock:
+                # It may be waiting for its turn.
+                self._changed.notify_all()
             for round_ in begun:
                 round_.abort("interrupted by CancelledError")
             waiting = asyncio.wrap_future(ended)
@@ -404,7 +409,7 @@ class Publisher:
             [worker.hello for worker in whole],
         )
 
-    def _await_whole_hosts(self, deadline: Deadline) -> None:
+    def _await_whole_hosts(self, deadline: Deadline, cancelled: threading.Event) -> None:
         """Wait for the rest of engines that are there in part: ranks dial again by themselves.
 
         Of one that is gone as a whole nobody is served old weights; it is left out as any worker.
@@ -415,7 +420,9 @@ class Publisher:
 
         if self._rules.on_lost_worker == "drop":
             return
-        if not self._changed.wait_for(lambda: not torn(), deadline.remaining()):
+        if not self._changed.wait_for(
+            lambda: cancelled.is_set() or not torn(), deadline.remaining()
+        ):
             raise NoWorkersError(
                 f"{', '.join(map(str, torn()))}: the rest was lost and did not come back within "
                 f"{self._rules.deadline_s:g} s; a round would leave it on old weights behind the "
@@ -438,12 +445,36 @@ class Publisher:
 
     # -- rounds
 
+    @overload
+    def _run(
+        self,
+        version: str,
+        instead: None,
+        *,
+        wait: Literal[False],
+        dry_run: bool,
+        cancelled: threading.Event,
+    ) -> Round: ...
+
+    @overload
     def _run(
         self, version: str, instead: WeightSource | None, *, wait: bool, dry_run: bool
+    ) -> Report | Round: ...
+
+    def _run(
+        self,
+        version: str,
+        instead: WeightSource | None,
+        *,
+        wait: bool,
+        dry_run: bool,
+        cancelled: threading.Event | None = None,
     ) -> Report | Round:
         before, round_ = self._active, None
         try:
-            round_ = self._begin(version, instead, dry_run=dry_run)
+            round_ = self._begin(
+                version, instead, dry_run=dry_run, cancelled=cancelled or threading.Event()
+            )
             return round_.result() if wait else round_
         except BaseException as error:
             # An interrupt may come when the round is under way and nobody has hold of it yet: it
@@ -458,13 +489,20 @@ class Publisher:
                 self._source.refuse(version, error)
             raise
 
-    def _begin(self, version: str, instead: WeightSource | None, *, dry_run: bool) -> Round:
+    def _begin(
+        self,
+        version: str,
+        instead: WeightSource | None,
+        *,
+        dry_run: bool,
+        cancelled: threading.Event,
+    ) -> Round:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         self._apply_what_is_left()
         while True:
             with self._lock:
-                instances = self._await_turn(deadline, patience)
+                instances = self._await_turn(deadline, patience, cancelled)
                 self._check_usable()
                 members = frozenset(w for ranks in instances.values() for w in ranks)
                 if not self._is_stale(members):
@@ -472,10 +510,12 @@ class Publisher:
             # Without the lock: an engine may take its time to shut down.
             self._drop_runner()
 
-    def _await_turn(self, deadline: Deadline, patience: Deadline) -> dict[str, list[Worker]]:
+    def _await_turn(
+        self, deadline: Deadline, patience: Deadline, cancelled: threading.Event
+    ) -> dict[str, list[Worker]]:
         """Wait until a round may begin, and return who takes part; called under the lock."""
-        self._await_whole_hosts(deadline)
-        while (active := self._active) is not None:
+        self._await_whole_hosts(deadline, cancelled)
+        while not cancelled.is_set() and (active := self._active) is not None:
             if active.was_left:
                 self._give_up(active)
                 continue
@@ -494,7 +534,9 @@ class Publisher:
             active.abort("a new round begins")
             deadline.check("a joiner's catch-up", round_id=active.round_id)
             self._changed.wait(patience.remaining() or deadline.remaining())
-            self._await_whole_hosts(deadline)
+            self._await_whole_hosts(deadline, cancelled)
+        if cancelled.is_set():
+            raise RoundAbortedError("publish_async was cancelled before its round began")
         instances = self._taking_part()
         if len(instances) < self._rules.min_workers:
             raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
@@ -677,15 +719,9 @@ class Publisher:
         return None
 
     def _check_usable(self) -> None:
-        self._check_process()
+        check_process(self._pid, "Publisher")
         if self._closed:
             raise ClosedError("this Publisher is closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this Publisher belongs to the parent process; after fork() make a new one"
-            )
 
 
 def _check_version(version: object) -> None:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import xxhash
 
-from wtransfer.calls import SerialThread, close_at_exit, on_callers_stream
+from wtransfer.calls import SerialThread, check_process, close_at_exit, on_callers_stream
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
     EngineError,
-    ForkedError,
     PeerLostError,
     RoundAbortedError,
     RoundBusyError,
@@ -471,10 +470,7 @@ class TrainerRank:
             ClosedError: `close` was called meanwhile.
             WTransferError: The round was aborted; the error is the publishing rank's.
         """
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this TrainerRank belongs to the parent process; after fork() make a new one"
-            )
+        check_process(self._pid, "TrainerRank")
         if not self._busy.acquire(blocking=False):
             raise RoundBusyError("this rank is publishing already; wait for the other call")
         try:

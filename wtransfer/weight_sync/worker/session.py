@@ -29,13 +29,12 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.calls import close_at_exit, forget_frames
-from wtransfer.deadline import Deadline
+from wtransfer.calls import check_process, close_at_exit, forget_frames
+from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     AuthenticationError,
     ClosedError,
     CommitError,
-    ForkedError,
     RoundAbortedError,
     RoundBusyError,
     StallError,
@@ -265,7 +264,9 @@ class WorkerSession:
             CommitError: Applying failed, here or in another rank of this instance. The old version
                 is whole again, unless `CommitError.restored` is false.
             RoundBusyError: Called from within the target or an observer, while it applies.
+            ValueError: `timeout_s` is not a number, or less than 0.
         """
+        timeout_s = checked_timeout(timeout_s)
         self._check_usable()
         self._check_not_within()
         state = self.weight_state
@@ -290,10 +291,12 @@ class WorkerSession:
         Raises:
             CommitError: As `commit_pending`.
             RoundBusyError: As `commit_pending`.
+            ValueError: As `commit_pending`.
         """
+        deadline = Deadline(checked_timeout(timeout_s))
         self._check_usable()
         self._check_not_within()
-        state, deadline = self.weight_state, Deadline(timeout_s)
+        state = self.weight_state
         loop, come = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
@@ -303,8 +306,12 @@ class WorkerSession:
 
         with state.changed.watched(wake):
             while state.pending is None and not state.closed and not deadline.expired:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(come.wait(), deadline.remaining())
+                # `asyncio.wait_for` drops a cancellation that comes along with the event.
+                timer = loop.call_later(deadline.remaining(), come.set)
+                try:
+                    await come.wait()
+                finally:
+                    timer.cancel()
                 come.clear()
         return self._commit_now()
 
@@ -335,8 +342,9 @@ class WorkerSession:
         Raises:
             StallError: It has not come in time; the text says what is known of why.
             CommitError: Applying an update failed; as `commit_pending`.
+            ValueError: As `commit_pending`.
         """
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(checked_timeout(timeout_s))
         while self.version != version:
             if deadline.expired:
                 why = self.last_error or self.refusal
@@ -391,7 +399,7 @@ class WorkerSession:
     @property
     def pending(self) -> bool:
         """Whether a verified update waits for `commit_pending`, whatever `state` says."""
-        self._check_process()
+        check_process(self._pid, "WorkerSession")
         return self.weight_state.pending is not None
 
     @property
@@ -407,7 +415,7 @@ class WorkerSession:
     @property
     def state(self) -> str:
         """``fresh``, ``serving``, ``pending``, ``behind`` or ``empty``."""
-        self._check_process()
+        check_process(self._pid, "WorkerSession")
         with self.weight_state.changed:
             return self.weight_state.state
 
@@ -682,15 +690,9 @@ class WorkerSession:
             )
 
     def _check_usable(self) -> None:
-        self._check_process()
+        check_process(self._pid, "WorkerSession")
         if self.weight_state.closed:
             raise ClosedError("this WorkerSession is closed")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this WorkerSession belongs to the parent process; after fork() make a new one"
-            )
 
 
 def _place(address: str) -> Address | Path:
