@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -208,6 +209,43 @@ def test_check_exits_with_what_it_found(cli, site):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_check_hears_a_backend_whatever_its_import_prints_or_starts(site, cli):
+    left = site / "left"
+    noisy = f"""
+import subprocess, sys
+sys.stdout.write("no end of line")
+started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(left)!r}, "a").write(f"{{started.pid}} ")
+"""
+    (site / "acme_engine.py").write_text(noisy + ENGINE)
+    try:
+        done = cli("plugins", "check", "acme", "--kind", "engines", "--json")
+        (card,) = json.loads(done.stdout)["plugins"]
+        assert card["usable"] is True, card
+    finally:
+        for pid in left.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("shm", "two or more lower-case words"),
+        ("path", "two or more lower-case words"),
+        ("true", "two or more lower-case words"),
+        ("acme-", "two or more lower-case words"),
+        ("Acme-Box", "two or more lower-case words"),
+        ("acme-engine", "there is a module acme_engine already"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["engine", "tier"])
+def test_new_refuses_names_that_cannot_work(cli, tmp_path, kind, name, error):
+    done = cli("plugins", "new", kind, name, "--folder", str(tmp_path / "new"))
+    assert done.returncode == 2
+    assert error in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "environ", "last"),
     [
@@ -221,7 +259,7 @@ def test_check_exits_with_what_it_found(cli, site):
 )
 def test_why_explains_and_imports_nothing(cli, name, environ, last):
     done = cli("plugins", "why", name, "--kind", "engines", **environ)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (name == "acmee"), done.stderr
     assert done.stdout.splitlines()[-1].strip().startswith(last)
 
 

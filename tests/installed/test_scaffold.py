@@ -121,6 +121,57 @@ def test_its_own_tests_pass(made, python):
     assert " passed" in done.stdout
 
 
+DROP = f"""
+import subprocess, sys, torch, wtransfer
+WORKER = '''
+import os, sys, torch, wtransfer
+address, moment = sys.argv[1:]
+model = {{f"w{{n}}": torch.zeros(1 << 18) for n in range(8)}}
+session = wtransfer.WorkerSession(model, join=address, name=moment)
+calls = []
+from acme_new import AcmeNew
+receive = AcmeNew.receive_weights
+def dying(self, update_info, load_weights):
+    def load(pairs):
+        calls.append(pairs)
+        if moment == "midway" and len(calls) == 3:
+            os._exit(9)
+        load_weights(pairs)
+    if moment == "first":
+        os._exit(9)
+    receive(self, update_info, load)
+AcmeNew.receive_weights = dying
+while not session.commit_pending(1.0):
+    pass
+sys.stdin.read()
+'''
+source = {{f"w{{n}}": torch.full((1 << 18,), float(n)) for n in range(8)}}
+for moment in ("first", "midway"):
+    with wtransfer.Publisher(source, engine="{NAME}", on_lost_worker="drop") as publisher:
+        workers = [
+            subprocess.Popen([sys.executable, "-c", WORKER, publisher.address, each], stdin=-1)
+            for each in ("lives", moment)
+        ]
+        try:
+            publisher.wait_for_workers(2, 60)
+            report = publisher.publish("v1")
+            found = {{each.worker: each.outcome for each in report.workers}}
+            assert found == {{"lives": "committed", moment: "dropped"}}, found
+        finally:
+            for each in workers:
+                each.kill()
+                each.wait()
+"""
+
+
+@pytest.mark.slow
+def test_worker_that_is_lost_is_left_out_where_the_publisher_says_so(made, python):
+    if made[0] != "engine":
+        pytest.skip("no engine")
+    done = python("-c", DROP, WTRANSFER_TOKEN="of a test, longer than thirty-two letters")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """What mypy knows of torch and of wtransfer."""

@@ -21,6 +21,7 @@ from wtransfer.scaffold import GROUPS, create
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import IO
 
     from wtransfer.registry.discovery import Record
 
@@ -127,7 +128,10 @@ def check(name: str | None, kind: str | None, as_json: bool) -> None:
 @click.argument("name")
 @of_kind
 def why(name: str, kind: str | None) -> None:
-    """Say step by step which backend NAME means. Imports none of them."""
+    """Say step by step which backend NAME means. Imports none of them.
+
+    The exit code is 1 where no backend has that name.
+    """
     try:
         words = [each.word for each in DISCOVERED if kind in (None, each.word)]
         steps = {word: host.registry(word).explain(name) for word in words}
@@ -137,6 +141,8 @@ def why(name: str, kind: str | None) -> None:
     known = {w: s for w, s in steps.items() if not s[-1].startswith(UnknownBackendError.__name__)}
     for word, lines in (known or steps).items():
         click.echo("\n  ".join([f"{word}:", *lines]))
+    if not known:
+        sys.exit(1)
 
 
 @plugins.command()
@@ -190,35 +196,42 @@ def _listed(name: str | None, kind: str | None) -> list[Listed]:
 def _probe(listed: Listed, limit_s: float) -> dict[str, Any]:
     """Return the card of a backend, made in a process of its own."""
     import subprocess
+    import tempfile
 
     row = _row(listed)
     if listed.address is None:
         return {**row, "usable": None}
     options = ["show", listed.address, "--kind", row["kind"], "--json"]
     command = [sys.executable, "-m", "wtransfer", "plugins", *options]
-    try:
-        done = subprocess.run(  # noqa: S603  # this command
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-            check=False,
-        )
-        # What it printed while it was imported comes first.
-        start = f"\n{done.stdout}".rindex("\n[\n")
-        cards, _ = json.JSONDecoder().raw_decode(done.stdout[start:])
-        card: dict[str, Any] = cards[0]
-    except subprocess.TimeoutExpired:
-        text = f"it was not loaded within {limit_s:g} s, and its process was ended"
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        text = f"its process ended with {done.returncode} while it was loaded: {last}"
-    else:
-        return row | card | {"status": row["status"]}
+    # Not pipes: what an import has started may hold them for ever.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            code = subprocess.run(  # noqa: S603  # this command
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                timeout=limit_s,
+                check=False,
+            ).returncode
+            # What it printed while it was imported comes first.
+            said = _text(out)
+            cards, _ = json.JSONDecoder().raw_decode(said[said.rindex("[\n  {\n") :])
+            card: dict[str, Any] = cards[0]
+        except subprocess.TimeoutExpired:
+            text = f"it was not loaded within {limit_s:g} s, and its process was ended"
+        except ValueError:
+            last = (_text(err).strip().splitlines() or ["it printed nothing"])[-1]
+            text = f"its process ended with {code} while it was loaded: {last}"
+        else:
+            return row | card | {"status": row["status"]}
     error = {"class": "PluginBrokenError", "message": text, "cause": None}
     return {**row, "usable": False, "error": error}
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _result(card: dict[str, Any]) -> str:

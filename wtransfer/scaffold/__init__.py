@@ -6,7 +6,6 @@ The files of a kind are those in the folder of its name, and those in ``common``
 
 from __future__ import annotations
 
-import keyword
 import re
 from string import Template
 from typing import TYPE_CHECKING
@@ -33,23 +32,27 @@ def create(kind: str, name: str, folder: Path) -> list[Path]:
 
     Args:
         kind: One of `GROUPS`.
-        name: Of the distribution and the backend: lower-case words joined by hyphens.
+        name: Of the distribution and the backend: two or more lower-case words joined by hyphens.
         folder: Made; must not be there.
 
     Raises:
-        PluginSettingError: The name cannot be that of a distribution and a module.
+        PluginSettingError: The name cannot be that of a distribution and a module, or is taken.
         FileExistsError: The folder is there.
     """
     from importlib import metadata
     from importlib.resources import files
+    from importlib.util import find_spec
 
     words = name.split("-")
     module = "_".join(words)
-    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) or keyword.iskeyword(module):
+    # One word would be the name of a built-in, of a keyword, or of much else.
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)+", name):
         raise PluginSettingError(
-            f"{name!r} cannot name a distribution and its module: expected lower-case words joined "
-            "by hyphens, for example acme-shelf"
+            f"{name!r} cannot name a distribution and its module: expected two or more lower-case "
+            "words joined by hyphens, for example acme-shelf"
         )
+    if find_spec(module) is not None:
+        raise PluginSettingError(f"there is a module {module} already: take another name")
     values = {
         "name": name,
         "module": module,
