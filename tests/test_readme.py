@@ -130,6 +130,16 @@ def test_the_backend_of_the_guide_serves(kind, run_program, tmp_path):
     assert (program.wait(60), program.out()) == (0, "True 64\n"), program.err()
 
 
+def test_the_mini_engine_of_the_guide_loads_what_it_has_kept(run_program, tmp_path):
+    code = f"import os\nos.chdir({str(tmp_path)!r})\n{example('try_connector.py', CONNECTORS)}"
+    program = run_program(code)
+    assert program.wait(60) == 0, program.err()
+    (*first, nothing), (*second, loaded) = (
+        line.rsplit(" ", 1) for line in program.out().splitlines()
+    )
+    assert (first, nothing, loaded) == (second, "0", "96")
+
+
 ROUND = """
 import sys
 sys.path.insert(0, {folder!r})

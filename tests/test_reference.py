@@ -22,6 +22,11 @@ REFERENCE = (PACKAGE / "REFERENCE.md").read_text("utf-8")
 ROOMS = ("engines", "connectors", "specs")
 CONTRACTS = [f"wtransfer.{room}.{module}" for room in ROOMS for module in ("interface", "factory")]
 SOURCES = [*PACKAGE.rglob("*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
+GUIDES = [
+    ROOT / "README.md",
+    *PACKAGE.rglob("*/README.md"),
+    *PACKAGE.glob("scaffold/**/*.template"),
+]
 VARIABLE = re.compile(r"(?:WTRANSFER|VLLM_USE)_[A-Z0-9_]+")
 
 
@@ -75,6 +80,31 @@ def test_further_import_paths_exist_and_have_every_kit():
         if isinstance(node, ast.ClassDef) and node.name.endswith("Conformance")
     }
     check([path for path in documented if path.endswith("Conformance")], kits)
+
+
+def imports(text: str) -> set[str]:
+    """Return what a text of Python, or a template of one, imports from here."""
+    statements = re.findall(
+        r"^from (wtransfer[\w.]*) import (\([^)]*\)|[^\n#]*)", text, re.MULTILINE
+    )
+    return {
+        f"{module}.{name}" for module, names in statements for name in re.findall(r"\w+", names)
+    }
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_guides_and_new_packages_import_is_public(path):
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        text = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    homes = ["wtransfer", *CONTRACTS]
+    documented = {f"{home}.{name}" for home in homes for name in wtransfer.__all__}
+    documented |= set(rows(2, "Further import paths"))
+    documented |= {f"wtransfer.errors.{name}" for name in rows(2, "Errors of `wtransfer.errors`")}
+    for module in CONTRACTS:
+        if f"`{module}`" in REFERENCE:
+            documented |= {f"{module}.{name}" for name in rows(2, f"`{module}`")}
+    assert imports(text) - documented == set()
 
 
 def test_hooks_and_their_arguments():
