@@ -7,6 +7,8 @@ import gc
 import threading
 
 import pytest
+from valkey import ValkeyCluster
+from valkey.exceptions import ConnectionError as ServerLostError
 from valkey.exceptions import ValkeyError
 from valkey_server import FAILURES, Server, attempt, until
 
@@ -81,7 +83,19 @@ def test_large_values(tier):
     assert got(tier, b"large", 2 << 20) == data
 
 
-def test_threads_that_begin_at_once(cluster, make_tier):
+def test_threads_that_begin_at_once(cluster, make_tier, monkeypatch):
+    made, closed = [], []
+
+    class Noted(ValkeyCluster):
+        def __init__(self, **options):
+            made.append(self)
+            super().__init__(**options)
+
+        def close(self):
+            closed.append(self)
+            super().close()
+
+    monkeypatch.setattr("wtransfer_valkey.tier.ValkeyCluster", Noted)
     tier = make_tier(cluster[0].tcp_url, cluster=True)
     failed, begin = [], threading.Barrier(6)
 
@@ -104,6 +118,11 @@ def test_threads_that_begin_at_once(cluster, make_tier):
     assert failed == []
     # The clients of all threads but one are given up: a socket left open is a warning here.
     gc.collect()
+    assert len(made) - len(closed) == 1
+    tier.close()
+    with pytest.raises(ServerLostError):
+        tier.contains([b"0"])
+    assert set(map(id, made)) == set(map(id, closed))
 
 
 def test_without_the_option_keys_of_other_servers_are_failures(cluster, tier, make_tier):

@@ -9,6 +9,7 @@ expected length is received into it. Over a cluster the client receives a reply 
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -156,37 +157,51 @@ class _Cluster:
 
     def __init__(self, url: str, pool: ConnectionPool) -> None:
         self._url, self._pool = url, pool
+        self._lock = threading.Lock()
         self._client: Any = None
+        self._closed = False
 
     def run(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         # One at a time: after a failed batch the client repeats each of its commands.
         return [self._call(*command) for command in commands]
 
     def get(self, items: list[tuple[bytes, memoryview]]) -> list[bool]:
-        return [_fill(into, self._call("GET", name)) for name, into in items]
+        return [Tier.fill(into, self._call("GET", name)) for name, into in items]
 
     def close(self) -> None:
-        client, self._client = self._client, None
+        with self._lock:
+            client, self._client, self._closed = self._client, None, True
         if client is not None:
             client.close()
 
     def _call(self, *command: Any) -> Any:
-        client = self._client
-        if client is None:
-            # Where several threads come here at once, the client of one of them is kept.
-            client = self._client = ValkeyCluster(
-                url=self._url,
-                cluster_error_retry_attempts=0,
-                connection_pool_class=self._make_pool,
-            )
+        client = self._client or self._connect()
         try:
             return client.execute_command(*command)
         except ValkeyClusterException:
             # No known node can be reached: begin again with the one of the URL.
-            if self._client is client:
-                self._client = None
+            with self._lock:
+                if self._client is client:
+                    self._client = None
             client.close()
             raise
+
+    def _connect(self) -> Any:
+        """Make a client; threads that come here at once all use that of the first to have it."""
+        client = ValkeyCluster(
+            url=self._url,
+            cluster_error_retry_attempts=0,
+            connection_pool_class=self._make_pool,
+        )
+        with self._lock:
+            if self._client is None and not self._closed:
+                self._client = client
+            kept = self._client
+        if kept is not client:
+            client.close()
+        if kept is None:
+            raise ServerLostError("The tier is closed.")
+        return kept
 
     def _make_pool(self, **own: Any) -> ConnectionPool:
         """Make the pool of one node: the client's settings, and those of ours that it drops."""
@@ -216,20 +231,13 @@ class _Parser(DefaultParser):
         reply = self.read_response()
         if isinstance(reply, Exception):
             raise reply
-        return _fill(into, reply)
+        return Tier.fill(into, reply)
 
     @staticmethod
     def _received(what: Any) -> Any:
         if not what:
             raise ServerLostError("The server closed the connection.")
         return what
-
-
-def _fill(into: memoryview, data: bytes | None) -> bool:
-    if data is None or len(data) != into.nbytes:
-        return False
-    into[:] = data
-    return True
 
 
 def _connection_pool(options: ValkeyOptions) -> ConnectionPool:
