@@ -1110,7 +1110,7 @@ class ConnectorConformance(ConformanceKit):
         leftovers = Leftovers()
         live()
         live()
-        assert leftovers.found(self.ends_within_s) == []
+        leftovers.check(self.ends_within_s)
         assert os.listdir(elsewhere) == []  # noqa: PTH208 - names are enough
 
     # -- sides in processes of their own

@@ -35,13 +35,23 @@ if TYPE_CHECKING:
 Test = TypeVar("Test", bound="Callable[..., None]")
 
 
+SPECIAL_HINTS = {
+    "buffer is not writable": "the memory of a tensor must be writable: map shared files with "
+    "mmap.ACCESS_COPY or ACCESS_WRITE",
+}
+"""By what an error says: hints that come in the place of the test's own."""
+
+
 def usually(hint: str) -> Callable[[Test], Test]:
     """Add to every failure of a kit's test what it usually means.
 
     Args:
         hint: Ends the sentence "Usually this means that ...".
     """
-    end = f"\nUsually this means that {hint}."
+
+    def end(error: BaseException) -> str:
+        special = (each for text, each in SPECIAL_HINTS.items() if text in str(error))
+        return f"\nUsually this means that {next(special, hint)}."
 
     def decorate(test: Any) -> Any:
         @functools.wraps(test)
@@ -49,10 +59,10 @@ def usually(hint: str) -> Callable[[Test], Test]:
             try:
                 self.run_test(functools.partial(test, self, *args, **kwargs))
             except AssertionError as error:
-                error.args = (f"{error}{end}",)
+                error.args = (f"{error}{end(error)}",)
                 raise
             except (Exception, pytest.fail.Exception) as error:
-                raise AssertionError(f"{type(error).__name__}: {error}{end}") from error
+                raise AssertionError(f"{type(error).__name__}: {error}{end(error)}") from error
 
         return explained
 
