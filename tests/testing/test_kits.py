@@ -156,8 +156,8 @@ def test_failed_smoke_test_skips_the_other_tests(tmp_path):
     assert found.pop(("broken_connectors", "TestReportsNoLoads", smoke_test))[0] == "failed"
     assert len(found) > 50
     for outcome, reason in found.values():
-        assert outcome == "skipped"
-        assert reason.startswith(f"{smoke_test} has failed: StallError: ")
+        # What the failure says is said once.
+        assert (outcome, reason) == ("skipped", f"{smoke_test} has failed")
 
 
 @pytest.mark.parametrize("kind", KITS)
