@@ -660,14 +660,13 @@ class _Strangers:
             self._dialled |= new
             for family, kind, address in new:
                 for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8):
-                    self._dial(self._stack.enter_context(socket.socket(family, kind)), address)
-                    with contextlib.suppress(OSError):  # it may have been turned away already
-                        self.sockets[-1].sendall(noise)
-
-    def _dial(self, peer: socket.socket, address: Any) -> None:
-        peer.settimeout(5)
-        peer.connect(address)
-        self.sockets.append(peer)
+                    peer = self._stack.enter_context(socket.socket(family, kind))
+                    peer.settimeout(5)
+                    # It is closed by now, or turns a stranger away at once.
+                    with contextlib.suppress(OSError):
+                        peer.connect(address)
+                        self.sockets.append(peer)
+                        peer.sendall(noise)
 
     def check(self, weights: bytes) -> None:
         """Fail if any was sent these bytes, or a descriptor of what contains them."""
