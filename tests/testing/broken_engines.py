@@ -1,6 +1,7 @@
 """Engines that are broken in one way each. `test_kits.py` runs this file as a test module."""
 
 import contextlib
+import contextvars
 import importlib.util
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -47,6 +49,10 @@ def per_tensor(change):
     return Changing
 
 
+def read_only(tensor):
+    return torch.frombuffer(tensor.numpy().tobytes(), dtype=tensor.dtype).view(tensor.shape)
+
+
 without_empty = per_tensor(lambda name, tensor: [(name, tensor)] if tensor.numel() else [])
 
 TestDeliversNothing = broken("test_one_round_is_committed")(per_tensor(lambda name, tensor: []))
@@ -65,6 +71,9 @@ TestWidensHalfFloats = broken(
 )
 TestStripsNames = broken("test_names_of_any_characters_arrive")(
     per_tensor(lambda name, tensor: [(name.rpartition("/")[2], tensor)])
+)
+TestMapsForReading = broken("test_one_round_is_committed")(
+    per_tensor(lambda name, tensor: [(name, read_only(tensor))])
 )
 TestZeroesBigTensors = broken("test_one_big_tensor_arrives")(
     per_tensor(
@@ -169,6 +178,16 @@ class TestStaysBrokenAfterFault(MemoryEngine):
         except BaseException:
             self.broken = True
             raise
+
+
+@broken("test_a_round_that_fails_on_one_worker_changes_none[0]")
+class TestSwallowsErrors(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            with contextlib.suppress(ValueError):
+                load_weights(pairs)
+
+        super().receive_weights(update_info, load)
 
 
 @broken("test_an_aborted_round_changes_nothing")
@@ -329,6 +348,104 @@ class TestSendsToAnyone(Trainer):
 class TestWaitsForASilentStranger(Trainer):
     def _accept(self, listener, update, stack):
         return accept(self, stack, listener, self._knows_token)
+
+
+class Spilling(MemoryTrainerEngine):
+    """Has a copy of what it sends in a file, and a Unix socket that greets whoever connects."""
+
+    def __init__(self, *arguments, **others):
+        super().__init__(*arguments, **others)
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.place())
+        self.listener.listen()
+        self.listener.setblocking(False)
+
+    def place(self):
+        return f"\0wtransfer-broken-{self._shelf}"
+
+    def iter_full(self):
+        for name, tensor in self.spilled.iter_full():
+            self.file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            yield name, tensor
+
+    def send_weights(self):
+        self.spilled, self.source = self.source, self
+        try:
+            super().send_weights()
+        finally:
+            self.source = self.spilled
+        self.file.flush()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                with self.listener.accept()[0] as peer:
+                    self.greet(peer)
+
+    def shutdown(self):
+        super().shutdown()
+        self.listener.close()
+        self.file.close()
+
+
+@broken("test_stranger_gets_nothing", passes=("test_shutdown_leaves_nothing",))
+class TestGivesDescriptorsToAnyone(Spilling):
+    def greet(self, peer):
+        socket.send_fds(peer, [b"welcome"], [self.file.fileno()])
+
+
+@broken("test_stranger_gets_nothing", passes=("test_shutdown_leaves_nothing",))
+class TestSendsThroughAFilesSocket(Spilling):
+    def place(self):
+        self.folder = tempfile.TemporaryDirectory()
+        return f"{self.folder.name}/socket of weights"
+
+    def greet(self, peer):
+        peer.sendall(Path(f"/proc/self/fd/{self.file.fileno()}").read_bytes())
+
+    def shutdown(self):
+        super().shutdown()
+        self.folder.cleanup()
+
+
+@broken(passes=("test_stranger_gets_nothing", "test_shutdown_leaves_nothing"))
+class TestGreetsAnyone(Spilling):
+    def greet(self, peer):
+        peer.sendall(b"welcome")
+
+
+RINGS = {}
+
+
+class RingTrainer(MemoryTrainerEngine):
+    """Writes big tensors to a few slots in turn, whether the workers have read them or not."""
+
+    NUM_SLOTS = 8
+
+    def send_weights(self):
+        sent = RINGS[self._shelf] = []
+        info = {"names": [each.name for each in self.source.metadata]}
+        with ThreadPoolExecutor(1) as pool:
+            run = contextvars.copy_context().run
+            update = pool.submit(run, self.client.update_weights, info)
+            for number, (_, tensor) in enumerate(self.source.iter_full()):
+                sent.append(tensor.clone())
+                if tensor.nbytes > 2**16 and number >= self.NUM_SLOTS:
+                    sent[number - self.NUM_SLOTS].zero_()
+            update.result()
+
+
+@broken(
+    "test_worker_that_begins_late_gets_the_same",
+    trainer_cls=RingTrainer,
+    passes=("test_many_small_tensors_arrive", "test_one_big_tensor_arrives"),
+)
+class TestOverwritesWhatIsNotRead(MemoryEngine):
+    def receive_weights(self, update_info, load_weights):
+        sent = RINGS[self._shelf]
+        for number, name in enumerate(update_info.names):
+            while len(sent) <= number:
+                time.sleep(0.001)
+            load_weights([(name, sent[number])])
 
 
 @broken_stream(passes=("test_many_small_tensors_arrive",))

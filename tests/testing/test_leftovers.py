@@ -67,3 +67,11 @@ def test_shm_file_that_a_child_holds_is_counted(name):
         child.stdout.readline()
         assert f"1 x file /dev/shm/{name}" in leftovers.found(within_s=0)
         child.communicate("\n", timeout=30)
+
+
+def test_leftovers_are_named_in_full(name):
+    leftovers = Leftovers()
+    leftovers.check(within_s=0)
+    (SHM / name).touch()
+    with pytest.raises(AssertionError, match=f"are left:\n  1 x file /dev/shm/{name}$"):
+        leftovers.check(within_s=0)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+
+from wtransfer.testing.fakes import MemoryEngine, MemoryTier
+from wtransfer.testing.kit import Report, kit_class
 
 PLUGIN = "wtransfer.testing.pytest_plugin"
 POLICY = """
@@ -53,6 +57,19 @@ def test_plugin_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+OLD_PYTEST = f"""
+import pytest
+del pytest.StashKey, pytest.version_tuple
+import {PLUGIN} as plugin
+assert not hasattr(plugin, "pytest_pycollect_makemodule")
+"""
+
+
+# Every pytest run of an environment loads it: version 6 has neither stashes nor `module_path`.
+def test_plugin_is_loaded_by_an_old_pytest():
+    run_python("-c", OLD_PYTEST).check_returncode()
 
 
 def test_connector_kit_is_collected_under_strict_markers(tmp_path):
@@ -180,6 +197,35 @@ try:
 except UnknownBackendError as error:
     print(error)
 """
+SMOKE = """
+from wtransfer.specs.interface import Tier
+from wtransfer.testing.kit import check_tier
+
+class Forgetful(Tier):
+    def __init__(self, options): pass
+    def contains(self, keys): return [False for _ in keys]
+    def put(self, key, data): pass
+    def get(self, key, into): return False
+    def remove(self, keys): pass
+
+print(check_tier(Forgetful))
+"""
+INTERRUPT = f"""
+import os, signal
+from wtransfer.testing.kit import Report
+log = Report.pytest_runtest_logreport
+
+def interrupted(self, report):
+    log(self, report)
+    if report.failed:
+        os.kill(os.getpid(), signal.SIGINT)
+
+Report.pytest_runtest_logreport = interrupted
+try:
+    {SMOKE.strip().replace(chr(10), chr(10) + "    ")}
+except KeyboardInterrupt:
+    print("KeyboardInterrupt")
+"""
 
 
 def test_kit_runs_from_python_on_a_class_of_the_main_module(tmp_path):
@@ -187,11 +233,69 @@ def test_kit_runs_from_python_on_a_class_of_the_main_module(tmp_path):
     (tmp_path / "conftest.py").write_text("1 / 0")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "mine.py").write_text(CHECK)
-    done = subprocess.run(
-        [sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    # Nor are the options of the author's own runs.
+    done = run_python("mine.py", cwd=tmp_path, env={**os.environ, "PYTEST_ADDOPTS": "-n 2"})
     assert done.returncode == 0, done.stdout + done.stderr
-    # Progress is on standard error.
     (line,) = done.stdout.splitlines()
     assert line.startswith("Invalid weight transfer backend: memroy. ")
-    assert "[100%]" in done.stderr
+    assert done.stderr == ""
+
+
+def run_python(*arguments, **options):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_failed_smoke_test_is_reported_once():
+    done = run_python("-c", SMOKE)
+    assert done.stderr == ""
+    counts, failed, hint, skipped = done.stdout.splitlines()
+    assert "0 passed, 1 failed" in counts
+    assert failed.startswith("FAILED test_one_value_is_put_and_found: ")
+    assert hint.startswith("    Usually this means that ")
+    assert skipped.startswith("skipped ")
+    assert skipped.endswith(" tests: test_one_value_is_put_and_found has failed")
+
+
+def test_interrupt_after_a_failure_is_raised():
+    done = run_python("-c", INTERRUPT)
+    assert (done.stdout, done.stderr) == ("KeyboardInterrupt\n", "")
+
+
+def test_notes_of_a_passed_test_are_in_the_report():
+    report = Report("engine mine")
+    properties = [("ms_per_small_tensor", 3.0), ("note", "it is slow")]
+    report.pytest_runtest_logreport(
+        pytest.TestReport("a::B::test_c", ("a", 1, "c"), {}, "passed", None, "call", (), 1.0)
+    )
+    assert report.notes == []
+    report.pytest_runtest_logreport(
+        pytest.TestReport(
+            *("a::B::test_d", ("a", 1, "d"), {}, "passed", None, "call"),
+            user_properties=properties,
+        )
+    )
+    assert str(report).endswith(" s\nit is slow")
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "attributes", "message"),
+    [
+        ("engine", "shm", {"engine": "gloo"}, "The engine is 'shm' already: leave the attribute"),
+        ("engine", "shm", {"engine_cls": int}, "The engine is 'shm' already: leave the attribute"),
+        ("engine", "shm", {"options": {}}, "Options are given beside the attributes"),
+        ("engine", MemoryTier, {}, "MemoryTier'> is a tier: run the kit of tiers, not of engines"),
+        ("tier", MemoryEngine, {}, "MemoryEngine'> is an engine: run the kit of engines, not of"),
+        ("engine", None, {}, "name the engine that is tested, or give its class, not None"),
+        ("tier", 5, {}, "name the tier that is tested, or give its class, not 5"),
+    ],
+)
+def test_what_is_no_backend_of_the_kind_is_refused(kind, backend, attributes, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        kit_class(kind, backend, attributes, {})
+
+
+def test_class_is_not_looked_for_by_other_processes():
+    assert kit_class("tier", "file", {}, {}).in_processes
+    assert not kit_class("tier", MemoryTier, {}, {}).in_processes
+    assert kit_class("tier", MemoryTier, {"in_processes": True}, {}).in_processes

@@ -20,6 +20,7 @@ engine may fail are stated, each with its reason::
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -54,12 +55,20 @@ BIG_NBYTES = 24 * 2**20 + 4
 """Bytes of the one big tensor: larger than a usual bucket, and no multiple of it."""
 NUM_SMALL = 2000
 """Number of small tensors."""
+NUM_LATE = 128
+"""Number of tensors for a worker that begins late; they are more than a few small slots take."""
+LATE_TENSOR_NBYTES = 2**17
+"""Bytes of each of them."""
 SLOW_TENSOR_MS = 2.0
 """Time per small tensor above which the kit prints a line."""
+LATE_S = 0.2
+"""How much later than the others a worker begins, and how long it takes over its first tensor."""
 UNBLOCKED_WITHIN_S = 1.0
 """Time that an engine gets to return after ``abort_weight_update``, as in a round."""
 STRANGER_READS = 1 << 20
 """Most bytes that a stranger reads at a time."""
+STRANGER_FDS = 64
+"""Most descriptors that it accepts with them."""
 
 
 class EngineConformance(ConformanceKit):
@@ -188,11 +197,12 @@ class EngineConformance(ConformanceKit):
         self._item.user_properties.append(("ms_per_small_tensor", cost_ms))
         if cost_ms > SLOW_TENSOR_MS:
             # Not a warning: those are errors in many projects, and a slow machine is none.
-            _print_line(
-                self._item.config,
+            note = (
                 f"{type(self).__name__}: a small tensor takes {cost_ms:.1f} ms, more than "
-                f"{SLOW_TENSOR_MS:g} ms: send tensors in buckets",
+                f"{SLOW_TENSOR_MS:g} ms: send tensors in buckets"
             )
+            self._item.user_properties.append(("note", note))
+            _print_line(self._item.config, note)
 
     @usually("the trainer sends storage, as from `data_ptr()`, without `contiguous()`")
     def test_tensors_of_any_strides_arrive(self, fleet: MakeFleet) -> None:
@@ -235,6 +245,25 @@ class EngineConformance(ConformanceKit):
             source["weight"] += 1
             _publish(made, version)
             assert [member.contents for member in members] == [contents(source)] * 2
+
+    @usually(
+        "the trainer writes to a slot that a worker still reads; wait until every worker has "
+        "returned it, also the slowest one"
+    )
+    def test_worker_that_begins_late_gets_the_same(
+        self, fleet: MakeFleet, worker_cls: type, twin_cls: type
+    ) -> None:
+        """A trainer that runs ahead overwrites what one of its workers has not read."""
+        watch = _Watch()
+        source = {
+            f"layer.{i}": torch.arange(i, i + LATE_TENSOR_NBYTES // 4, dtype=torch.int32)
+            for i in range(NUM_LATE)
+        }
+        made = fleet(source, engine=watch.wrap(worker_cls, twin_cls))
+        members = [made.join(), made.join()]
+        watch.is_late = True
+        _publish(made, "v1")
+        assert [member.contents for member in members] == [contents(source)] * 2
 
     @usually(
         "`resend(client)` sends nothing, or to `self.client`; leave it out if weights are not kept"
@@ -286,9 +315,12 @@ class EngineConformance(ConformanceKit):
         before = contents(source)
         source["weight"] += 1
         faults.arm(Fault("twice", tensor=1, worker=worker))
-        with pytest.raises(ValueError, match="twice"):
-            made.publish("v2")
+        error = _error_of(made, "v2")
         assert faults.fired
+        assert "twice" in error, (
+            f"`load_weights` has raised on worker {worker}, as a tensor came twice; the round must "
+            f"end with that error, and {error}"
+        )
         assert [member.contents for member in members] == [before] * 2
         _publish(made, "v3")
         assert [member.contents for member in members] == [contents(source)] * 2
@@ -341,8 +373,11 @@ class EngineConformance(ConformanceKit):
             _publish(made, "v1")
             source["weight"] += 1
             watch.fails_first = True
-            with pytest.raises(WTransferError, match="before the first byte"):
-                made.publish("v2")
+            error = _error_of(made, "v2")
+            assert "before the first byte" in error, (
+                "`receive_weights` has raised 'injected before the first byte'; the round must end "
+                f"with that error, and {error}"
+            )
             assert watch.sends_end(), "send_weights goes on though its round has ended"
             _publish(made, "v3")
             assert [member.contents for member in members] == [contents(source)] * 2
@@ -399,7 +434,10 @@ class EngineConformance(ConformanceKit):
     def test_stranger_gets_nothing(
         self, fleet: MakeFleet, worker_cls: type, twin_cls: type
     ) -> None:
-        """Peers without a token dial before the workers: one is silent, one sends noise."""
+        """Peers without a token dial before the workers: one is silent, one sends noise.
+
+        They dial TCP and Unix sockets, and look into the files whose descriptors they are given.
+        """
         watch = _Watch()
         source = {"weight": random_tensor(torch.float32, (64, 64), seed=5)}
         # A publisher's own listener is authenticated; it is there from now on.
@@ -410,11 +448,9 @@ class EngineConformance(ConformanceKit):
             watch.on_receive = strangers.dial
             _publish(made, "v1")
             if not strangers.sockets:
-                pytest.skip("the engine listens on no TCP port: there is nothing to dial")
+                pytest.skip("the engine listens on no socket: there is nothing to dial")
             assert [member.contents for member in members] == [contents(source)] * 2
-            raw = source["weight"].cpu().numpy().tobytes()
-            for received in strangers.received():
-                assert raw[:64] not in received, "a stranger was sent weights"
+            strangers.check(source["weight"].cpu().numpy().tobytes()[:64])
 
     def _check_leaves_nothing(self, live: Callable[[], None]) -> None:
         """Check that a life of a fleet, its end included, leaves nothing in the process."""
@@ -423,7 +459,7 @@ class EngineConformance(ConformanceKit):
         leftovers, processes = Leftovers(), set(descendants())
         live()
         live()
-        assert leftovers.found(self.ends_within_s) == []
+        leftovers.check(self.ends_within_s)
         deadline = Deadline(self.ends_within_s)
         while more := set(descendants()) - processes:
             assert not deadline.expired, f"processes {sorted(more)} are left"
@@ -541,6 +577,8 @@ class _Watch:
     def __init__(self) -> None:
         self.fails_first = False
         """Whether the next ``receive_weights`` of the second worker fails at once."""
+        self.is_late = False
+        """Whether the next ``receive_weights`` of the second worker begins late."""
         self.on_receive: Callable[[], None] = lambda: None
         """Called before a worker dials."""
         self.receiving: list[Any] = []
@@ -571,9 +609,14 @@ class _Watch:
 
             def receive_weights(self, update_info: Any, load_weights: Any) -> None:
                 watch.on_receive()
-                if watch.fails_first and self.parallel_config.data_parallel_index == 1:
+                is_second = self.parallel_config.data_parallel_index == 1
+                if watch.fails_first and is_second:
                     watch.fails_first = False
                     raise ConnectionError("injected before the first byte")
+                if watch.is_late and is_second:
+                    watch.is_late = False
+                    time.sleep(LATE_S)
+                    load_weights = _late(load_weights)
                 watch.receiving.append(self)
                 try:
                     super().receive_weights(update_info, load_weights)
@@ -602,49 +645,84 @@ class _Watch:
 
 
 class _Strangers:
-    """Peers that dial each TCP port that this process opens from now on, and know no token."""
+    """Peers that dial each socket at which this process listens from now on, and know no token."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.sockets: list[socket.socket] = []
         self._stack = stack
-        self._dialled = _listening_ports()
+        self._dialled = _listening()
         self._lock = threading.Lock()
 
     def dial(self) -> None:
-        """Dial each new port twice: one peer is silent, one sends noise."""
+        """Dial each new socket twice: one peer is silent, one sends noise."""
         with self._lock:
-            new = _listening_ports() - self._dialled
+            new = _listening() - self._dialled
             self._dialled |= new
-            for host, port in sorted(new):
+            for family, kind, address in new:
                 for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8):
-                    peer = self._stack.enter_context(socket.create_connection((host, port), 5))
-                    peer.sendall(noise)
-                    self.sockets.append(peer)
+                    peer = self._stack.enter_context(socket.socket(family, kind))
+                    peer.settimeout(5)
+                    # It is closed by now, or turns a stranger away at once.
+                    with contextlib.suppress(OSError):
+                        peer.connect(address)
+                        self.sockets.append(peer)
+                        peer.sendall(noise)
 
-    def received(self) -> Iterator[bytes]:
-        """Yield what each has been sent."""
+    def check(self, weights: bytes) -> None:
+        """Fail if any was sent these bytes, or a descriptor of what contains them."""
         for peer in self.sockets:
             peer.settimeout(0.05)
-            parts = []
+            received = b""
             with contextlib.suppress(OSError):
-                while part := peer.recv(STRANGER_READS):
-                    parts.append(part)
-            yield b"".join(parts)
+                while True:
+                    part, fds, *_ = socket.recv_fds(peer, STRANGER_READS, STRANGER_FDS)
+                    try:
+                        given = any(_contains(fd, weights) for fd in fds)
+                    finally:
+                        for fd in fds:
+                            os.close(fd)
+                    assert not given, "a stranger was given a descriptor of weights"
+                    if not part:
+                        break
+                    received += part
+            assert weights not in received, "a stranger was sent weights"
 
 
-def _listening_ports() -> set[tuple[str, int]]:
-    """Return where this process listens for TCP: an address that reaches it, and the port."""
-    inodes = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(str(fd.readlink()).removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for table, loopback in (("tcp", "127.0.0.1"), ("tcp6", "::1")):
-        for line in Path("/proc/net", table).read_text("ascii").splitlines()[1:]:
-            row = line.split()
-            if row[3] == "0A" and row[9] in inodes:
-                found.add((loopback, int(row[1].rpartition(":")[2], 16)))
+def _listening() -> set[tuple[int, int, Any]]:
+    """Return where this process listens: family, type and an address that reaches it."""
+    found: set[tuple[int, int, Any]] = set()
+    for file in Path("/proc/self/fd").iterdir():
+        # One is closed meanwhile, others are no sockets.
+        with contextlib.suppress(OSError), _socket_of(int(file.name)) as own:
+            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                # The address that means all of them reaches this host, too.
+                found.add((own.family, own.type, own.getsockname()))
     return found
+
+
+def _socket_of(fd: int) -> socket.socket:
+    """Return another object of a socket.
+
+    Raises:
+        OSError: It is none.
+    """
+    own = os.dup(fd)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+
+
+def _contains(fd: int, sought: bytes) -> bool:
+    """Return whether a file contains these bytes; what cannot be read by place does not."""
+    offset, tail = 0, b""
+    with contextlib.suppress(OSError):
+        while part := os.pread(fd, STRANGER_READS, offset):
+            if sought in tail + part:
+                return True
+            offset, tail = offset + len(part), part[-len(sought) :]
+    return False
 
 
 def _in_time(is_so: Callable[[], bool]) -> bool:
@@ -710,6 +788,27 @@ def _model() -> dict[str, torch.Tensor]:
 def _publish(fleet: Fleet, version: str) -> None:
     report = fleet.publish(version)
     assert report.ok, str(report)
+
+
+def _error_of(fleet: Fleet, version: str) -> str:
+    """Run a round that has to fail, and return "it ended with", or that it was committed."""
+    try:
+        fleet.publish(version)
+    except WTransferError as error:
+        return f"it ended with {type(error).__name__}: {error}"
+    return "it was committed"
+
+
+def _late(load_weights: Any) -> Any:
+    """Return the same function, whose first call takes longer."""
+    waits = [LATE_S]
+
+    def load(pairs: Any) -> Any:
+        if waits:
+            time.sleep(waits.pop())
+        return load_weights(pairs)
+
+    return load
 
 
 def _round_trip(fleet: Fleet) -> None:

@@ -16,9 +16,9 @@ import contextlib
 import difflib
 import functools
 import importlib
+import io
 import os
 import re
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +27,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import pytest
 
 from wtransfer.registry.registry import registry
-from wtransfer.testing.pytest_plugin import KINDS, KIT_CLASSES
+from wtransfer.testing.pytest_plugin import KINDS, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 Test = TypeVar("Test", bound="Callable[..., None]")
+
+
+SPECIAL_HINTS = {
+    "buffer is not writable": "the memory of a tensor must be writable: map shared files with "
+    "mmap.ACCESS_COPY or ACCESS_WRITE",
+}
+"""By what an error says: hints that come in the place of the test's own."""
 
 
 def usually(hint: str) -> Callable[[Test], Test]:
@@ -41,7 +48,10 @@ def usually(hint: str) -> Callable[[Test], Test]:
     Args:
         hint: Ends the sentence "Usually this means that ...".
     """
-    end = f"\nUsually this means that {hint}."
+
+    def end(error: BaseException) -> str:
+        special = (each for text, each in SPECIAL_HINTS.items() if text in str(error))
+        return f"\nUsually this means that {next(special, hint)}."
 
     def decorate(test: Any) -> Any:
         @functools.wraps(test)
@@ -49,10 +59,10 @@ def usually(hint: str) -> Callable[[Test], Test]:
             try:
                 self.run_test(functools.partial(test, self, *args, **kwargs))
             except AssertionError as error:
-                error.args = (f"{error}{end}",)
+                error.args = (f"{error}{end(error)}",)
                 raise
             except (Exception, pytest.fail.Exception) as error:
-                raise AssertionError(f"{type(error).__name__}: {error}{end}") from error
+                raise AssertionError(f"{type(error).__name__}: {error}{end(error)}") from error
 
         return explained
 
@@ -72,7 +82,7 @@ class ConformanceKit:
     and fails the run if it passes. Read by the pytest plug-in of wtransfer."""
     smoke_test: ClassVar[str] = ""
     """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
-    _smoke_failure: ClassVar[tuple[type, str] | None] = None
+    _smoke_failed: ClassVar[type | None] = None
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run the body of a test that has a hint; a kit may bound its time."""
@@ -81,21 +91,20 @@ class ConformanceKit:
     @pytest.fixture(autouse=True)
     def _skip_after_failed_smoke_test(self, request: pytest.FixtureRequest) -> None:
         # Of this class alone: subclasses test other backends.
-        cls, error = self._smoke_failure or (None, "")
-        if cls is type(self) and request.function.__name__ != self.smoke_test:
-            pytest.skip(f"{self.smoke_test} has failed: {error}")
+        if self._smoke_failed is type(self) and request.function.__name__ != self.smoke_test:
+            pytest.skip(f"{self.smoke_test} has failed")
 
     @contextlib.contextmanager
     def is_smoke_test(self) -> Iterator[None]:
         """Skip all later tests of the class if the block fails."""
         cls = type(self)
-        cls._smoke_failure = None
+        cls._smoke_failed = None
         try:
             yield
-        except Exception as error:
+        except Exception:
             # One that is expected to fail says nothing about the other tests.
             if self.smoke_test not in self.expected_failures:
-                cls._smoke_failure = cls, f"{type(error).__name__}: {error}"
+                cls._smoke_failed = cls
             raise
 
     def __init_subclass__(cls) -> None:
@@ -173,6 +182,8 @@ class Report:
     """Messages by test, each with its hint, where the test has one."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Reasons by test, expected failures among them."""
+    notes: list[str] = field(default_factory=list)
+    """What is no failure, such as much time per tensor."""
     seconds: float = 0.0
 
     @property
@@ -185,8 +196,13 @@ class Report:
         counts = "{} passed, {} failed, {} skipped".format(*numbers)
         lines = [f"{self.backend}: {counts} in {self.seconds:.1f} s"]
         lines += [f"FAILED {name}: {_indented(text)}" for name, text in self.failed.items()]
-        lines += [f"skipped {name}: {_indented(text)}" for name, text in self.skipped.items()]
-        return "\n".join(lines)
+        tests: dict[str, list[str]] = {}
+        for name, text in self.skipped.items():
+            tests.setdefault(text, []).append(name)
+        for text, names in tests.items():
+            which = names[0] if len(names) == 1 else f"{len(names)} tests"
+            lines.append(f"skipped {which}: {_indented(text)}")
+        return "\n".join([*lines, *self.notes])
 
     # Hooks of pytest, by which it fills itself.
 
@@ -207,12 +223,13 @@ class Report:
             self.skipped[name] = getattr(report, "wasxfail", "") or _message(report)
         elif report.when == "call":
             self.passed.append(name)
+            self.notes += [str(text) for key, text in report.user_properties if key == "note"]
 
 
 def check_engine(
     backend: str | type, *, attributes: Mapping[str, Any] | None = None, **options: Any
 ) -> Report:
-    """Run the kit of engines in this process, and print its progress to standard error.
+    """Run the kit of engines in this process, which may take minutes, and print nothing.
 
     Args:
         backend: Name of an installed engine, or the worker class, wherever it is defined.
@@ -222,7 +239,7 @@ def check_engine(
 
     Raises:
         PluginError: No engine has this name, or it cannot be loaded.
-        TypeError: The kit has no attribute of this name.
+        TypeError: It is another kind of backend, or the kit has no attribute of this name.
     """
     return _check("engine", backend, attributes, options)
 
@@ -235,8 +252,7 @@ def check_connector(
     Attributes that connectors often need are ``kind`` and ``is_shared``, and ``in_processes`` is
     False where the connector is given as a class.
     """
-    own = {"in_processes": isinstance(backend, str)}
-    return _check("connector", backend, {**own, **(attributes or {})}, options)
+    return _check("connector", backend, attributes, options)
 
 
 def check_spec(
@@ -257,8 +273,7 @@ def check_tier(
 
     The attribute ``in_processes`` is False where the tier is given as a class.
     """
-    own = {"in_processes": isinstance(backend, str)}
-    return _check("tier", backend, {**own, **(attributes or {})}, options)
+    return _check("tier", backend, attributes, options)
 
 
 def kit_class(
@@ -274,31 +289,55 @@ def kit_class(
 
     Raises:
         PluginError: No backend has this name, or it cannot be loaded.
-        TypeError: The kit has no attribute of this name, or is the one of another kind.
+        TypeError: The kit has no attribute of this name, or is the one of another kind; or no
+            backend is given.
     """
+    if not isinstance(backend, str | type):
+        raise TypeError(f"name the {kind} that is tested, or give its class, not {backend!r}")
     kit = getattr(
         importlib.import_module(f"wtransfer.testing.{kind}"), f"{kind.title()}Conformance"
     )
+    known = [each for base in kit.__mro__ for each in vars(base).get("__annotations__", ())]
     for name in attributes:
-        known = [each for base in kit.__mro__ for each in vars(base).get("__annotations__", ())]
+        if name in (kind, f"{kind}_cls"):
+            raise TypeError(f"The {kind} is {backend!r} already: leave the attribute {name!r} out")
+        if name == "options":
+            raise TypeError("Options are given beside the attributes, each by its own name")
         if name not in known or name.startswith("_"):
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             raise TypeError(f"The kit of {kind}s has no attribute {name!r}.{hint}")
     found = registry(KINDS[kind]).get(backend) if isinstance(backend, str) else backend
-    if KINDS[kind] == "specs":
-        from wtransfer.specs.interface import Tier
-
-        if issubclass(found, Tier) != (kind == "tier"):
-            other = "spec" if kind == "tier" else "tier"
-            raise TypeError(f"{backend!r} is a {other}: run the kit of {other}s, not of {kind}s")
-    which = {kind: backend} if isinstance(backend, str) else {f"{kind}_cls": backend}
+    for other, base in _bases().items():
+        if other != kind and issubclass(found, base):
+            an = "an" if other == "engine" else "a"
+            raise TypeError(f"{backend!r} is {an} {other}: run the kit of {other}s, not of {kind}s")
+    members: dict[str, Any] = {kind: backend}
+    if not isinstance(backend, str):
+        members = {f"{kind}_cls": backend}
+        # Other processes do not find it.
+        members |= {"in_processes": False} if "in_processes" in known else {}
     name = backend if isinstance(backend, str) else backend.__qualname__
-    members = {**which, **attributes, "options": dict(options)}
+    members |= {**attributes, "options": dict(options)}
     made: type[ConformanceKit] = type(
         f"Test_{kind}_{re.sub(r'[^0-9A-Za-z]+', '_', name)}", (_OptionsInFolder, kit), members
     )
     return made
+
+
+def _bases() -> dict[str, type]:
+    """Return what a backend of each kind is derived from."""
+    # Only now: this module is imported by kits of one kind as well.
+    from wtransfer.connectors.interface import KVConnectorBase_V1
+    from wtransfer.engines.interface import WeightTransferEngine
+    from wtransfer.specs.interface import OffloadingSpec, Tier
+
+    return {
+        "engine": WeightTransferEngine,
+        "connector": KVConnectorBase_V1,
+        "spec": OffloadingSpec,
+        "tier": Tier,
+    }
 
 
 class _OptionsInFolder:
@@ -317,15 +356,20 @@ class _OptionsInFolder:
 
 
 class _Chosen:
-    """Hands the class of a kit to the pytest plug-in."""
+    """Hands the class of a kit to the pytest plug-in, and notes whether the user ends the run."""
 
     def __init__(self, made: type[ConformanceKit]) -> None:
         self._made = made
+        self.is_interrupted = False
 
     # Before the plug-in looks for it.
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        config.stash[KIT_CLASSES] = [self._made]
+        choose(config, [self._made])
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Note it, or a call of ``pytest.exit``."""
+        self.is_interrupted = True
 
 
 def _check(
@@ -336,18 +380,25 @@ def _check(
 ) -> Report:
     made = kit_class(kind, backend, attributes or {}, options)
     report = Report(f"{kind} {backend if isinstance(backend, str) else backend.__qualname__}")
+    chosen, output = _Chosen(made), io.StringIO()
     # Neither the settings nor the conftest files of the folder in which the caller is. The plug-in
     # is named as its entry point is: pytest would refuse to load it under two names.
     arguments = ["--pyargs", "wtransfer.testing", "-p", "wtransfer", "-p", "no:cacheprovider"]
     arguments += ["-c", os.devnull, f"--rootdir={Path(__file__).parent}", "--noconftest"]
     began = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):
-        code = pytest.main([*arguments, "-q", "--no-summary"], [report, _Chosen(made)])
+    # Nor the options of the caller's own runs, of plug-ins that may not be there.
+    own = os.environ.pop("PYTEST_ADDOPTS", None)
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = pytest.main([*arguments, "-q", "--no-summary"], [report, chosen])
+    finally:
+        if own is not None:
+            os.environ["PYTEST_ADDOPTS"] = own
     report.seconds = time.perf_counter() - began
-    if code == pytest.ExitCode.INTERRUPTED and not report.failed:
+    if chosen.is_interrupted:
         raise KeyboardInterrupt
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) and not report.failed:
-        raise RuntimeError(f"pytest has ended with {code!r}; its output is on standard error")
+        raise RuntimeError(f"pytest has ended with {code!r}:\n{output.getvalue().strip()}")
     return report
 
 

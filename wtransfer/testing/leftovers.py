@@ -47,6 +47,19 @@ class Leftovers:
             time.sleep(_POLL_S)
         return found
 
+    def check(self, within_s: float = 5.0) -> None:
+        """Fail if there are any, and name each in full.
+
+        Args:
+            within_s: Longest wait for their release, in seconds.
+
+        Raises:
+            AssertionError: Some are left.
+        """
+        found = self.found(within_s)
+        if found:
+            raise AssertionError("\n  ".join([f"after {within_s:g} s these are left:", *found]))
+
     def _more(self) -> list[str]:
         threads = [t.name for t in threading.enumerate() if t not in self._threads]
         more = [f"{number} x {what}" for what, number in (_held() - self._held).items()]

@@ -18,16 +18,21 @@ import pytest
 
 KINDS = {"engine": "engines", "connector": "connectors", "spec": "specs", "tier": "specs"}
 """Kinds of backends that have a kit, and where each is registered."""
-KIT_CLASSES = pytest.StashKey[list[type[Any]]]()
-"""Classes that `test_installed` has in a run."""
-
 PACKAGE = "wtransfer.testing"
+_CHOSEN = "_wtransfer_kit_classes"
 COLLECTED = Path(__file__).with_name("test_installed.py")
+_IS_RECENT = hasattr(pytest, "version_tuple")  # since 7.0
 NUM_DURATIONS = 10
 """Slowest tests to name at the end."""
 
 # Each by its name: the package is imported already, as this module is in it.
 pytest.register_assert_rewrite(*(f"{PACKAGE}.{name}" for name in (*KINDS, "kit", "policy")))
+
+
+def choose(config: pytest.Config, classes: list[type[Any]]) -> None:
+    """Set the classes that `test_installed` has in a run."""
+    # Not in its stash: pytest has none before version 7, and must run there without a kit.
+    vars(config)[_CHOSEN] = classes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises:
         UsageError: None is named, or one cannot be found.
     """
-    if KIT_CLASSES in config.stash:
+    if _CHOSEN in vars(config):
         return
     option = config.option
     chosen = [(kind, name) for kind in KINDS for name in getattr(option, f"wtransfer_{kind}")]
@@ -76,6 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
                 "(or --wtransfer-connector, --wtransfer-spec, --wtransfer-tier)"
             )
         return
+    if not _IS_RECENT:
+        raise pytest.UsageError(f"the kits need pytest 7 or later, this is {pytest.__version__}")
     if not is_asked:
         raise pytest.UsageError(f"a kit runs where it is: add --pyargs {PACKAGE}")
     from wtransfer.errors import PluginError
@@ -88,24 +95,26 @@ def pytest_configure(config: pytest.Config) -> None:
         made = [kit_class(kind, name, attributes, options) for kind, name in chosen]
     except (PluginError, TypeError) as error:
         raise pytest.UsageError(str(error)) from error
-    config.stash[KIT_CLASSES] = made
+    choose(config, made)
     # Kits take minutes: say which tests did, and why some were skipped.
     option.durations = NUM_DURATIONS if option.durations is None else option.durations
     option.reportchars += "a"
 
 
-def pytest_pycollect_makemodule(
-    module_path: Path, parent: pytest.Collector
-) -> pytest.Module | None:
-    """Put the classes into `test_installed`."""
-    if module_path != COLLECTED:
-        return None
-    module = pytest.Module.from_parent(parent, path=module_path)
-    # Not the imported one: another run in this process has other classes.
-    module.obj = types.ModuleType(f"{PACKAGE}.{COLLECTED.stem}")
-    classes = parent.config.stash.get(KIT_CLASSES, [])
-    vars(module.obj).update({cls.__name__: cls for cls in classes})
-    return module
+if _IS_RECENT:  # an older one refuses a plug-in whose hook has an argument that it does not know
+
+    def pytest_pycollect_makemodule(
+        module_path: Path, parent: pytest.Collector
+    ) -> pytest.Module | None:
+        """Put the classes into `test_installed`."""
+        if module_path != COLLECTED:
+            return None
+        module = pytest.Module.from_parent(parent, path=module_path)
+        # Not the imported one: another run in this process has other classes.
+        module.obj = types.ModuleType(f"{PACKAGE}.{COLLECTED.stem}")
+        classes = vars(parent.config).get(_CHOSEN, [])
+        vars(module.obj).update({cls.__name__: cls for cls in classes})
+        return module
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
