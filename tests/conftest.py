@@ -177,7 +177,7 @@ def leaves_nothing():
 
     leftovers = Leftovers()
     yield
-    assert leftovers.found(within_s=20.0) == []
+    leftovers.check(20.0)
 
 
 @pytest.fixture(scope="session")
