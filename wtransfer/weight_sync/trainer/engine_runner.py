@@ -112,7 +112,7 @@ class RoundClient:
 
     @property
     def num_workers(self) -> int:
-        """Workers of the round; those that were lost and may be do not count any more."""
+        """Workers of the round; where it goes on without one that was lost, the others."""
         return sum(1 for _ in self._current().state.ranks())
 
     @property
