@@ -13,8 +13,8 @@ from wtransfer.connectors.interface import KVConnectorRole
 from wtransfer.errors import CacheLayoutError
 
 OPTIONS = {
-    "SharedMemoryConnector": {"shelf_bytes": 1 << 20},
-    "ProcessGroupConnector": {"shelf_bytes": 1 << 20, "token": "a token of these tests"},
+    "SharedMemoryConnector": {"staging_bytes": 1 << 20},
+    "ProcessGroupConnector": {"staging_bytes": 1 << 20, "token": "a token of these tests"},
     "OffloadingConnector": {"cpu_bytes_to_use": 1 << 20},
 }
 ACCEPTED = {

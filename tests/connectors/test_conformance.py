@@ -26,7 +26,7 @@ def damage_files(folder):
 
 class P2P(ConnectorConformance):
     kind = "transfer"
-    options: ClassVar = {"shelf_bytes": 2**22, "lease_s": 2.0, "deadline_s": 5.0}
+    options: ClassVar = {"staging_bytes": 2**22, "lease_s": 2.0, "deadline_s": 5.0}
 
     def damage(self, bed):
         buffer = bed.producer.workers[0].side.side._buffer

@@ -154,10 +154,10 @@ def test_keys_and_values_that_differ_from_those_computed_fail_the_kv_demo(run_kv
 
 @pytest.mark.slow
 def test_a_connector_that_cannot_be_made_ends_the_kv_demo_with_its_own_words(run_kv):
-    result = run_kv("-o", "shelf_bytes=big")
+    result = run_kv("-o", "staging_bytes=big")
     assert result.exit_code == 1
     assert "the demo failed: " in result.output
-    assert "shelf_bytes" in result.output
+    assert "staging_bytes" in result.output
 
 
 @pytest.mark.parametrize(

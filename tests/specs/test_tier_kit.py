@@ -8,6 +8,7 @@ from wtransfer.testing.tier import TierConformance
 
 class TestFileTier(TierConformance):
     tier = "file"
+    size_option = "max_bytes"
 
     def options_in(self, folder):
         return {"shared_storage_path": str(folder)}

@@ -59,7 +59,7 @@ class StagingKit(Kit):
     worker = SharedMemoryConnector.worker_cls
 
     def options_in(self, folder):
-        return {"shelf_bytes": 2**22}
+        return {"staging_bytes": 2**22}
 
 
 def broken(caught_by=None, kit=Kit, **attributes):

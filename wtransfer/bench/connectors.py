@@ -395,8 +395,8 @@ def options_of(setup: Setup, connector: str, num_blocks: int, block_nbytes: int)
     """Return a connector's options, with room for the blocks of a round."""
     nbytes = slots_nbytes(num_blocks, block_nbytes)
     known: dict[str, dict[str, Any]] = {
-        "SharedMemoryConnector": {"shelf_bytes": nbytes},
-        "ProcessGroupConnector": {"shelf_bytes": nbytes, "token": setup.token},
+        "SharedMemoryConnector": {"staging_bytes": nbytes},
+        "ProcessGroupConnector": {"staging_bytes": nbytes, "token": setup.token},
         "SharedStorageConnector": {
             "shared_storage_path": str(Path(setup.folder, "kv")),
             # None gives way in some thirty rounds.

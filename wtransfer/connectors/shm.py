@@ -1,6 +1,6 @@
 """KV cache from prefill to decode on one host, through shared memory.
 
-Both instances name this connector; no option is needed. Each worker stages ``shelf_bytes`` in
+Both instances name this connector; no option is needed. Each worker stages ``staging_bytes`` in
 anonymous memory, and exports it to processes of the same user that have the token which travels
 with a request. D maps it, so a load is one copy.
 

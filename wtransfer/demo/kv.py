@@ -118,7 +118,7 @@ class Main(contextlib.ExitStack):
         self._connector = connector
         # What the built-in connectors need in order to hold all prompts.
         needed: dict[str, dict[str, Any]] = {
-            "SharedMemoryConnector": {"shelf_bytes": 64 << 20},
+            "SharedMemoryConnector": {"staging_bytes": 64 << 20},
             "SharedStorageConnector": {"shared_storage_path": str(self._folder / "shared")},
         }
         self._options = {**needed.get(connector, {}), **options}

@@ -152,6 +152,8 @@ class TierConformance(ConformanceKit):
     in_processes: ClassVar[bool] = True
     """Whether objects in other processes reach the same store, as they must where scheduler and
     workers are processes. Without it, the tests with other processes are skipped."""
+    size_option: ClassVar[str] = ""
+    """Option that bounds the bytes that are kept; empty: there is none, and no test of it."""
     num_kills: ClassVar[int] = 5
     """Processes that are killed while they put."""
     deadline_s: ClassVar[float] = 10.0
@@ -667,6 +669,26 @@ class TierConformance(ConformanceKit):
             assert _content(user, key_of(99), value_of(99, nbytes)) == _RIGHT, "of another key"
             user.put(keys[0], value_of(1, nbytes))
             assert _content(user, keys[0], value_of(1, nbytes)) == _RIGHT, "put after the kill"
+
+    @usually("put() counts no bytes, or evicts nothing: what was used longest ago has to give way")
+    def test_kept_bytes_are_bounded(
+        self, found_cls: type[Tier], tier_options: dict[str, Any], key_of: KeyOf
+    ) -> None:
+        """Of more values than `size_option` has room for, no more than that are kept."""
+        if not self.size_option:
+            pytest.skip("size_option is not set: it is not tested whether kept bytes are bounded")
+        most, nbytes = 8, 2**16
+        bound = {self.size_option: most * nbytes}
+        user = TierUser(open_tier(found_cls, {**copy.deepcopy(tier_options), **bound}))
+        values = {key_of(number): value_of(number, nbytes) for number in range(4 * most)}
+        for key, value in values.items():
+            user.put(key, value)
+        kept = [key for key, value in values.items() if user.get(key, nbytes) == value]
+        there = user.contains(list(values)).count(True)
+        user.remove(list(values))
+        user.close()
+        assert kept, f"{self.size_option}={most * nbytes} keeps no value of {nbytes} bytes"
+        assert max(len(kept), there) <= most, f"{len(kept)} values are kept, room is for {most}"
 
     # -- construction, statistics and close
 

@@ -26,7 +26,7 @@ P2P_KINDS = frozenset({"shm", "group"})
 """Those that hand a request over from one instance to another."""
 # Nobody's speed decides whether a block is still there, or who is given up.
 _UNHURRIED = {"skip_slow_loads": False, "buffer_bytes": 1 << 20}
-_PATIENT = {"shelf_bytes": 4 << 20, "lease_s": 600.0, "deadline_s": 60.0}
+_PATIENT = {"staging_bytes": 4 << 20, "lease_s": 600.0, "deadline_s": 60.0}
 _MANY_TOKENS = 4096
 
 
@@ -143,7 +143,7 @@ def room_for(num_tokens: int | None, block_size: int, block_nbytes: int) -> dict
     room: dict[str, Any] = {"tier": arena(num_blocks), "tiered": arena(num_blocks // 2)}
     if num_tokens is not None:
         files = {"max_bytes": num_blocks * (HEADER_NBYTES + block_nbytes)}
-        shelf = {"shelf_bytes": num_blocks * SlotMemory.stride(block_nbytes)}
+        shelf = {"staging_bytes": num_blocks * SlotMemory.stride(block_nbytes)}
         room |= {"files": files, "shm": shelf, "group": shelf}
         room["tiered"] |= files
     return room

@@ -18,8 +18,8 @@ PARTS = runpy.run_path(str(HERE.parents[1] / "transport" / "process_group_ranks.
 IMPORT_S = 120.0
 SHM, GROUP = "SharedMemoryConnector", "ProcessGroupConnector"
 OPTIONS = {
-    SHM: {"shelf_bytes": 1 << 20},
-    GROUP: {"shelf_bytes": 1 << 20, "token": "a token of these tests"},
+    SHM: {"staging_bytes": 1 << 20},
+    GROUP: {"staging_bytes": 1 << 20, "token": "a token of these tests"},
 }
 
 
@@ -78,7 +78,7 @@ class Cast:
             "make",
             connector=self.kind,
             engine_id=engine_id,
-            **{**OPTIONS[self.kind], "shelf_bytes": 64 << 20, **options},
+            **{**OPTIONS[self.kind], "staging_bytes": 64 << 20, **options},
         )
         return rank
 

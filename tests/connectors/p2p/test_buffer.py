@@ -52,7 +52,7 @@ def holds(buffer, slot, key):
 
 
 def test_buffer_without_room_for_a_block_is_refused():
-    with pytest.raises(ConnectorOptionError, match=r"shelf_bytes=10 has no room for one block"):
+    with pytest.raises(ConnectorOptionError, match=r"staging_bytes=10 has no room for one block"):
         StagingBuffer(GEOMETRY, 10)
 
 

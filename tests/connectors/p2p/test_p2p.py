@@ -22,7 +22,7 @@ from wtransfer.testing.mini_engine.config import ModelShape
 PROMPT = list(range(100, 142))
 BLOCKS = 10
 SHM, GROUP = "SharedMemoryConnector", "ProcessGroupConnector"
-ROOM = {"shelf_bytes": 12 * 4096}
+ROOM = {"staging_bytes": 12 * 4096}
 """Options of a staging buffer of twelve blocks."""
 
 
@@ -810,7 +810,7 @@ def test_slots_reused_while_they_are_read_never_give_other_bytes(make):
         "model": ModelShape(num_layers=4, width=256, num_heads=2, num_kv_heads=2),
         "block_size": 16,
     }
-    room = {"shelf_bytes": 12 * (4 * 32 * 1024 + 4096), "lease_s": 1e-6}
+    room = {"staging_bytes": 12 * (4 * 32 * 1024 + 4096), "lease_s": 1e-6}
     one, other = make("p", **room, **size), make("d", **size)
     text = [*range(161)]
     for number in range(12):

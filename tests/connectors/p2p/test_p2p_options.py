@@ -35,8 +35,8 @@ def no_token(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"shelf_byte": 1}, r"shelf_byte.*the options are shelf_bytes, lease_s, deadline_s"),
-        ({"shelf_bytes": -1}, r"shelf_bytes"),
+        ({"shelf_byte": 1}, r"shelf_byte.*the options are staging_bytes, lease_s, deadline_s"),
+        ({"staging_bytes": -1}, r"staging_bytes"),
         ({"lease_s": 0}, r"lease_s"),
         ({"deadline_s": "soon"}, r"deadline_s"),
         ({"num_threads": 0}, r"num_threads"),
@@ -118,7 +118,7 @@ def first_of_two_free_ports():
 
 def test_ports_follow_the_rank_and_one_that_is_taken_leaves_nothing(first_store, leaves_nothing):
     def two(port):
-        return Sides(GROUP, 2, token="t", port=port, shelf_bytes=1 << 20)
+        return Sides(GROUP, 2, token="t", port=port, staging_bytes=1 << 20)
 
     port = first_of_two_free_ports()
     one = two(port)

@@ -14,7 +14,7 @@ DECODE = {"do_remote_decode": True}
 
 @pytest.fixture
 def make(sides):
-    return lambda: sides("SharedMemoryConnector", num_blocks=32, shelf_bytes=1 << 20)
+    return lambda: sides("SharedMemoryConnector", num_blocks=32, staging_bytes=1 << 20)
 
 
 def begin(one, name="r"):

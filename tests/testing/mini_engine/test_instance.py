@@ -21,7 +21,7 @@ from wtransfer.testing.mini_engine.router import Handed, Router
 BLOCK_SIZE = 16
 SEED = 3
 ONE, OTHER = some_prompts(2)
-SHM = {"connector": "SharedMemoryConnector", "options": {"shelf_bytes": 4 << 20}}
+SHM = {"connector": "SharedMemoryConnector", "options": {"staging_bytes": 4 << 20}}
 
 
 @pytest.fixture

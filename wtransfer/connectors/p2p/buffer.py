@@ -94,7 +94,7 @@ class StagingBuffer:
         self.num_slots = nbytes // stride
         if not self.num_slots:
             raise ConnectorOptionError(
-                f"shelf_bytes={nbytes:,} has no room for one block of {stride:,} bytes"
+                f"staging_bytes={nbytes:,} has no room for one block of {stride:,} bytes"
             )
         self.segment = Segment(self.num_slots * stride)
         """Its memory."""

@@ -37,7 +37,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=_DAY_S)]
 class P2POptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Options in ``kv_connector_extra_config``."""
 
-    shelf_bytes: Annotated[int, msgspec.Meta(ge=0)] = 512 << 20
+    staging_bytes: Annotated[int, msgspec.Meta(ge=0)] = 512 << 20
     """Host memory of each rank's staging buffer."""
     lease_s: Seconds = 30.0
     """How long staged blocks are kept for an instance that does not fetch them, in seconds."""

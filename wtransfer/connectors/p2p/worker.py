@@ -88,7 +88,7 @@ class P2PWorker(ConnectorWorker):
         try:
             if instance.sends:
                 self._threads = start_threads(options.num_threads, "wtransfer-save")
-                self._buffer = StagingBuffer(geometry, options.shelf_bytes)
+                self._buffer = StagingBuffer(geometry, options.staging_bytes)
                 form = HeaderForm(geometry.digest, instance.rank)
                 self._saver = Copier(self._buffer.memory, view.blocks, form)
                 self._server = self.server_cls(self._buffer, instance, options, self.token)
