@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar, TypeAlias, get_origin, get_type_hints
 
-Fact: TypeAlias = "str | int | float | bool | list[str] | None"
+Fact: TypeAlias = str | int | float | bool | list[str] | None
 """What a fact may be when it travels to another process."""
 
 
