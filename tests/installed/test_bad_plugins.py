@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 
 from wtransfer.registry.discovery import DISCOVERED
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11),
+    reason="the pip and importlib-metadata of Python 3.10 refuse some of these distributions",
+)
 
 PROBE = """
 import json, sys, time

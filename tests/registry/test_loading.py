@@ -57,6 +57,10 @@ def test_error_of_an_import_is_the_cause(site, source, cause, text):
     assert registry.get("shm").__name__ == "Engine"
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 11),
+    reason="the importlib-metadata of Python 3.10 leaves such a distribution out, as malformed",
+)
 @pytest.mark.parametrize(
     "value", ["acme_module", "acme module:Engine", "acme_module:", ":Engine", "a..b:C", "a:b:c", ""]
 )

@@ -301,3 +301,28 @@ def test_what_is_complete_still_arrives_after_an_abort():
     for pending in pendings:
         pending.wait()
     assert {6} == set(received.tolist())
+
+
+def test_a_wait_whose_rank_closes_as_its_bytes_come_ends_with_the_fault():
+    first, second = memory_group(2)
+    ended = []
+
+    def wait():
+        try:
+            second.broadcast(filled(0), 0).wait()
+        except BaseException as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait)
+    with second._group.lock:
+        waiting.start()
+    while not second._group._under_way[1]:
+        pass
+    with second._group.lock:
+        # All before the other thread gets the lock back.
+        first.broadcast(filled(1), 0)
+        with pytest.raises(GroupError, match="without having waited"):
+            second.close()
+    waiting.join(10)
+    (error,) = ended
+    assert isinstance(error, GroupError)

@@ -248,6 +248,10 @@ class _Group:
             if deadline.expired and not pending.operation.complete:
                 self._check_whole(pending.rank)
                 self._fail(pending.rank, self._why_late(pending.operation))
+        if pending not in under_way:
+            # Its rank was closed meanwhile.
+            self._check_whole(pending.rank)
+            return
         under_way.remove(pending)
         if not pending.is_untouched():
             self._fail(pending.rank, f"changed its memory while {pending.operation} was under way")
