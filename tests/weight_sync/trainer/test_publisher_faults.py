@@ -184,6 +184,9 @@ class InterruptAt:
         self.last.clear()
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12), reason="its trace functions are not told of instructions"
+)
 @pytest.mark.timeout(60)
 def test_publish_interrupted_at_any_instruction_leaves_the_publisher_free(fleet, weights):
     made = fleet(weights)

@@ -53,6 +53,7 @@ class Host:
         self.llm = LLM(**(DEFAULTS | options))
         self.client = LLMClient(self.llm)
         self.running = {}
+        self.num_deferred = 0
         self.ended = {}
         self.gaps = []
 
@@ -93,7 +94,7 @@ class Host:
         self.running[name] = []
 
     def step(self, count):
-        """Take steps; return the tokens of every request that was begun, and the longest gap."""
+        """Take steps; return the tokens of every request that was begun, and what else was seen."""
         longest = 0.0
         for _ in range(count):
             if not self.llm.llm_engine.has_unfinished_requests():
@@ -104,12 +105,17 @@ class Host:
                 if output.finished:
                     self.ended[output.request_id] = output.outputs[0].finish_reason
             longest = max(longest, time.perf_counter() - begun)
-        return {"tokens": self.running, "ended": self.ended, "longest_s": longest}
+        return {
+            "tokens": self.running,
+            "ended": self.ended,
+            "longest_s": longest,
+            "num_deferred": self.num_deferred,
+        }
 
     def defer_loaded(self):
         """Let no request that has loaded its KV be scheduled, as where no block is free."""
         manager = self._core().scheduler.kv_cache_manager
-        allocate, self.num_deferred = manager.allocate_slots, 0
+        allocate = manager.allocate_slots
 
         def allocate_slots(request, *args, **options):
             if request.status.name == "WAITING" and request.num_computed_tokens:
@@ -120,9 +126,8 @@ class Host:
         manager.allocate_slots = allocate_slots
 
     def go_on(self):
-        """End `defer_loaded`; return how often a request was not scheduled."""
+        """End `defer_loaded`."""
         del self._core().scheduler.kv_cache_manager.allocate_slots
-        return self.num_deferred
 
     # -- for the benchmark
 
