@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import pytest
 from click.testing import CliRunner
 
 from wtransfer.cli import COMMANDS, main
+from wtransfer.commands.shared import EndSignal, end_signals
 
 
 def test_an_unknown_command_is_answered_with_those_that_exist():
     done = CliRunner().invoke(main, ["foo"])
     assert done.exit_code == 2
     assert f"No such command 'foo'. The commands are {', '.join(sorted(COMMANDS))}." in done.stderr
+
+
+def test_a_signal_that_is_held_back_is_raised_when_the_block_is_over():
+    reached = []
+
+    def hold_back():
+        with end_signals() as signals, signals.held_back():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("the end of the block")
+
+    with pytest.raises(EndSignal) as caught:
+        hold_back()
+    assert reached == ["the end of the block"]
+    assert caught.value.exit_code == 128 + signal.SIGTERM

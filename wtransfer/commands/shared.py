@@ -41,18 +41,46 @@ class EndSignal(BaseException):
         """Exit code that shells report of a command that this signal ended."""
 
 
+class EndSignals:
+    """What `end_signals` yields."""
+
+    def __init__(self) -> None:
+        self.is_held_back = False
+        """Whether a signal is only noted."""
+        self.noted: EndSignal | None = None
+        """One that came while they were held back."""
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Raise a signal that comes within the block at its end.
+
+        A wait for a condition cannot be left at any place: its lock may be another thread's.
+        """
+        self.is_held_back = True
+        try:
+            yield
+        finally:
+            self.is_held_back = False
+            if self.noted is not None:
+                raise self.noted
+
+
 @contextlib.contextmanager
-def end_signals() -> Iterator[None]:
+def end_signals() -> Iterator[EndSignals]:
     """Raise `EndSignal` in the main thread on the first signal; the second ends the process.
 
     So what is open is closed in order. A signal that was ignored from the start, as SIGINT is in
     the background, stays so.
     """
+    signals = EndSignals()
 
     def end(number: int, _frame: FrameType | None) -> None:
         for each in before:
             signal.signal(each, signal.SIG_DFL)
-        raise EndSignal(number)
+        error = EndSignal(number)
+        if not signals.is_held_back:
+            raise error
+        signals.noted = error
 
     before = {
         each: signal.getsignal(each)
@@ -62,7 +90,7 @@ def end_signals() -> Iterator[None]:
     for each in before:
         signal.signal(each, end)
     try:
-        yield
+        yield signals
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

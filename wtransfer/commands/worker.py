@@ -22,7 +22,7 @@ from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, t
 from wtransfer.errors import AddressError, AuthenticationError, CommitError, WTransferError
 from wtransfer.transport.handshake import new_token, resolve_token
 
-_WAIT_S = 1.0
+_WAIT_S = 0.2  # a signal takes as long, at most
 
 
 @click.command()
@@ -72,7 +72,7 @@ def worker(
     is made and shown once. SIGINT and SIGTERM end it, with exit code 0.
     """
     try:
-        with end_signals(), contextlib.ExitStack() as stack:
+        with end_signals() as signals, contextlib.ExitStack() as stack:
             from wtransfer.checkpoint.source import CheckpointSource
             from wtransfer.weight_sync.http.server import WorkerServer
             from wtransfer.weight_sync.worker.session import WorkerSession
@@ -101,7 +101,8 @@ def worker(
             )
             while True:
                 try:
-                    applied = session.commit_pending(timeout_s=_WAIT_S)
+                    with signals.held_back():
+                        applied = session.commit_pending(timeout_s=_WAIT_S)
                 except CommitError as error:
                     # The old version is back, or the state is `empty`: a push mends either.
                     click.echo(str(error), err=True)
