@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 from click.testing import CliRunner
@@ -30,3 +31,16 @@ def test_a_signal_that_is_held_back_is_raised_when_the_block_is_over():
         hold_back()
     assert reached == ["the end of the block"]
     assert caught.value.exit_code == 128 + signal.SIGTERM
+
+
+def test_a_signal_that_comes_while_a_condition_has_no_lock_is_raised_all_the_same(monkeypatch):
+    condition = threading.Condition()
+    release = condition._release_save
+
+    def release_and_end():
+        release()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(condition, "_release_save", release_and_end)
+    with pytest.raises(EndSignal), end_signals(), condition:
+        condition.wait(0.1)

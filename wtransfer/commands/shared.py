@@ -91,6 +91,11 @@ def end_signals() -> Iterator[EndSignals]:
         signal.signal(each, end)
     try:
         yield signals
+    except RuntimeError as error:
+        # "cannot release un-acquired lock": the signal came within a condition's wait.
+        if isinstance(error.__context__, EndSignal):
+            raise error.__context__ from None
+        raise
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
