@@ -93,7 +93,8 @@ for number, folder in enumerate(("base", "next")):
 command = [sys.executable, "-m", "wtransfer"]
 address = "unix:" + str(Path("worker.sock").resolve())
 serve = [*command, "worker", "--checkpoint", "base", "--listen", address]
-worker = subprocess.Popen(serve, stdout=sys.stderr)
+worker = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
+assert worker.stdout.readline().startswith("ready")
 try:
     push = [*command, "push", "next", "--to", address, "--engine", "{NAME}", "--json"]
     sys.exit(subprocess.run(push, timeout=60).returncode)

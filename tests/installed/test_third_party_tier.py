@@ -54,4 +54,5 @@ def test_it_passes_the_kit(python):
     done = python("-m", "pytest", *options, HERE / "third_party_tier_kit.py")
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    # Its bytes are not bounded, and no option says that they are.
+    assert "1 skipped" in done.stdout
