@@ -41,6 +41,14 @@ def python(made, run_beside):
     return functools.partial(run_beside, made[2])
 
 
+@pytest.fixture
+def engine(made, python):
+    """Runs Python where an engine is installed."""
+    if made[0] != "engine":
+        pytest.skip("no engine")
+    return python
+
+
 def test_it_is_found_by_its_name_and_can_be_used(made, python):
     done = python("-m", "wtransfer", "plugins", "check", NAME, "--json")
     assert done.returncode == 0, done.stdout
@@ -76,10 +84,8 @@ publisher.close()
 
 
 @pytest.mark.slow
-def test_a_round_is_published_by_its_name(made, python):
-    if made[0] != "engine":
-        pytest.skip("no engine")
-    done = python("-W", "error", "-c", ROUND)
+def test_a_round_is_published_by_its_name(engine):
+    done = engine("-W", "error", "-c", ROUND)
     assert done.returncode == 0, done.stderr
 
 
@@ -105,10 +111,8 @@ finally:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_pushed_by_its_name(made, python):
-    if made[0] != "engine":
-        pytest.skip("no engine")
-    done = python("-c", PUSH, WTRANSFER_TOKEN="of a test, longer than thirty-two letters")
+def test_a_checkpoint_is_pushed_by_its_name(engine):
+    done = engine("-c", PUSH, WTRANSFER_TOKEN="of a test, longer than thirty-two letters")
     assert done.returncode == 0, done.stderr
     (told,) = json.loads(done.stdout)["workers"]
     assert (told["outcome"], told["version"]) == ("committed", "next")
@@ -166,10 +170,8 @@ for moment in ("first", "midway"):
 
 
 @pytest.mark.slow
-def test_worker_that_is_lost_is_left_out_where_the_publisher_says_so(made, python):
-    if made[0] != "engine":
-        pytest.skip("no engine")
-    done = python("-c", DROP, WTRANSFER_TOKEN="of a test, longer than thirty-two letters")
+def test_worker_that_is_lost_is_left_out_where_the_publisher_says_so(engine):
+    done = engine("-c", DROP, WTRANSFER_TOKEN="of a test, longer than thirty-two letters")
     assert done.returncode == 0, done.stderr
 
 
