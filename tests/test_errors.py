@@ -96,6 +96,7 @@ def test_facts_that_the_class_does_not_declare_are_dropped(fact):
         ("StallError", "seconds", "soon"),
         ("SchemaError", "mismatches", [1]),
         ("CommitError", "restored", "no"),
+        ("CommitError", "report", "no peer's to give"),
     ],
 )
 def test_facts_that_are_not_of_the_declared_type_are_dropped(kind, fact, value):

@@ -221,7 +221,9 @@ def start_future(function: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def map_concurrently(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> dict[str, T]:
+def map_concurrently(
+    calls: Mapping[str, Callable[[], T]], timeout_s: float
+) -> tuple[dict[str, T], dict[str, WTransferError]]:
     """Make all calls at the same time, and wait until every one has returned or time is up.
 
     Args:
@@ -230,11 +232,7 @@ def map_concurrently(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> 
             time-outs.
 
     Returns:
-        Host -> result.
-
-    Raises:
-        WTransferError: The only failure.
-        HostsError: Several calls failed.
+        Host -> result, and host -> error.
     """
     futures = {name: start_future(call, f"wtransfer-host {name}") for name, call in calls.items()}
     deadline = Deadline(timeout_s)
@@ -251,12 +249,22 @@ def map_concurrently(calls: Mapping[str, Callable[[], T]], timeout_s: float) -> 
         elif error is not None:
             failed[name] = RemoteError(f"{name}: {type(error).__name__}: {error}", worker=name)
             failed[name].__cause__ = error
+    results = {name: future.result() for name, future in futures.items() if name not in failed}
+    return results, failed
+
+
+def raise_failed(failed: dict[str, WTransferError], num_calls: int) -> None:
+    """Raise what has failed in `map_concurrently`, if anything has.
+
+    Raises:
+        WTransferError: The only failure.
+        HostsError: Several calls failed.
+    """
     if len(failed) == 1:
         raise next(iter(failed.values()))
     if failed:
         lines = "".join(f"\n  {name}: {error}" for name, error in failed.items())
-        raise HostsError(f"{len(failed)} of {len(calls)} hosts failed:{lines}", errors=failed)
-    return {name: future.result() for name, future in futures.items()}
+        raise HostsError(f"{len(failed)} of {num_calls} hosts failed:{lines}", errors=failed)
 
 
 def on_callers_stream(function: Callable[[], T]) -> Callable[[], T]:

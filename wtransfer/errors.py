@@ -181,11 +181,14 @@ class RoundAbortedError(WTransferError, RuntimeError):
 class CommitError(WTransferError, RuntimeError):
     """Applying a verified update failed; the old version is back unless `restored` is false.
 
-    A publisher raises it where it failed itself after the commit was sent (`restored` is false).
+    A publisher raises it where no worker holds the update at the end of a round whose commit was
+    sent (with its `report`), and where it failed itself after that (`restored` is false).
     """
 
     restored: bool = True
-    """Whether the worker holds the version it had before."""
+    """Whether the worker holds the version it had before; of a publisher: every worker."""
+    report: Any = None
+    """The round's `Report`, of a publisher that has one. It stays in this process."""
 
 
 class VersionNotKeptError(WTransferError, LookupError):
@@ -336,7 +339,7 @@ def _subclasses(cls: type[WTransferError]) -> dict[str, type[WTransferError]]:
 
 # A closed table: a peer's word selects among these and never among anything else.
 _BY_NAME = _subclasses(WTransferError)
-_LOCAL_ATTRIBUTES = frozenset({"message"})
+_LOCAL_ATTRIBUTES = frozenset({"message", "report"})
 
 
 def to_wire(error: BaseException) -> tuple[str, str, dict[str, Fact]]:
@@ -369,7 +372,11 @@ def from_wire(kind: str, message: str, facts: dict[str, Fact]) -> WTransferError
     if cls is None:
         return RemoteError(f"{kind}: {message}")
     hints = get_type_hints(cls)
-    known = {name: value for name, value in facts.items() if _fits(value, hints.get(name))}
+    known = {
+        name: value
+        for name, value in facts.items()
+        if name not in _LOCAL_ATTRIBUTES and _fits(value, hints.get(name))
+    }
     return cls(message, **known)
 
 

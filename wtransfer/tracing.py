@@ -108,10 +108,11 @@ class RoundTracer:
         span, at = found
         inside = self._trace.set_span_in_context(span)
         phases = [name for name in seconds if name != "total"]
+        failed_in = phases[-1] if report is None else "commit"
         for phase in phases:
             child = self._tracer.start_span(phase, inside, start_time=at)
             at += int(seconds[phase] * 1e9)
-            if error is not None and phase == phases[-1]:
+            if error is not None and phase == failed_in:
                 self._fail(child, error)
             child.end(at)
         span.set_attributes(

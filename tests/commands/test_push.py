@@ -218,6 +218,21 @@ def test_an_unreachable_worker_is_named_and_no_worker_changes(workers, write):
     assert [each.session.version for each in workers] == [None, None]
 
 
+def test_an_unreachable_worker_is_left_out_and_named_if_so_told(workers, write):
+    missing = "unix:@wt-test-missing"
+    code, document = documents(write(), "--on-lost-worker", "drop", to=[*workers, missing])
+    # As for a worker that is lost in the round: the others have it, and not all.
+    assert (code, document["ok"], document["outcome"]) == (1, False, "mixed")
+    assert {each["worker"]: each["outcome"] for each in document["workers"]} == {
+        "w0": "committed",
+        "w1": "committed",
+        missing: "dropped",
+    }
+    assert document["problems"].keys() == {missing}
+    assert f"(cannot reach {missing}" in document["problems"][missing]
+    assert [each.session.version for each in workers] == ["step-7", "step-7"]
+
+
 def test_every_worker_that_refuses_is_named(start_worker, write):
     strangers = [start_worker(token=f"other-{i}") for i in range(2)]
     code, document = documents(write(), to=strangers)
@@ -240,6 +255,17 @@ def test_a_worker_that_does_not_commit_makes_it_fail(start_worker, write):
     assert document["problems"] == {
         "w1": "pending: it has verified the update, and applies it when its model gets to it"
     }
+
+
+@pytest.mark.usefixtures("patient_connections")
+def test_a_push_that_no_worker_commits_is_told_as_any_other(start_worker, write):
+    idle = start_worker(steps=False)
+    code, document = documents(write(), "--deadline", "0.5", to=[idle])
+    assert (code, document["ok"], document["outcome"]) == (1, False, "mixed")
+    assert [(each["worker"], each["outcome"]) for each in document["workers"]] == [
+        ("w0", "pending")
+    ]
+    assert document["problems"].keys() == {"w0"}
 
 
 class Stubborn:

@@ -247,6 +247,11 @@ def test_what_ends_an_engine_before_it_has_a_group_is_not_lost(monkeypatch, step
     monkeypatch.setattr(step, ended_meanwhile)
     with pytest.raises(GroupError, match="called off"):
         engine.init_transfer_engine(info)
+    # What dials still, on a thread that was left behind, would go on until its time-out where the
+    # host is gone.
+    for thread in threading.enumerate():
+        if thread.name == "wtransfer-rendezvous":
+            thread.join(20.0)
     hosted.close()
 
 

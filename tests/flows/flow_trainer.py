@@ -7,6 +7,7 @@ import resource
 
 import flow_stage
 
+from wtransfer.errors import CommitError
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit
@@ -97,7 +98,7 @@ class TrainerPuppet(flow_stage.Puppet):
     def publish(self, number):
         """Publish a version from this process's main thread, and wait for its end."""
         self.model.fill(number)
-        return self._report(self.publisher.publish(f"v{number}"))
+        return self._report(self.publisher.publish, f"v{number}")
 
     def begin(self, number):
         self.model.fill(number)
@@ -105,7 +106,7 @@ class TrainerPuppet(flow_stage.Puppet):
         return self.round.round_id
 
     def result(self, within_s=30.0):
-        return self._report(self.round.result(within_s))
+        return self._report(self.round.result, within_s)
 
     def abort(self, times=1):
         for _ in range(times):
@@ -146,7 +147,14 @@ class TrainerPuppet(flow_stage.Puppet):
     def close(self):
         self.publisher.close()
 
-    def _report(self, report):
+    def _report(self, call, *arguments):
+        """Return what a call reports, also where no worker has applied the update."""
+        try:
+            report = call(*arguments)
+        except CommitError as error:
+            if error.report is None:
+                raise
+            report = error.report
         return {
             "ok": report.ok,
             "outcome": report.outcome,

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from wtransfer.errors import CommitError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.channel import Listener
 from wtransfer.transport.framing import pack_frame
@@ -37,6 +38,30 @@ def until():
             time.sleep(0.005)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def report_of():
+    """Report of a call whose round was committed, and has left no worker with its version."""
+
+    def catch(call, *arguments):
+        with pytest.raises(CommitError, match="no worker holds") as caught:
+            call(*arguments)
+        return caught.value.report
+
+    return catch
+
+
+@pytest.fixture(scope="session")
+def unapplied(judged, report_of):
+    """Report of a round that its only worker has verified, and does not apply in time."""
+
+    def publish(fleet):
+        fleet.join()
+        with judged(fleet.publisher, 0.3):
+            return report_of(fleet.publisher.publish, "v1")
+
+    return publish
 
 
 @pytest.fixture(params=["adopt", "copy"])

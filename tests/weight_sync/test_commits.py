@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import weakref
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.errors import ClosedError, CommitError, RoundBusyError
+from wtransfer.errors import ClosedError, CommitError, PeerLostError, RoundBusyError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync.report import Report, WorkerReport
 
 
 @pytest.fixture
@@ -67,7 +69,9 @@ def test_the_old_version_is_back_wherever_loading_raised(two_workers, failing_ro
 
 
 # FAULTS 43, for a worker that is alive and stays behind
-def test_what_a_restored_worker_serves_is_never_rewritten(fleet, engine, weights, commit, join):
+def test_what_a_restored_worker_serves_is_never_rewritten(
+    fleet, engine, weights, commit, join, *, report_of
+):
     made = fleet(weights, engine=engine)
     member = join(made, commit)
     assert made.publish("v1").ok
@@ -76,7 +80,7 @@ def test_what_a_restored_worker_serves_is_never_rewritten(fleet, engine, weights
     member.target.fails_at, member.target.keeps_failing, member.target.takes = 0, True, before
     for version in ("v2", "v3", "v4"):
         step_on(made)
-        assert not made.publish(version).ok
+        assert outcomes(report_of(made.publish, version)) == ["restored"]
         assert (member.session.version, member.contents) == ("v1", before)
         made.commit_errors.clear()
 
@@ -95,7 +99,7 @@ def test_an_interrupt_while_applying_restores_and_goes_on_as_an_interrupt(two_wo
     assert outcomes(round_.result()) == ["restored", "committed"]
 
 
-def test_an_error_that_is_kept_keeps_no_tensors(fleet, weights, join):
+def test_an_error_that_is_kept_keeps_no_tensors(fleet, weights, join, report_of):
     made = fleet(weights, engine="shm")
     member = join(made)
     handed = []
@@ -109,9 +113,83 @@ def test_an_error_that_is_kept_keeps_no_tensors(fleet, weights, join):
     round_ = made.publisher.publish("v1", wait=False)
     with pytest.raises(CommitError) as kept:
         member.session.commit_pending(5)
-    round_.result()
+    report_of(round_.result)
     assert isinstance(kept.value.__cause__, RuntimeError)
     assert [each() for each in handed] == [None] * len(weights)
+
+
+# -- what the caller of a round is told
+
+
+@pytest.mark.parametrize("call", ["publish", "result", "publish_async"])
+def test_a_commit_that_no_worker_applies_raises_with_its_report(
+    fleet, weights, judged, call, report_of
+):
+    made = fleet(weights, engine="shm")
+    members = [made.join(), made.join()]
+    calls = {
+        "publish": made.publisher.publish,
+        "result": lambda version: made.publisher.publish(version, wait=False).result(),
+        "publish_async": lambda version: asyncio.run(made.publisher.publish_async(version)),
+    }
+    with judged(made.publisher, 0.3):
+        report = report_of(calls[call], "v1")
+    assert outcomes(report) == ["pending", "pending"]
+    assert (report.version, report.holders, report.ok) == ("v1", (), False)
+    # Verified is verified: it may be applied yet.
+    assert made.publisher.version == "v1"
+    assert [each.session.commit_pending(5) for each in members] == [True, True]
+    assert made.publish("v2").raise_unless_ok().ok
+
+
+def test_a_rollback_that_no_worker_applies_raises_with_its_report(publishing, judged, report_of):
+    made = publishing(keep=2)
+    assert made.publish("v1").ok
+    step_on(made)
+    assert made.publish("v2").ok
+    with judged(made.publisher, 0.3):
+        report = report_of(made.publisher.rollback, "v1")
+    assert (report.version, outcomes(report)) == ("v1", ["pending"])
+
+
+def test_a_mixed_report_raises_where_the_caller_wants_every_worker(two_workers):
+    two_workers.members[0].target.fails_at = 0
+    report = two_workers.publish("v1")
+    with pytest.raises(CommitError, match="1 of 2 workers hold 'v1'") as caught:
+        report.raise_unless_ok()
+    assert caught.value.report is report
+    assert "\n  worker-0 restored: " in str(caught.value)
+    assert "the model says no" in str(caught.value)
+    assert "worker-1" not in str(caught.value)
+    two_workers.commit_errors.clear()
+
+
+@pytest.mark.parametrize(
+    ("ends", "restored"),
+    [
+        (["restored", "reverted", "discarded"], True),
+        *((["restored", end], False) for end in ("pending", "empty", "lost", "dropped", "behind")),
+    ],
+)
+def test_an_error_after_the_commit_says_whether_every_worker_is_on_its_old_version(ends, restored):
+    workers = tuple(WorkerReport(f"w{n}", "i", n, end, None, "f") for n, end in enumerate(ends))
+    with pytest.raises(CommitError) as caught:
+        Report("v1", "f", "r", 4, workers, {}, 0.0).raise_unless_ok()
+    assert caught.value.restored is restored
+    assert (caught.value.round_id, caught.value.phase) == ("r", "commit")
+
+
+def test_an_error_after_the_commit_names_the_first_workers_and_counts_the_others():
+    lost = PeerLostError("process 7 is gone", worker="w1")
+    ends = ["dropped", "lost", *["restored"] * 4]
+    workers = tuple(
+        WorkerReport(f"w{n}", "i", n, end, None, "f", error=lost if end == "lost" else None)
+        for n, end in enumerate(ends)
+    )
+    with pytest.raises(CommitError) as caught:
+        Report("v1", "f", "r", 4, workers, {}, 0.0).raise_unless_ok()
+    named = ["w1 lost: process 7 is gone", *(f"w{n} restored" for n in (2, 3, 4)), "and 2 more"]
+    assert caught.value.message.split("\n  ")[1:] == named
 
 
 # -- no way back
@@ -119,7 +197,7 @@ def test_an_error_that_is_kept_keeps_no_tensors(fleet, weights, join):
 
 @pytest.mark.parametrize("way_back", ["not kept", "not captured", "fails as well"])
 def test_without_a_way_back_a_failed_commit_leaves_the_worker_empty(
-    fleet, engine, weights, way_back, caplog, *, join
+    fleet, engine, weights, way_back, caplog, *, join, report_of
 ):
     made = fleet(weights, engine=engine)
     member = join(made, captures=way_back != "not captured", keep_previous=way_back != "not kept")
@@ -136,7 +214,7 @@ def test_without_a_way_back_a_failed_commit_leaves_the_worker_empty(
     assert member.session.version is None
     assert member.session.fingerprint.startswith("local:")
     assert member.session.state == "empty"
-    report = round_.result()
+    report = report_of(round_.result)
     assert outcomes(report) == ["empty"]
     assert report.workers[0].fingerprint == member.session.fingerprint
     assert ("keeps no previous version" in str(report.workers[0].notes)) is (way_back == "not kept")
@@ -184,7 +262,7 @@ def test_a_commit_that_nobody_applies_in_time_is_pending_and_can_be_applied_late
     assert made.publish("v4").ok
 
 
-def test_a_pending_set_can_be_discarded(fleet, engines, weights, until):
+def test_a_pending_set_can_be_discarded(fleet, engines, weights, until, report_of):
     made = fleet(weights, engine=engines["memory"])
     member = made.join()
     assert made.publish("v1").ok
@@ -193,7 +271,7 @@ def test_a_pending_set_can_be_discarded(fleet, engines, weights, until):
     round_ = made.publisher.publish("v2", wait=False)
     until(lambda: member.session.state == "pending")
     assert member.session.discard_pending()
-    assert outcomes(round_.result()) == ["discarded"]
+    assert outcomes(report_of(round_.result)) == ["discarded"]
     assert (member.session.version, member.session.state) == ("v1", "behind")
     assert member.contents == before
     assert not member.session.discard_pending()

@@ -56,18 +56,35 @@ def test_a_commit_changes_the_name_and_meanwhile_there_is_none(joined, process):
     assert process.version().epoch > before.epoch
 
 
-def test_weights_that_cannot_be_restored_have_a_name_that_nobody_knows(joined, process, caplog):
+def test_weights_that_cannot_be_restored_have_a_name_that_nobody_knows(
+    joined, process, caplog, report_of
+):
     made, member, target = joined
     assert made.publish("v1").ok
     before = process.version()
     made.source["layer.0"] += 1
     target.refuses = lambda _tensors: True
-    assert not made.publish("v2").ok
+    report_of(made.publish, "v2")
     assert member.session.state == "empty"
     assert process.version().fingerprint.startswith("local:")
     assert process.version().fingerprint == member.session.fingerprint != before.fingerprint
     # What it has logged holds tensors, by the traceback.
     caplog.clear()
+
+
+def test_model_that_may_compute_with_something_else_shares_no_name(joined, process):
+    made, member, target = joined
+    target.proven = False
+    names = {made.publish(version).fingerprint for version in ("v1", "v2")}
+    assert names == {member.session.fingerprint}
+    kept = process.version().fingerprint
+    assert kept.startswith("local:")
+    assert made.publish("v3").ok
+    # Not even with itself: each commit may have gone wrong in its own way.
+    assert process.version().fingerprint not in (kept, *names)
+    target.proven = True
+    assert made.publish("v4").ok
+    assert process.version().fingerprint == member.session.fingerprint
 
 
 def test_a_closed_session_watches_over_nothing(joined, process):
@@ -108,7 +125,9 @@ def test_a_model_that_is_vouched_for_keeps_its_name_until_the_first_commit(fleet
     assert process.version().fingerprint == report.fingerprint != vouched
 
 
-def test_a_first_commit_that_fails_leaves_the_vouched_name(fleet, weights, process, caplog):
+def test_a_first_commit_that_fails_leaves_the_vouched_name(
+    fleet, weights, process, caplog, report_of
+):
     own = {name: torch.zeros_like(each) for name, each in weights.items()}
     target, model = Watching(own, process), torch.nn.Module()
     target.vouched_as = model
@@ -117,7 +136,7 @@ def test_a_first_commit_that_fails_leaves_the_vouched_name(fleet, weights, proce
     member = made.join(target)
     refused = contents(made.source)
     target.refuses = lambda tensors: contents(tensors) == refused
-    assert not made.publish("v1").ok
+    report_of(made.publish, "v1")
     assert member.session.state == "behind"
     assert process.version().fingerprint == "0" * 32
     target.refuses = lambda _tensors: False
@@ -173,7 +192,7 @@ def test_workers_that_cast_one_update_share_a_name_only_if_they_have_the_same_dt
     assert len({*names}) == 5
 
 
-def test_after_a_failed_commit_the_old_name_is_back_with_another_epoch(fleet, process):
+def test_after_a_failed_commit_the_old_name_is_back_with_another_epoch(fleet, process, report_of):
     source = {"w": torch.ones(4)}
     made = fleet(source, engine="shm")
     target = Watching({"w": torch.zeros(4, dtype=torch.bfloat16)}, process)
@@ -183,7 +202,7 @@ def test_after_a_failed_commit_the_old_name_is_back_with_another_epoch(fleet, pr
     source["w"] += 1
     refused = contents(source)
     target.refuses = lambda tensors: contents(tensors) == refused
-    assert not made.publish("v2").ok
+    report_of(made.publish, "v2")
     assert process.version().fingerprint == before.fingerprint
     assert process.version().epoch > before.epoch
     assert target.seen[-2:] == [None, None]

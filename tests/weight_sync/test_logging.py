@@ -87,9 +87,20 @@ def test_a_refused_update_is_logged_where_it_is_refused(fleet, weights, said):
     assert line.startswith("worker-0 refuses an update: ")
 
 
+def test_an_error_after_the_commit_is_logged_as_what_the_caller_is_told(
+    fleet, weights, said, unapplied
+):
+    made = fleet(weights)
+    report = unapplied(made)
+    (line,) = said(f"{TRAINER}.coordinator", "INFO")
+    assert line.startswith(f"round {report.round_id} ('v1') mixed: no worker holds 'v1'")
+    assert said(f"{TRAINER}.coordinator", "WARNING") == []
+
+
 def test_a_mixed_round_and_an_empty_worker_are_warnings(fleet, weights, said, until):
     made = fleet(weights)
     member = made.join(keep_previous=False)
+    made.join()
     member.session._target.apply = lambda tensors: 1 / 0
     assert made.publish("v1").outcome == "mixed"
     assert "is mixed:\nv1  mixed" in said(f"{TRAINER}.coordinator", "WARNING")[0]

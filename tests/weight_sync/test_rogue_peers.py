@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from wtransfer.errors import (
+    CommitError,
     DigestMismatchError,
     EngineError,
     PeerError,
@@ -337,14 +338,15 @@ def test_a_vote_about_other_bytes_ends_the_round(publisher, joined):
         round_.result(PATIENCE_S)
 
 
-def test_a_ack_for_other_weights_is_no_success(publisher, joined):
+def test_a_ack_for_other_weights_is_no_success(publisher, joined, report_of):
     round_ = publisher.publish("v1", wait=False)
     round_id = through(joined).round_id
     joined.mail.expect(Commit)
     joined.say(Ack(round_id, "committed", "v1", "f" * 32, "serving", {}))
-    report = round_.result(PATIENCE_S)
-    assert not report.ok
+    report = report_of(round_.result, PATIENCE_S)
     assert report.workers[0].fingerprint == "f" * 32
+    with pytest.raises(CommitError, match="rogue committed: it holds other weights"):
+        report.raise_unless_ok()
 
 
 # FAULTS 10
@@ -444,12 +446,12 @@ def test_lost_worker_is_named_by_the_url_that_it_was_invited_by(publisher, rogue
         round_.result(PATIENCE_S)
 
 
-def test_commit_that_comes_after_the_report_is_finished(publisher, joined, judged):
+def test_commit_that_comes_after_the_report_is_finished(publisher, joined, judged, report_of):
     with judged(publisher, 0.5):
         round_ = publisher.publish("v1", wait=False)
     round_id = through(joined).round_id
     joined.mail.expect(Commit)
-    assert [each.outcome for each in round_.result(PATIENCE_S).workers] == ["pending"]
+    assert [each.outcome for each in report_of(round_.result, PATIENCE_S).workers] == ["pending"]
     joined.say(Ack(round_id, "committed", "v1", round_.proven.fingerprint, "serving", {}))
     assert joined.mail.expect(Finish).round_id == round_id
 

@@ -137,6 +137,13 @@ def test_a_mixed_round_shows_in_the_workers_that_hold_its_version(fleet, weights
     made.commit_errors.clear()
 
 
+def test_a_mixed_round_that_no_worker_applied_has_an_error(fleet, weights, scraped, unapplied):
+    made = fleet(weights)
+    read = scraped(made.publisher)
+    unapplied(made)
+    assert read()["wtransfer_rounds_ended_total", "CommitError", "mixed", "trainer"] == 1
+
+
 def test_every_round_of_the_publisher_ends_once_with_the_phase_it_ended_in(fleet, weights):
     ends = []
 

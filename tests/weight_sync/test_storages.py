@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,8 @@ from torch import nn
 from wtransfer.weight_sync.storages import (
     group_storages,
     module_tensors,
+    num_holders,
     stands_alone,
-    unnamed_tensors,
     unwrap,
 )
 
@@ -32,7 +34,6 @@ def test_tied_names_are_one_entry():
     assert list(found.tensors) == ["scale", "embed.weight"]
     assert list(found.ties) == ["embed.weight"]
     assert found.ties["embed.weight"]["head.weight"] is module.embed.weight
-    assert not found.overlapping
 
 
 @pytest.mark.parametrize(
@@ -45,15 +46,14 @@ def test_tensor_without_memory_in_one_piece_is_tied_by_identity(tensor):
         ["a", "b"],
         {"a": ["c"]},
     )
-    assert not found.overlapping
 
 
-def test_parts_of_one_buffer_are_entries_that_overlap():
+def test_parts_of_one_buffer_are_entries_of_their_own():
     flat = torch.zeros(10)
     tensors = {"a": flat[:5], "b": flat[5:], "tied": flat[5:], "alone": torch.zeros(5)}
     found = group_storages(tensors)
     assert list(found.tensors) == ["a", "b", "alone"]
-    assert found.overlapping == {"a", "b"}
+    assert list(found.ties) == ["b"]
 
 
 def test_empty_and_meta_tensors_are_never_taken_for_each_other():
@@ -66,7 +66,6 @@ def test_empty_and_meta_tensors_are_never_taken_for_each_other():
     }
     found = group_storages(tensors)
     assert list(found.tensors) == list(tensors)
-    assert not found.overlapping
 
 
 def test_a_compiled_module_has_the_names_of_the_one_inside():
@@ -76,17 +75,23 @@ def test_a_compiled_module_has_the_names_of_the_one_inside():
     assert list(module_tensors(compiled)) == list(module_tensors(module))
 
 
-def test_what_the_state_does_not_name_is_found():
-    module = Tied()
-    module.note = torch.ones(1)
-    assert {id(each) for each in unnamed_tensors(module)} == {id(module.cache), id(module.note)}
+HOLDERS = {
+    "tie": lambda weight: nn.Parameter(weight.data),
+    "view": lambda weight: weight[:1],
+    "closure": lambda weight: functools.partial(torch.add, weight.detach(), 1),
+    "array": lambda weight: weight.detach().numpy(),
+    "graph": lambda weight: nn.functional.linear(torch.ones(2, 3, requires_grad=True), weight),
+}
 
 
-def test_memory_shared_with_a_tensor_without_a_name_overlaps():
-    base = torch.zeros(3)
-    assert group_storages({"a": base}, [base.detach()]).overlapping == {"a"}
-    others = [torch.zeros(3), torch.eye(2).to_sparse()]
-    assert not group_storages({"a": base}, others).overlapping
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_holder_of_a_memory_is_counted_for_as_long_as_it_lives(kind):
+    weight = nn.Linear(3, 3).state_dict(keep_vars=True)["weight"]
+    assert num_holders(weight) == 1
+    holder = HOLDERS[kind](weight)
+    assert num_holders(weight) > 1
+    del holder
+    assert num_holders(weight) == 1
 
 
 def test_only_a_whole_private_contiguous_cpu_tensor_stands_alone():

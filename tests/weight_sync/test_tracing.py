@@ -115,6 +115,7 @@ def test_an_aborted_round_is_an_error_in_the_phase_where_it_ended(traced, fleet,
 def test_a_mixed_round_is_an_error_as_well(traced, fleet, weights):
     made = fleet(weights)
     member = made.join(keep_previous=False)
+    made.join()
     member.session._target.apply = lambda tensors: 1 / 0
     assert made.publish("v1").outcome == "mixed"
     del member.session._target.apply
@@ -125,6 +126,17 @@ def test_a_mixed_round_is_an_error_as_well(traced, fleet, weights):
         "mixed",
     )
     made.commit_errors.clear()
+
+
+def test_a_round_that_no_worker_applied_failed_at_its_commit(traced, fleet, weights, unapplied):
+    made = fleet(weights)
+    report = unapplied(made)
+    _, spans = traced
+    (span,) = spans("wtransfer.round")
+    assert span.status.description.startswith("CommitError: no worker holds 'v1'")
+    assert span.attributes["wtransfer.fingerprint"] == report.fingerprint
+    failed = [each.name for each in spans(*PHASES) if each.status.status_code is StatusCode.ERROR]
+    assert failed == ["commit"]
 
 
 def test_a_round_of_an_event_loop_belongs_to_the_span_of_its_task(traced, fleet, weights):

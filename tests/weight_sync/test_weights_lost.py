@@ -83,7 +83,7 @@ def test_who_cannot_be_sent_it_again_is_shown_as_empty_until_the_next_round(
 
 
 def test_a_set_that_waits_outlives_the_weights_that_it_was_to_replace(
-    fleet, engine, weights, caplog, until, *, judged
+    fleet, engine, weights, caplog, until, *, judged, report_of
 ):
     made = fleet(weights, engine=engine)
     member = made.join(commit="copy")
@@ -96,7 +96,7 @@ def test_a_set_that_waits_outlives_the_weights_that_it_was_to_replace(
     # For the host: it must not serve. For the publisher: there is nothing to send.
     assert (member.session.state, member.session.pending) == ("empty", True)
     until(lambda: told(made) == [(None, "pending")])
-    assert [each.outcome for each in late.result(5).workers] == ["pending"]
+    assert [each.outcome for each in report_of(late.result, 5).workers] == ["pending"]
     assert member.session.commit_pending()
     assert (member.session.version, member.session.state) == ("v2", "serving")
     assert member.contents == contents(weights)
@@ -104,7 +104,9 @@ def test_a_set_that_waits_outlives_the_weights_that_it_was_to_replace(
     assert "catch-up" not in caplog.text
 
 
-def test_who_is_joined_after_the_loss_is_told_that_a_set_waits(fleet, engines, weights, until):
+def test_who_is_joined_after_the_loss_is_told_that_a_set_waits(
+    fleet, engines, weights, until, report_of
+):
     made = fleet(weights, engine=engines["memory"])
     member = made.join(commit="copy")
     round_ = made.publisher.publish("v1", wait=False)
@@ -119,11 +121,11 @@ def test_who_is_joined_after_the_loss_is_told_that_a_set_waits(fleet, engines, w
         assert member.session.orphaned
         assert member.session.commit_pending()
         until(lambda: [each.version for each in other.workers()] == ["v1"])
-    assert not round_.result(5).ok
+    assert [each.outcome for each in report_of(round_.result, 5).workers] == ["lost"]
 
 
 def test_a_commit_that_fails_after_the_loss_does_not_name_the_old_set_again(
-    fleet, engines, weights
+    fleet, engines, weights, report_of
 ):
     made = fleet(weights, engine=engines["memory"])
     target = Remembering(zeros(weights))
@@ -137,7 +139,7 @@ def test_a_commit_that_fails_after_the_loss_does_not_name_the_old_set_again(
     with pytest.raises(CommitError, match="must not serve") as caught:
         member.session.commit_pending(5.0)
     assert not caught.value.restored
-    assert [each.outcome for each in round_.result(5).workers] == ["empty"]
+    assert [each.outcome for each in report_of(round_.result, 5).workers] == ["empty"]
     target.fails = False
     assert made.publish("v3").ok
 

@@ -40,7 +40,6 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ChecksumError,
     IncompleteUpdateError,
-    RoundAbortedError,
     StallError,
     WTransferError,
 )
@@ -540,12 +539,9 @@ def publish_one(publisher: Publisher, number: int) -> Report:
     """Publish the weights as they are; return a report with a good receipt of every worker.
 
     Raises:
-        RoundAbortedError: A worker does not have them.
+        CommitError: A worker does not have them.
     """
-    report = publisher.publish(f"round-{number}")
-    if not report.ok:
-        raise RoundAbortedError(f"a round of the bench is not {report.outcome!r}: {report}")
-    return report
+    return publisher.publish(f"round-{number}").raise_unless_ok()
 
 
 def join(

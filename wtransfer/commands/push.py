@@ -3,7 +3,7 @@
 In Python the same is::
 
     with Publisher(CheckpointSource(folder), hosts=["unix:@worker-0"]) as publisher:
-        print(publisher.publish("step-7"))
+        print(publisher.publish("step-7").raise_unless_ok())
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from wtransfer.commands.shared import EndSignal, deadline_option, end_signals, t
 from wtransfer.errors import (
     AddressError,
     AuthenticationError,
+    CommitError,
     HostsError,
     PluginError,
     RoundAbortedError,
@@ -52,7 +53,7 @@ ADVICE = {
     "discarded": "it is on its old version, whole: its host declined the update; push again",
     "empty": "it holds no whole version and must not serve: restart it, then push again",
     "lost": "it was lost, so what it holds is not known: look at it, then push again",
-    "dropped": "it was lost before the commit and left out: start it, then push again",
+    "dropped": "it did not join, or was lost before the commit: start it, then push again",
     "behind": "it took no part, or ranks of its instance are missing: push again",
 }
 """What to do about a worker that did not commit, by its outcome."""
@@ -92,7 +93,7 @@ _LINE_S = 1.0
     type=click.Choice(["abort", "drop"]),
     default="abort",
     show_default=True,
-    help="Whether the others go on when a worker is lost.",
+    help="Whether the others go on when a worker is lost, or does not join.",
 )
 @click.option(
     "--nonfinite",
@@ -308,6 +309,10 @@ def _transfer(publisher: Publisher, order: _Order, outcome: _Outcome) -> None:
         with _display(silent=order.as_json) as show:
             watch(round_, show)
         outcome.report = round_.result()
+    except CommitError as error:
+        if error.report is None:
+            raise
+        outcome.report = error.report
     except EndSignal as signal:
         # Now: closing the publisher ends the round.
         outcome.error = _interruption(signal, round_)

@@ -239,10 +239,11 @@ class WeightTarget(Protocol):
     All methods run on the thread that owns the model, except `schema`, which may run on the
     session's thread at any time.
 
-    Two more may be left out: ``forget()``, called when the model has lost its weights otherwise
-    than by a commit: a target that keeps what was applied last, for `capture`, drops it then. And
+    Three more may be left out: ``forget()``, called when the model has lost its weights otherwise
+    than by a commit: a target that keeps what was applied last, for `capture`, drops it then;
     ``vouched_as``, the object by which `process_weights` knows the model, where that is not the
-    target itself.
+    target itself; and ``proven``, false where it is not known whether the model computes with what
+    it was given: its KV cache then has a name that only this process knows.
     """
 
     def schema(self) -> Mapping[str, TensorSpec] | None:

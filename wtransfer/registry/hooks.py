@@ -136,7 +136,8 @@ def wtransfer_round_ended(  # noqa: PLR0917  # an observer declares those that i
         outcome: That of the report, ``committed``, ``mixed`` or ``verified``; else ``aborted``, or
             ``failed`` where the publisher failed after its commit was sent.
         report: The report; None where there is none.
-        error: Why there is none; else None.
+        error: What ``publish`` raises; else None. There are both where no worker holds the version
+            after the commit.
         seconds: Seconds by phase, in their order, and their sum ``total``; of a round that was
             aborted, the last one is the phase that it was aborted in.
         nbytes: Bytes of the update; 0 until it is planned.

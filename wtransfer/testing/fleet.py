@@ -116,7 +116,7 @@ class Fleet:
         """Run one round; workers commit it as soon as they can.
 
         Raises:
-            WTransferError: The round was aborted.
+            WTransferError: As `Publisher.publish`.
         """
         # A round waits until a worker that is catching up has done so; that takes steps, too.
         with ThreadPoolExecutor(1) as pool:
@@ -129,7 +129,7 @@ class Fleet:
         """Step every worker until the round is over, and return its report.
 
         Raises:
-            WTransferError: The round was aborted.
+            WTransferError: As `Publisher.publish`.
         """
         while not round_.done:
             self.step()

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from wtransfer.errors import CommitError
+
 if TYPE_CHECKING:
     from wtransfer.errors import WTransferError
+
+_LEFT_OUT = ("dropped", "behind")
+_RESTORED = ("restored", "reverted", "discarded")
+_NUM_NAMED = 4
+"""Workers that an error names; its report has all."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,8 @@ class WorkerReport:
     or an earlier update, and not applied yet); ``restored``, ``reverted`` or ``discarded`` (on its
     old version, whole); ``empty`` (must not serve); ``lost`` (gone after the commit was sent, so
     nobody knows); ``dropped`` (left out of the round, because it or a rank of its instance was lost
-    before the commit); ``behind`` (joined, but no part of the round: it will be brought up to
-    date)."""
+    before the commit, or because its host, which is named instead, has not joined); ``behind``
+    (joined, but no part of the round: it will be brought up to date)."""
     version: str | None
     """Label of what it holds now."""
     fingerprint: str
@@ -75,7 +82,7 @@ class Report:
     nbytes: int
     """Bytes of the update."""
     workers: tuple[WorkerReport, ...]
-    """Every worker that is known."""
+    """Every worker that is known, and every host that was left out."""
     seconds: dict[str, float]
     """Seconds by phase: init, plan, transfer, prepare, commit and finish, which add up to total."""
     packed_s: float
@@ -103,14 +110,31 @@ class Report:
         After a dry run: that it has received it. Workers that were dropped from the round, and
         joiners that it came too early for, are named in the report and do not count.
         """
-        takes_part = [w for w in self.workers if w.outcome not in ("dropped", "behind")]
+        takes_part = [w for w in self.workers if w.outcome not in _LEFT_OUT]
         if self.dry_run:
             return all(each.digests_equal for each in takes_part)
-        return all(
+        return all(map(self._is_held_by, takes_part))
+
+    @property
+    def holders(self) -> tuple[WorkerReport, ...]:
+        """Workers that have proven that they hold the update, after a commit."""
+        return tuple(filter(self._is_held_by, self.workers))
+
+    def raise_unless_ok(self) -> Report:
+        """Return this report if it is `ok`: for a caller that goes on with every worker or stops.
+
+        Raises:
+            CommitError: A worker of the round does not hold the update.
+        """
+        if not self.ok:
+            raise commit_error(self)
+        return self
+
+    def _is_held_by(self, each: WorkerReport) -> bool:
+        return (
             each.outcome == "committed"
             and each.digests_equal
             and each.fingerprint == self.fingerprint
-            for each in takes_part
         )
 
     def __str__(self) -> str:
@@ -132,3 +156,35 @@ def _line(each: WorkerReport) -> str:
     elif each.error and each.outcome == "lost":
         why = f"  which version it holds it says when it joins again: {each.error}"
     return f"  {each.worker}  {each.outcome}  holds {each.version}  {proof}  {stages}{why}"
+
+
+def _why(each: WorkerReport) -> str:
+    if each.error is not None:
+        return f": {each.error.message}"
+    reasons = {
+        "pending": "verified, and not applied in time",
+        "committed": "it holds other weights",
+    }
+    return f": {reasons[each.outcome]}" if each.outcome in reasons else ""
+
+
+def commit_error(report: Report) -> CommitError:
+    """Return the error of a round whose commit has not brought its update to every worker."""
+    holders = report.holders
+    num, total = len(holders), len(report.workers)
+    head = f"{num} of {total} workers hold" if num else "no worker holds"
+    missed = [each for each in report.workers if each not in holders]
+    # Those that took no part, or were lost before the commit, are the lesser news.
+    missed.sort(key=lambda each: each.outcome in _LEFT_OUT)
+    lines = [f"\n  {each.worker} {each.outcome}{_why(each)}" for each in missed[:_NUM_NAMED]]
+    if len(missed) > _NUM_NAMED:
+        lines.append(f"\n  and {len(missed) - _NUM_NAMED} more")
+    return CommitError(
+        f"{head} {report.version!r} after its commit; mend what is named, then publish again:"
+        + "".join(lines),
+        restored=all(each.outcome in _RESTORED for each in report.workers),
+        report=report,
+        round_id=report.round_id,
+        version=report.version,
+        phase="commit",
+    )

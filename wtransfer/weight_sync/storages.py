@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from wtransfer.transport.tensors import PLAIN_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -24,8 +24,6 @@ class Storages(NamedTuple):
     """First name -> tensor: one entry of a schema each."""
     ties: dict[str, dict[str, torch.Tensor]]
     """First name -> further names (tied parameters) with their tensors, which may be others."""
-    overlapping: set[str]
-    """First names of which another, or a tensor without a name, shares a part of the memory."""
 
 
 def only_tensors(mapping: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -43,28 +41,6 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return only_tensors(unwrap(module).state_dict(keep_vars=True))
 
 
-def unnamed_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return what a module computes with but does not name in its state.
-
-    These are non-persistent buffers, and tensors that are mere attributes.
-    """
-    named = {id(tensor) for tensor in module_tensors(module).values()}
-    return [
-        each
-        for part in unwrap(module).modules()
-        for each in (
-            *part.parameters(recurse=False),
-            *part.buffers(recurse=False),
-            *_attributes(part),
-        )
-        if id(each) not in named
-    ]
-
-
-def _attributes(module: nn.Module) -> list[torch.Tensor]:
-    return [each for each in vars(module).values() if isinstance(each, torch.Tensor)]
-
-
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile`` and ``DistributedDataParallel``."""
     while True:
@@ -75,24 +51,17 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def group_storages(
-    tensors: Mapping[str, torch.Tensor], beside: Iterable[torch.Tensor] = ()
-) -> Storages:
+def group_storages(tensors: Mapping[str, torch.Tensor]) -> Storages:
     """Group names by the elements they stand for.
-
-    Args:
-        tensors: Name -> tensor.
-        beside: Tensors without a name; entries that share memory with one of them overlap.
 
     Returns:
         One entry per storage, in the order of `tensors`.
 
     Cost: about 1 us per tensor.
     """
-    memory = {name: _memory(tensor) for name, tensor in tensors.items()}
+    memory = {name: memory_of(tensor) for name, tensor in tensors.items()}
     users = Counter(memory.values())
-    users.update({_memory(tensor) for tensor in beside})
-    found = Storages(dict(tensors), {}, set())
+    found = Storages(dict(tensors), {})
     first_names: dict[object, str] = {}
     for name in [name for name, place in memory.items() if users[place] > 1]:
         tensor, place = tensors[name], memory[name]
@@ -103,8 +72,6 @@ def group_storages(
         first_name = first_names.setdefault(elements, name)
         if first_name != name:
             found.ties.setdefault(first_name, {})[name] = found.tensors.pop(name)
-            users[place] -= 1
-    found.overlapping.update(name for name in first_names.values() if users[memory[name]] > 1)
     return found
 
 
@@ -114,7 +81,7 @@ class _Alone(NamedTuple):
     identity: int
 
 
-def _memory(tensor: torch.Tensor) -> object:
+def memory_of(tensor: torch.Tensor) -> object:
     """Return where a tensor's storage begins, or the tensor's identity (lazy, sparse, wrapper)."""
     if type(tensor) not in PLAIN_TYPES and (is_lazy(tensor) or hasattr(tensor, "full_tensor")):
         return _Alone(id(tensor))
@@ -147,3 +114,22 @@ def stands_alone(tensor: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     return storage.nbytes() == tensor.nbytes and not storage.is_shared()
+
+
+def num_holders(tensor: torch.Tensor) -> int | None:
+    """Return how many tensors use a tensor's storage: itself, its views, those that it is tied to.
+
+    All count that exist in this process, wherever they are held: by an attribute, a list, a
+    closure, a numpy array, a graph of autograd. None: this torch cannot tell (2.6 and 2.7 without
+    CUDA).
+
+    Cost: about 0.5 us.
+    """
+    if _use_count is None:
+        return None
+    storage = tensor.untyped_storage()
+    # One of them is the object made above.
+    return _use_count(storage._cdata) - 1  # noqa: SLF001
+
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001

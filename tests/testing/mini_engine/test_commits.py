@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from wtransfer.deadline import Deadline
+from wtransfer.errors import CommitError
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig
 from wtransfer.testing.mini_engine.reference import some_prompts
 
@@ -94,7 +95,8 @@ def test_nothing_is_computed_while_the_session_is_empty(kit, host, trainer, monk
             while worker.session.state != "empty":
                 deadline.check("a commit")
                 host.step()
-            assert not published.result().ok
+            with pytest.raises(CommitError, match="no worker holds 'torn'"):
+                published.result()
         else:
             worker.session.weights_lost("asleep")
         before = host.counts["tokens_computed"]

@@ -245,7 +245,7 @@ def test_wrong_request_is_an_error_in_our_form(http, request_line, status):
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "ProtocolError")
 
 
-def test_health_is_good_until_the_worker_is_empty(start, weights, caplog):
+def test_health_is_good_until_the_worker_is_empty(start, weights, caplog, report_of):
     class Fragile(StateDictTarget):
         def apply(self, tensors):
             raise RuntimeError("broken for good")
@@ -257,7 +257,7 @@ def test_health_is_good_until_the_worker_is_empty(start, weights, caplog):
         Publisher(weights, hosts=[worker.address], host_token=TOKEN) as publisher,
     ):
         assert http.get("/healthz").status_code == 200
-        publisher.publish("v1")
+        report_of(publisher.publish, "v1")
         assert worker.client.weight_info()["state"] == "empty"
         assert http.get("/healthz").status_code == 503
     # Its records keep the error, and the error the tensors.

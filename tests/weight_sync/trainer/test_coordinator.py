@@ -31,6 +31,7 @@ def group():
             instances={worker.name: [worker] for worker in workers},
             rules=Rules(deadline_s=deadline_s),
             origin=Origin("gloo", needs_generation=True, epoch=1),
+            missing={},
             apply=None,
             on_packed=None,
             on_done=None,

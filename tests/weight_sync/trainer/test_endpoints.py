@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import socket
+import struct
 import threading
 import time
 from pathlib import Path
@@ -17,19 +19,24 @@ from wtransfer import Publisher, WorkerSession
 from wtransfer.errors import (
     AddressError,
     AuthenticationError,
+    CommitError,
     HostsError,
     NoWorkersError,
     PeerLostError,
+    RemoteError,
     RoundBusyError,
     StallError,
 )
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.http.client import HttpClient
+from wtransfer.weight_sync.trainer import coordinator
 from wtransfer.weight_sync.trainer.endpoints import Endpoints
+from wtransfer.weight_sync.worker.target import StateDictTarget
 
 HTTP = Path(__file__).parents[1] / "http"
 HttpWorker = runpy.run_path(str(HTTP / "worker_in_process.py"))["HttpWorker"]
 TOKEN = "the-secret"
+PATIENCE_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +133,56 @@ def test_every_failed_endpoint_is_named(start_worker, weights, absent):
         Publisher(weights, hosts=[good.address, absent])
     # What has joined is left.
     assert (good.num_joined, good.num_left, good.session.state) == (2, 2, "fresh")
+
+
+def test_missing_hosts_are_left_out_and_reported_where_the_rules_say_so(
+    start_worker, weights, absent, caplog
+):
+    good, stranger = start_worker(), start_worker(token="another")
+    hosts = [good.address, stranger.address, absent]
+    with Publisher(weights, hosts=hosts, on_lost_worker="drop") as publisher:
+        assert publisher.hosts == {good.address: "w0"}
+        assert f"{absent} is left out until it is invited again: cannot reach" in caplog.text
+        round_ = publisher.publish("v1", wait=False)
+        for report in (round_.result(PATIENCE_S), publisher.publish("dry", dry_run=True)):
+            assert report.ok
+            _, *left_out = report.workers
+            assert {each.worker: type(each.error) for each in left_out} == {
+                stranger.address: AuthenticationError,
+                absent: PeerLostError,
+            }
+            assert {each.outcome for each in left_out} == {"dropped"}
+        # Nothing in the round was dropped: an engine with a group of all workers may keep it.
+        assert round_.went_through
+    assert contents(good.tensors) == contents(weights)
+
+
+def test_a_publisher_needs_one_host_whatever_the_rules_say(weights, absent, start_worker):
+    stranger = start_worker(token="another")
+    with pytest.raises(HostsError, match="2 of 2 hosts failed"):
+        Publisher(weights, hosts=[absent, stranger.address], on_lost_worker="drop")
+
+
+def test_missing_host_is_an_ordinary_worker_once_it_has_joined(start_worker, weights, until):
+    good = start_worker()
+    address = "unix:@wt-test-comes-later"
+    hosts = [good.address, address]
+    with Publisher(weights, hosts=hosts, on_lost_worker="drop") as publisher:
+        assert [each.worker for each in publisher.publish("v1").workers] == ["w0", address]
+        late = start_worker(address=address)
+        publisher.invite()
+        assert publisher.hosts == {good.address: "w0", address: "w1"}
+        until(lambda: late.session.version == "v1")
+        report = publisher.publish("v2")
+        assert {each.worker: each.outcome for each in report.workers} == {
+            "w0": "committed",
+            "w1": "committed",
+        }
+        late.close()
+        until(lambda: len(publisher.workers()) == 1)
+        publisher.invite()
+        assert publisher.hosts == {good.address: "w0"}
+        assert [each.worker for each in publisher.publish("v3").workers] == ["w0", address]
 
 
 def test_stopped_endpoint_is_given_up_in_time(weights):
@@ -277,6 +334,187 @@ def test_failed_call_of_an_engine_blocks_no_later_round(engines, weights, judged
     for each in engines:
         assert each.sessions[0].version == "v3"
         assert contents(each.replicas[0]) == contents(weights)
+
+
+@pytest.fixture
+def dead_url():
+    """Maker of URLs of a server that is gone: nothing listens there, or it resets connections."""
+    with contextlib.ExitStack() as stack:
+
+        def make(how):
+            server = stack.enter_context(socket.socket())
+            server.bind(("127.0.0.1", 0))
+            if how == "resets":
+                server.listen()
+                threading.Thread(target=_reset, args=(server,), daemon=True).start()
+            return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        yield make
+
+
+def _reset(server):
+    connection, _ = server.accept()
+    connection.recv(1)
+    # Closed with bytes unread and without lingering: the peer gets a reset.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("how", ["refuses", "resets"])
+def test_round_ends_at_once_when_the_server_that_lets_its_workers_commit_is_gone(
+    engines, weights, dead_url, how
+):
+    gone = HttpClient(dead_url(how))
+    engines[1].finish_weight_update = gone.finish_weight_update
+    with Publisher(weights, hosts=engines, deadline_s=600) as publisher:
+        report = publisher.publish("v1", wait=False).result(PATIENCE_S)
+        applied, left = sorted(report.workers, key=lambda each: each.worker)
+        assert (applied.outcome, left.outcome) == ("committed", "pending")
+        assert f"cannot reach {gone.name} for POST /finish_weight_update" in str(left.error)
+        # It holds the update, verified, and may be let commit it yet.
+        assert engines[1].sessions[0].commit_pending(5)
+
+
+def test_round_of_a_host_that_is_gone_raises_its_error(engines, weights, dead_url, report_of):
+    gone = HttpClient(dead_url("refuses"))
+    engines[0].start_weight_update = gone.start_weight_update
+    with Publisher(weights, hosts=engines[:1], deadline_s=600) as publisher:
+        report = report_of(publisher.publish("v1", wait=False).result, PATIENCE_S)
+    assert [each.outcome for each in report.workers] == ["pending"]
+    with pytest.raises(CommitError, match=f"engine-0-0 pending: cannot reach {gone.name}"):
+        report.raise_unless_ok()
+
+
+def test_ack_that_comes_after_the_hosts_error_counts(engines, weights, monkeypatch, until):
+    monkeypatch.setattr(coordinator, "ROLLBACK_GRACE_S", PATIENCE_S)
+    engine = engines[0]
+    engine.error = RemoteError("nothing was committed: it came too late")
+    with Publisher(weights, hosts=[engine], deadline_s=600) as publisher:
+        round_ = publisher.publish("v1", wait=False)
+        until(lambda: round_._apply_errors)
+        time.sleep(0.1)
+        assert engine.sessions[0].commit_pending(5)
+        assert round_.result(PATIENCE_S).ok
+
+
+@pytest.mark.parametrize("waits_for", ["the host", "another host", "a worker without a host"])
+def test_round_goes_on_while_a_worker_may_still_be_let_commit(
+    engines, weights, monkeypatch, until, waits_for
+):
+    monkeypatch.setattr(coordinator, "ROLLBACK_GRACE_S", 0.01)
+    slow, failing = engines
+    failing.error = RemoteError("nothing was committed")
+    go_on = threading.Event()
+    hosts = [slow, failing]
+    if waits_for == "the host":
+        hosts, slow.error = [slow], StallError("no answer within 1 s; it applies it still")
+    elif waits_for == "another host":
+        slow.error = StallError("no answer within 1 s; it applies it still")
+    with Publisher(weights, hosts=hosts[-1:] if "without" in waits_for else hosts) as publisher:
+        if "without" in waits_for:
+            slow.sessions.append(WorkerSession(slow.replicas[0], name="alone"))
+            slow.sessions[0].join(publisher.address, token=publisher.token)
+            publisher.wait_for_workers(2)
+        round_ = publisher.publish("v1", wait=False)
+        until(lambda: round_._apply_errors)
+        assert not go_on.wait(0.3)
+        assert not round_.done
+        assert slow.sessions[0].commit_pending(5)
+        outcomes = {each.outcome for each in round_.result(PATIENCE_S).workers}
+    assert outcomes == ({"committed"} if waits_for == "the host" else {"committed", "pending"})
+
+
+def test_rank_that_rolls_back_is_waited_for_though_its_host_has_failed(
+    weights, fleet, monkeypatch, until, report_of
+):
+    monkeypatch.setattr(coordinator, "ROLLBACK_GRACE_S", 0.01)
+    may_restore = threading.Event()
+
+    class Slow(StateDictTarget):
+        """Restores slowly what its first call has replaced."""
+
+        num_applied = 0
+
+        def apply(self, tensors):
+            self.num_applied += 1
+            if self.num_applied == 2:
+                assert may_restore.wait(PATIENCE_S)
+            super().apply(tensors)
+
+    class Refusing(StateDictTarget):
+        def apply(self, tensors):
+            raise RuntimeError("the model says no")
+
+        def capture(self):
+            return None
+
+    class Ranks(Engine):
+        def bring(self, number):
+            target = (Slow, Refusing)[number](self.replicas[number], "copy")
+            rank = {"instance": "both", "rank": number, "num_ranks": 2}
+            self.sessions.append(WorkerSession(target, name=f"rank-{number}", **rank))
+            self.sessions[-1].join(**self.invited[-1]["wtransfer"])
+
+        def finish_weight_update(self, weight_version=None):
+            threads = [
+                threading.Thread(target=_commit, args=(session,)) for session in self.sessions
+            ]
+            for each in threads:
+                each.start()
+            until(lambda: round_.state.instances[0].rolling_back)
+            raise RemoteError("nothing was committed")
+
+    ranks = Ranks("ranks", weights, 2, says=2)
+    with Publisher(weights, hosts=[ranks], deadline_s=600) as publisher:
+        round_ = publisher.publish("v1", wait=False)
+        until(lambda: round_._apply_errors)
+        time.sleep(0.3)
+        assert not round_.done
+        may_restore.set()
+        report = report_of(round_.result, PATIENCE_S)
+    for session in ranks.sessions:
+        session.close()
+    assert [each.outcome for each in report.workers] == ["reverted", "empty"]
+
+
+def _commit(session):
+    with contextlib.suppress(CommitError):
+        session.commit_pending(5)
+
+
+def test_engine_that_is_gone_when_it_is_invited_again_is_not_waited_for(engines, weights, until):
+    stays, goes = engines
+    with Publisher(weights, hosts=engines, on_lost_worker="drop", deadline_s=600) as publisher:
+        assert publisher.publish("v1").ok
+        goes.sessions.pop().close()
+        until(lambda: len(publisher.workers()) == 1)
+
+        def refuse(_init_info):
+            raise PeerLostError("it is gone")
+
+        goes.init_weight_transfer_engine = refuse
+        publisher.invite()
+        report = publisher.publish("v2")
+    assert [each.worker for each in report.workers] == ["engine-0-0", goes.name]
+    assert contents(stays.replicas[0]) == contents(weights)
+
+
+def test_engine_that_joins_after_its_answer_was_given_up_is_let_commit(engines, weights):
+    late = engines[1]
+    join = late.init_weight_transfer_engine
+
+    def join_late(init_info):
+        join(init_info)
+        raise StallError("no answer in time")
+
+    late.init_weight_transfer_engine = join_late
+    with Publisher(weights, hosts=engines, on_lost_worker="drop") as publisher:
+        publisher.wait_for_workers(2)
+        report = publisher.publish("v1")
+    assert {each.worker: each.outcome for each in report.workers} == {
+        "engine-0-0": "committed",
+        "engine-1-0": "committed",
+    }
 
 
 def test_only_the_engine_that_is_behind_is_called(engines, weights, until):

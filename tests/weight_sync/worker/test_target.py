@@ -9,6 +9,7 @@ from torch import nn
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
+from wtransfer.weight_sync import storages
 from wtransfer.weight_sync.storages import stands_alone
 from wtransfer.weight_sync.worker.target import (
     SMALL_NBYTES,
@@ -48,6 +49,15 @@ def test_only_large_tensors_are_pointed_at_the_staged_memory(commit, numel):
     ModuleTarget(module, commit).apply(new)
     adopts = commit == "adopt" and numel == SMALL_NBYTES
     assert module.weight.data_ptr() == (new["weight"].data_ptr() if adopts else address)
+
+
+def test_torch_that_cannot_count_holders_points_nothing_at_staged_memory(monkeypatch):
+    monkeypatch.setattr(storages, "_use_count", None)
+    module = nn.Linear(SMALL_NBYTES, 1)
+    address, new = module.weight.data_ptr(), update(module)
+    ModuleTarget(module, "adopt").apply(new)
+    assert contents(module.state_dict()) == contents(new)
+    assert module.weight.data_ptr() == address
 
 
 # FAULTS 17

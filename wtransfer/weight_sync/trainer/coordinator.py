@@ -31,12 +31,12 @@ from wtransfer.errors import (
 )
 from wtransfer.registry import hooks
 from wtransfer.weight_sync.messages import Plan
-from wtransfer.weight_sync.report import Report, WorkerReport
+from wtransfer.weight_sync.report import Report, WorkerReport, commit_error
 from wtransfer.weight_sync.trainer.membership import send_to
 from wtransfer.weight_sync.trainer.round_state import RoundState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from wtransfer.engines.interface import WeightSource
     from wtransfer.transport.layout import TensorLayout
@@ -140,7 +140,9 @@ class Round:
         proven: An update that was committed before and is sent again; None: the source's.
         instead: What is sent, where that is not the user's source.
         dry_run: Whether to end when every worker has verified, without a commit.
-        apply: Lets the hosts of these workers apply what was committed, where that takes a call.
+        missing: Hosts whose workers should take part and have not joined, and why.
+        apply: Lets the hosts of these workers apply what was committed, where that takes a call;
+            returns the errors of the hosts whose call has failed.
         on_packed: Called once when the trainer may change its weights again.
         on_done: Called when the round is over, on its thread.
     """
@@ -157,7 +159,8 @@ class Round:
         proven: ProvenUpdate | None = None,
         instead: WeightSource | None = None,
         dry_run: bool = False,
-        apply: Callable[[str, set[str]], None],
+        missing: Mapping[str, WTransferError],
+        apply: Callable[[str, set[str]], dict[str, WTransferError]],
         on_packed: Callable[[], None],
         on_done: Callable[[Round], None],
     ) -> None:
@@ -179,8 +182,9 @@ class Round:
         self._lock, self._changed = membership.lock, membership.changed
         self._rules = rules
         self._origin = origin
+        self._missing = missing
         self._apply = apply
-        self._apply_error: WTransferError | None = None
+        self._apply_errors: dict[str, WTransferError] = {}
         self._on_packed = on_packed
         self._on_done = on_done
         self._layout = proven.layout if proven else None
@@ -255,7 +259,8 @@ class Round:
 
         Raises:
             WTransferError: The round was aborted; every worker is on its old version.
-            CommitError: The publisher itself failed after the commit was sent.
+            CommitError: No worker holds the version after the commit; its `report` says of each
+                worker why. Or the publisher itself failed then, and there is no report.
             StallError: `timeout_s` seconds have passed; None: no limit. The round goes on.
             ValueError: `timeout_s` is neither None nor a number of at least 0.
         """
@@ -322,16 +327,15 @@ class Round:
 
     @property
     def failure(self) -> WTransferError | None:
-        """Why it was ended, or what broke after its commit was sent."""
+        """Why it was ended, or what failed after its commit was sent."""
         return self._failure
 
     @property
     def went_through(self) -> bool:
         """Whether it was committed, and no worker was told to let go of it before."""
-        report = self._report
-        if report is None or self.dry_run:
+        if self._report is None or self.dry_run:
             return False
-        return all(worker.outcome != "dropped" for worker in report.workers)
+        return not any(instance.dropped for instance in self.state.instances)
 
     @property
     def committing(self) -> bool:
@@ -389,7 +393,9 @@ class Round:
                     self._runner.finished(committed=self.state.committing)
                 if self._failure is None:
                     report = self._report = self._make_report()
-                    if report.ok and not self.dry_run:
+                    if not self.dry_run and not report.holders:
+                        self._failure = commit_error(report)
+                    elif report.ok and not self.dry_run:
                         facts = {**self._identity(), "fingerprint": report.fingerprint}
                         hooks.notify("wtransfer_weights_committed", worker=None, **facts)
             except BaseException as error:
@@ -404,6 +410,7 @@ class Round:
     def _break(self, error: BaseException) -> None:
         """Note a fault of our own: the caller hears of it rather than wait."""
         logger.error("round %s broke", self.round_id, exc_info=error)
+        self._report = None
         if self.state.committing:
             # Workers hold the new version, or will: an abort would claim the opposite.
             failure: WTransferError = CommitError(
@@ -421,24 +428,25 @@ class Round:
         self._failure = self._failure or failure
 
     def _notify_ended(self) -> None:
-        report, clock = self._report if self._failure is None else None, self._clock
+        report, clock = self._report, self._clock
         if "total" not in clock.seconds:
             if self.phase not in clock.seconds:
                 clock.lap(self.phase)
             clock.seconds["total"] = sum(clock.seconds.values())
         without = "failed" if self.state.committing else "aborted"
+        outcome = without if report is None else report.outcome
         head = f"round {self.round_id} ({self.version!r})"
-        if report is None:
+        if report is None or self._failure is not None:
             # The caller is told by an exception; what broke after the commit was logged as it did.
-            logger.info("%s %s: %s", head, without, self._failure)
-        elif report.outcome == "mixed":
+            logger.info("%s %s: %s", head, outcome, self._failure)
+        elif outcome == "mixed":
             logger.warning("%s is mixed:\n%s", head, report)
         else:
             total_s, num = report.seconds["total"], len(self.members)
-            logger.info("%s %s by %d workers in %.3f s", head, report.outcome, num, total_s)
+            logger.info("%s %s by %d workers in %.3f s", head, outcome, num, total_s)
         hooks.notify(
             "wtransfer_round_ended",
-            outcome=without if report is None else report.outcome,
+            outcome=outcome,
             report=report,
             error=self._failure,
             seconds=clock.seconds,
@@ -570,12 +578,35 @@ class Round:
 
     def _await_acks(self) -> None:
         deadline_s = self._rules.deadline_s
+        reason = f"not every rank has committed within {deadline_s:g} s"
+
+        def over() -> bool:
+            return self.state.settled or self._is_left_alone()
+
         self._apply_by_hosts()
         with self._lock:
-            if not self._changed.wait_for(lambda: self.state.settled, deadline_s):
-                self.state.deadline(f"not every rank has committed within {deadline_s:g} s")
+            self._changed.wait_for(over, deadline_s)
+            if self._is_left_alone():
+                reason = "the host failed in the call that lets its ranks commit"
+                # An ack may be under way on another connection than the host's answer.
                 self._changed.wait_for(lambda: self.state.settled, ROLLBACK_GRACE_S)
+            if not self.state.settled:
+                self.state.deadline(reason)
+                self._changed.wait_for(over, ROLLBACK_GRACE_S)
         self._note_pending()
+
+    def _is_left_alone(self) -> bool:
+        """Return whether no pending rank will be let commit in this round; called under the lock.
+
+        A host whose call was not answered in time may be applying the update still, and a rank that
+        rolls back does so by itself.
+        """
+        pending = [rank for rank in self.state.ranks() if rank.outcome == "pending"]
+        errors = [self._apply_errors.get(rank.worker.hello.host or "") for rank in pending]
+        return bool(pending) and not any(
+            rank.rolled_back or error is None or isinstance(error, StallError)
+            for rank, error in zip(pending, errors, strict=True)
+        )
 
     def _note_pending(self) -> None:
         """Note which workers have not answered the commit; an ack, when it comes, says more."""
@@ -589,12 +620,13 @@ class Round:
         hosts = {w.hello.host for w in self.members if w.hello.host is not None}
 
         def call() -> None:
-            try:
-                self._apply(self.version, hosts)
-            except WTransferError as error:
+            failed = self._apply(self.version, hosts)
+            for error in failed.values():
                 # Acks decide. This says why one does not come, in the host's own words.
                 logger.warning("round %s: %s", self.round_id, error)
-                self._apply_error = error
+            with self._lock:
+                self._apply_errors = failed
+                self._changed.notify_all()
 
         if hosts:
             threading.Thread(target=call, name="wtransfer-apply", daemon=True).start()
@@ -736,8 +768,16 @@ class Round:
                 for instance in self.state.instances
                 for rank in instance.ranks
             ]
-            others = [w for w in self._membership.workers() if w not in self.members]
+            joined = self._membership.workers()
+            others = [w for w in joined if w not in self.members]
             workers += [_report_bystander(worker, fingerprint) for worker in others]
+            hosts = {worker.hello.host for worker in joined}
+            workers += [
+                WorkerReport(host, host, 0, "dropped", None, "", error=error)
+                for host, error in self._missing.items()
+                # One that has answered too late, or was invited again, may have joined since.
+                if host not in hosts
+            ]
         return Report(
             version=self.version,
             fingerprint=fingerprint,
@@ -764,7 +804,7 @@ class Round:
             error = ack.error.rebuild(worker=worker.name)
         if outcome == "pending" and error is None:
             # What its host said, to a worker that has not applied what it was ordered to.
-            error = self._apply_error
+            error = self._apply_errors.get(worker.hello.host or "")
         return WorkerReport(
             worker=worker.name,
             instance=worker.hello.instance,

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.calls import map_concurrently
+from wtransfer.calls import map_concurrently, raise_failed
 from wtransfer.errors import AddressError, HostsError, WTransferError
 from wtransfer.transport.address import parse_address
 from wtransfer.weight_sync.http.client import HttpClient
@@ -57,7 +57,9 @@ class Endpoints:
 
     def __init__(self, token: str | None, timeout_s: float) -> None:
         self.workers: dict[str, str | None] = {}
-        """Endpoint -> its worker; None for a serving engine."""
+        """Endpoint that has joined -> its worker; None for a serving engine."""
+        self.missing: dict[str, WTransferError] = {}
+        """Endpoint that was asked last and has not joined -> its error."""
         self._token = token
         self._timeout_s = timeout_s
         self._clients: dict[str, Any] = {}
@@ -80,12 +82,13 @@ class Endpoints:
                 raise ValueError(f"host {name} is named twice; name each host once")
             self._clients[name] = client
 
-    def register(self, address: str, token: str) -> None:
+    def register(self, address: str, token: str, *, may_drop: bool = False) -> None:
         """Ask all endpoints at once to join a publisher; returns when all have answered.
 
         Args:
             address: The publisher's.
             token: The publisher's; sent to endpoints that have another.
+            may_drop: Whether those that fail are left out, in `missing`, as long as one joins.
 
         Raises:
             AddressError: An endpoint is on another host, and could not dial the address.
@@ -98,19 +101,20 @@ class Endpoints:
             publisher = {"address": address, "host": name}
             if getattr(client, "token", None) != token:
                 publisher["token"] = token
-            calls[name] = functools.partial(
-                client.init_weight_transfer_engine, {"wtransfer": publisher}
-            )
+            calls[name] = functools.partial(_join, client, publisher)
         # Before they answer: one that answers too late has joined all the same, and must leave.
         self._asked |= set(calls)
-        answers = map_concurrently(calls, self._timeout_s + _GRACE_S)
-        self.workers = {}
+        answers, failed = map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
+        if not (may_drop and answers):
+            raise_failed(failed, len(calls))
+        for name, error in failed.items():
+            logger.warning("%s is left out until it is invited again: %s", name, error)
+        self.missing = failed
         named: dict[str, str] = {}
-        for name, answer in answers.items():
-            worker = answer.get("worker") if isinstance(answer, dict) else None
-            self.workers[name] = worker if isinstance(worker, str) else None
+        for name, (worker, num_ranks) in answers.items():
+            self.workers[name], self._num_ranks[name] = worker, num_ranks
             # The proof of one of two workers of one name would count for the other.
-            if isinstance(worker, str) and named.setdefault(worker, name) != name:
+            if worker is not None and named.setdefault(worker, name) != name:
                 raise HostsError(
                     f"{named[worker]} and {name} both call their worker {worker!r}; start them "
                     "under names of their own (wtransfer worker --name), and name each host once"
@@ -123,17 +127,12 @@ class Endpoints:
                     "and joins with the WTRANSFER_TOKEN of its own environment",
                     name,
                 )
-        sizes = {
-            name: self._clients[name].get_world_size
-            for name in self.engines
-            if hasattr(self._clients[name], "get_world_size")
-        }
-        self._num_ranks = map_concurrently(sizes, self._timeout_s + _GRACE_S)
 
     @property
     def engines(self) -> set[str]:
-        """Serving engines among the endpoints."""
-        return {name for name, worker in self.workers.items() if worker is None}
+        """Serving engines among the endpoints that have joined."""
+        joined = self.workers.keys() - self.missing.keys()
+        return {name for name in joined if self.workers[name] is None}
 
     def incomplete(self, joined: Iterable[Hello], whole: Iterable[Hello]) -> list[Incomplete]:
         """Return the serving engines of which not every rank has joined.
@@ -158,7 +157,7 @@ class Endpoints:
                 found.append(Incomplete(name, name in some, len(there), wanted))
         return found
 
-    def apply(self, version: str, names: Iterable[str]) -> None:
+    def apply(self, version: str, names: Iterable[str]) -> dict[str, WTransferError]:
         """Let serving engines apply the update that their workers have verified, all at once.
 
         Returns when they have. The outcome is reported by the workers: an engine's route answers
@@ -166,20 +165,24 @@ class Endpoints:
 
         Args:
             version: Label of the update.
-            names: Endpoints; those that are no serving engines are left out.
+            names: Endpoints; those that name a worker are left out. One that has answered too
+                late, and whose workers have joined, may be a serving engine.
 
-        Raises:
-            WTransferError: The failure of one engine.
-            HostsError: Several failed.
+        Returns:
+            Endpoint -> its error, where the call has failed.
         """
 
         def apply(client: Any) -> None:
             client.start_weight_update()
             client.finish_weight_update(version)
 
-        engines = self.engines.intersection(names)
-        calls = {name: functools.partial(apply, self._clients[name]) for name in engines}
-        map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
+        calls = {
+            name: functools.partial(apply, self._clients[name])
+            for name in names
+            if name in self._clients and self.workers.get(name) is None
+        }
+        _, failed = map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
+        return failed
 
     def deregister(self, address: str) -> None:
         """Ask the endpoints to leave; the publisher ends in any case."""
@@ -188,10 +191,18 @@ class Endpoints:
             for name, client in self._clients.items()
             if name in self._asked and hasattr(client, "leave")
         }
-        try:
-            map_concurrently(calls, LEAVE_S)
-        except WTransferError as error:
-            logger.info("not every host could be told that the publisher closes: %s", error)
+        _, failed = map_concurrently(calls, LEAVE_S)
+        for name, error in failed.items():
+            logger.info("%s could not be told that the publisher closes: %s", name, error)
+
+
+def _join(client: Any, publisher: dict[str, str]) -> tuple[str | None, int | None]:
+    """Ask an endpoint to join; return its worker, or the ranks of a serving engine if it tells."""
+    answer = client.init_weight_transfer_engine({"wtransfer": publisher})
+    worker = answer.get("worker") if isinstance(answer, dict) else None
+    if isinstance(worker, str):
+        return worker, None
+    return None, client.get_world_size() if hasattr(client, "get_world_size") else None
 
 
 def _check_dialable(address: str, name: str, client: Any) -> None:

@@ -89,7 +89,8 @@ class Publisher:
             in the environment. Hosts that have another secret are sent the publisher's.
         min_workers: Fewest workers of a round; the ranks of one instance count as one.
         on_lost_worker: ``"abort"``: the loss of a worker before the commit ends the round, and all
-            stay on the old version. ``"drop"``: the rest commit, and the report names the lost.
+            stay on the old version. ``"drop"``: the rest commit, and the report names the lost, and
+            each of `hosts` that has not joined when it was asked, as long as one has.
             Engines that form a group of all workers end the round all the same until every byte has
             arrived; the next round goes on without the lost.
         nonfinite: What NaN or infinity in the weights does: ``"allow"`` does not look for it,
@@ -101,7 +102,8 @@ class Publisher:
     Raises:
         PluginError: No such engine, or it cannot be loaded.
         AddressInUseError: Somebody listens there already.
-        WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
+        WTransferError: A host cannot be reached, or refuses; `HostsError` where several do. With
+            ``on_lost_worker="drop"``: every host.
     """
 
     def __init__(
@@ -219,8 +221,9 @@ class Publisher:
 
     @property
     def hosts(self) -> dict[str, str | None]:
-        """Worker by host that was asked to join; None where the host does not name it."""
-        return dict(self._endpoints.workers)
+        """Worker by host that has joined when asked; None where the host does not name it."""
+        missing = self._endpoints.missing
+        return {n: w for n, w in dict(self._endpoints.workers).items() if n not in missing}
 
     def invite(self, *hosts: str | WeightSyncClient) -> None:
         """Ask worker hosts to join: these, and again all that were asked before.
@@ -235,10 +238,12 @@ class Publisher:
             ValueError: A host is on the list already, or its URL cannot be read.
             NoWorkersError: A host says that it has joined, and its worker does not come.
             WTransferError: A host cannot be reached, or refuses; `HostsError` where several do.
+                With ``on_lost_worker="drop"`` it is logged and reported, as long as one has joined.
         """
         self._check_usable()
         self._endpoints.add(hosts)
-        self._endpoints.register(self.address, self.token)
+        may_drop = self._rules.on_lost_worker == "drop"
+        self._endpoints.register(self.address, self.token, may_drop=may_drop)
         self._await_invited()
 
     @overload
@@ -259,14 +264,16 @@ class Publisher:
                 without a commit: all stay on what they have.
 
         Returns:
-            The `Report`; with ``wait=False`` the `Round`, whose ``packed()`` returns when the
-            trainer may train on and whose ``result()`` returns the report.
+            The `Report`, of an update that at least one worker holds: `Report.raise_unless_ok`
+            raises where another does not. With ``wait=False`` the `Round`, whose ``packed()``
+            returns when the trainer may train on and whose ``result()`` returns the report.
 
         Raises:
             NoWorkersError: Fewer than ``min_workers`` have joined.
             RoundBusyError: A round of this publisher is under way.
             WTransferError: The round was aborted; every worker is on its old version.
-            CommitError: The publisher itself failed after the commit was sent.
+            CommitError: No worker holds the version after the commit; its `report` says of each
+                worker why. Or the publisher itself failed then, and there is no report.
         """
         self._check_usable()
         _check_version(version)
@@ -351,7 +358,7 @@ class Publisher:
 
         Raises:
             VersionNotKeptError: The engine keeps none, or no such version.
-            WTransferError: The round was aborted; every worker is on its old version.
+            WTransferError: As `publish`.
         """
         found = [each for each in self.kept() if each.version == version]
         if not found:
@@ -437,9 +444,8 @@ class Publisher:
             if current is None or self._active is not None:
                 return
             pending = {w.hello.host for w in self._membership.workers() if w.state == "pending"}
-        try:
-            self._endpoints.apply(current.version, filter(None, pending))
-        except WTransferError as error:
+        failed = self._endpoints.apply(current.version, filter(None, pending))
+        for error in failed.values():
             # The round will say what it means for that host.
             logger.warning("an engine could not apply what it was ordered to: %s", error)
 
@@ -590,6 +596,7 @@ class Publisher:
             proven=proven,
             instead=instead,
             dry_run=dry_run,
+            missing=self._endpoints.missing,
             apply=self._endpoints.apply,
             on_packed=self._source.packed,
             on_done=self._on_done,
@@ -698,7 +705,8 @@ class Publisher:
             report = round_.result()
         except WTransferError as error:
             if not round_.called_off:
-                logger.warning("catch-up of %s failed: %s", name, error)
+                # The text: a handler that keeps records would keep the round, by the traceback.
+                logger.warning("catch-up of %s failed: %s", name, str(error))
             return round_.called_off
         own = [each for each in report.workers if each.instance == name]
         return all(each.outcome == "committed" for each in own)

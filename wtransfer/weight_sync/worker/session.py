@@ -40,6 +40,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
+from wtransfer.manifest import local_fingerprint
 from wtransfer.registry import hooks
 from wtransfer.transport.address import parse_address
 from wtransfer.transport.digests import digest
@@ -563,13 +564,18 @@ class WorkerSession:
         if pending is None:
             return False, None
         # KV cache of the old weights is not served from here on, nor any that is not surely new.
-        with self._weights.changing(lambda: self.weight_state.held.kv_name):
+        with self._weights.changing(self._kv_name):
             if pending.rollback_reason is not None:
                 return False, self._restore_previous(pending, pending.held)
             failure = self._apply(pending)
             if failure is None and self.num_ranks > 1:
                 failure = self._await_finish(pending)
             return True, failure
+
+    def _kv_name(self) -> str:
+        # A host that cannot prove that its model computes with what it was given shares no KV.
+        proven = getattr(self._target, "proven", True)
+        return self.weight_state.held.kv_name if proven else local_fingerprint()
 
     def _apply(self, pending: Pending) -> Failure | None:
         begun = time.monotonic()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.errors import SchemaError
@@ -17,10 +21,12 @@ from wtransfer.weight_sync.storages import (
     Storages,
     group_storages,
     memory_address,
+    memory_of,
     module_tensors,
+    num_holders,
     only_tensors,
     stands_alone,
-    unnamed_tensors,
+    unwrap,
 )
 from wtransfer.weight_sync.worker.schema import MAX_LISTED
 
@@ -51,9 +57,10 @@ class StateDictTarget:
             whose addresses are in use (by a captured graph, an optimizer's flat buffer). An update
             must not lie in the model's own memory, ever.
             Tensors that cannot adopt (on a device, not contiguous, shared with another process,
-            parts of a flat buffer, made in inference mode) are copied either way. Staged tensors
-            that cannot be adopted (of another dtype or device, parts of a larger buffer) are
-            copied to fresh memory.
+            parts of a flat buffer, made in inference mode) are copied either way, and so are those
+            of which anything else in this process holds the memory: a view of it computes with
+            what was sent, too. Staged tensors that cannot be adopted (of another dtype or device,
+            parts of a larger buffer) are copied to fresh memory.
 
     Raises:
         SchemaError: Tensors that nothing can be written to: on the meta device, lazy, expanded,
@@ -67,20 +74,17 @@ class StateDictTarget:
             raise ValueError(f"commit is {commit!r}, expected 'adopt' or 'copy'")
         self._mapping = tensors
         self._commit = commit
-        self._adopted: set[int] = set()
-        """Addresses of the staged memory that updates have pointed tensors to."""
+        self._adopted: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """Memory that tensors were pointed to: its address -> what versions consist of it."""
         self._storages()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return only_tensors(self._mapping)
 
-    def _beside(self) -> list[torch.Tensor]:
-        return []
-
     def _storages(self) -> Storages:
         tensors = self._tensors()
         _check_writable(tensors)
-        return group_storages(tensors, self._beside())
+        return group_storages(tensors)
 
     def schema(self) -> Mapping[str, TensorSpec]:
         """Return one spec per storage, under its first name."""
@@ -113,13 +117,12 @@ class StateDictTarget:
                         piece=name,
                     )
                 if self._points(first_name, storages):
-                    new = _whole(staged, tensor, taken)
-                    # Before the tensors: an interrupt in between must not lead to a write there.
-                    self._adopted.add(new.data_ptr())
-                    for each in (tensor, *storages.ties.get(first_name, {}).values()):
-                        each.data = new
+                    self._point(first_name, storages, staged, taken)
                 else:
+                    self._move_versions(tensor)
                     _overwrite(tensor, staged)
+            # Within `parametrize.cached()` weights are kept that were computed from the old ones.
+            parametrize._cache.clear()  # noqa: SLF001
 
     def present(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors as they lie, to be read before the next `apply`."""
@@ -127,34 +130,58 @@ class StateDictTarget:
 
     def capture(self) -> Mapping[str, torch.Tensor]:
         """Return the present tensors: copies, or the memory that no update writes into."""
-        storages = self._storages()
-        self._adopted = self._still_adopted(storages)
-        found = {}
-        for name, tensor in storages.tensors.items():
-            own = tensor.detach()
-            points = self._points(name, storages)
-            found[name] = own if points else _copied(torch.empty_like(own), own)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            storages = self._storages()
+            self._adopted = self._still_adopted(storages)
+            found: dict[str, torch.Tensor] = {}
+            for name, tensor in storages.tensors.items():
+                points, own = self._points(name, storages), tensor.detach()
+                found[name] = own if points else _copied(torch.empty_like(own), own)
+                if points:
+                    # As after an update with what is captured: it does not count as a holder.
+                    self._point(name, storages, own, set())
         return found
 
-    def _still_adopted(self, storages: Storages) -> set[int]:
+    def _still_adopted(self, storages: Storages) -> dict[int, list[weakref.ref[torch.Tensor]]]:
         if not self._adopted:
-            return set()
+            return {}
         found = map(memory_address, storages.tensors.values())
-        return {address for address in found if address is not None and address in self._adopted}
+        return {each: self._adopted[each] for each in found if each in self._adopted}
 
     def _points(self, name: str, storages: Storages) -> bool:
         """Return whether an update points a tensor to staged memory, else it is written."""
-        tensor = storages.tensors[name]
         if self._commit == "copy":
             return False
-        # Staged memory is never written into, whatever has come to share it since: a version that
-        # may have to be restored consists of the same memory.
-        if self._adopted and memory_address(tensor) in self._adopted:
-            return True
+        tensor = storages.tensors[name]
+        is_adopted = memory_address(tensor) in self._adopted
         # To copy a small tensor takes no longer than to point it elsewhere.
-        if tensor.nbytes <= SMALL_NBYTES or name in storages.overlapping:
+        if not is_adopted and (tensor.nbytes <= SMALL_NBYTES or not stands_alone(tensor)):
             return False
-        return stands_alone(tensor)
+        # What else holds the memory would be left behind, with the old weights.
+        return num_holders(tensor) == len({id(each) for each in _named(name, storages)})
+
+    def _point(self, name: str, storages: Storages, staged: torch.Tensor, taken: set[int]) -> None:
+        """Point a tensor and its ties at the memory of a staged one, of which a version consists.
+
+        It is known under a storage of its own, so that its holders are those of the model.
+        """
+        new = _whole(staged, storages.tensors[name], taken)
+        if new.data_ptr() == staged.data_ptr():
+            # Before the tensors: an interrupt in between must not lead to a write there.
+            self._adopted.setdefault(new.data_ptr(), []).append(weakref.ref(staged))
+        for each in _named(name, storages):
+            each.data = new
+
+    def _move_versions(self, tensor: torch.Tensor) -> None:
+        """Copy the versions that consist of a tensor's memory elsewhere: it will be written to."""
+        address = memory_address(tensor)
+        if address not in self._adopted:
+            return
+        for each in self._adopted[address]:
+            version = each()
+            if version is not None:
+                version.data = _copied(torch.empty_like(version), version)
+        del self._adopted[address]
 
 
 class ModuleTarget(StateDictTarget):
@@ -164,17 +191,37 @@ class ModuleTarget(StateDictTarget):
         module: The serving model; ``torch.compile`` and ``DistributedDataParallel`` wrappers are
             looked through.
         commit: As in `StateDictTarget`.
+
+    Raises:
+        SchemaError: As for `StateDictTarget`; also a module whose ``state_dict()`` has entries
+            that no update reaches (extra state, packed weights, copies that a hook makes), or
+            whose weights are folded into compiled code.
     """
 
     def __init__(self, module: nn.Module, commit: CommitMode = "adopt") -> None:
         self._module = module
         super().__init__({}, commit)
+        _check_reached(module)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        _check_not_folded()
         return module_tensors(self._module)
 
-    def _beside(self) -> list[torch.Tensor]:
-        return unnamed_tensors(self._module)
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write every given tensor, then call the hooks that ``load_state_dict`` would have called.
+
+        These are those of ``Module.register_load_state_dict_post_hook``: what a module derives
+        from its weights is derived from the present ones, also after a commit that was undone.
+
+        Raises:
+            KeyError: A name that the schema does not have.
+            SchemaError: A tensor has another shape by now, or no memory to write to.
+        """
+        super().apply(tensors)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for part in unwrap(self._module).modules():
+                for hook in getattr(part, "_load_state_dict_post_hooks", {}).values():
+                    hook(part, _IncompatibleKeys([], []))
 
 
 class NotedTensors(Mapping[str, torch.Tensor]):
@@ -198,6 +245,10 @@ class NotedTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+
+def _named(name: str, storages: Storages) -> list[torch.Tensor]:
+    return [storages.tensors[name], *storages.ties.get(name, {}).values()]
 
 
 def _whole(staged: torch.Tensor, like: torch.Tensor, taken: set[int]) -> torch.Tensor:
@@ -251,13 +302,62 @@ def as_target(
 
 def _check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
     wrong = [f"{name}: {why}" for name, each in tensors.items() if (why := _unwritable(each))]
-    if not wrong:
-        return
+    if wrong:
+        raise _schema_error(
+            f"{len(wrong)} of {len(tensors)} tensors cannot take an update; make them plain ones",
+            wrong,
+        )
+
+
+def _check_reached(module: nn.Module) -> None:
+    """Raise unless what is written to the tensors of a module's state reaches the module."""
+    state, again = (unwrap(module).state_dict(keep_vars=True) for _ in range(2))
+    wrong = [
+        f"{name}: {why}"
+        for name, each in state.items()
+        if (why := _unreached(each, again.get(name)))
+    ]
+    if wrong:
+        raise _schema_error(
+            f"no update reaches {len(wrong)} of {len(state)} entries of the module's state_dict(), "
+            "and it would compute with what it has there; give the session a WeightTarget that "
+            "loads them, or a mapping of what shall be written, as dict(module.named_parameters())",
+            wrong,
+        )
+
+
+def _unreached(entry: object, again: object) -> str | None:
+    """Return why no update reaches an entry of a state; None if one does.
+
+    Args:
+        entry: What the state has under a name.
+        again: What it has there when it is asked once more.
+    """
+    if entry is again and isinstance(entry, torch.Tensor):
+        return None
+    if not isinstance(entry, torch.Tensor) or not isinstance(again, torch.Tensor):
+        return None if entry is None else f"a {type(entry).__name__}, and only tensors are sent"
+    if not entry.numel() or memory_of(entry) == memory_of(again):
+        return None
+    return "a copy that state_dict() makes (extra state, or in a hook)"
+
+
+def _check_not_folded() -> None:
+    # Not imported here: that takes long, and what was not imported has compiled nothing.
+    config = sys.modules.get("torch._inductor.config")
+    if getattr(config, "freezing", False):
+        raise SchemaError(
+            "torch._inductor.config.freezing is set: compiled code would compute with the weights "
+            "of the time when it was compiled; unset it (TORCHINDUCTOR_FREEZING) where weights are "
+            "updated"
+        )
+
+
+def _schema_error(text: str, wrong: list[str]) -> SchemaError:
     listed = "\n  ".join(wrong[:MAX_LISTED])
     more = f"\n  ... and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
-    raise SchemaError(
-        f"{len(wrong)} of {len(tensors)} tensors cannot take an update; make them plain ones:\n"
-        f"  {listed}{more}",
+    return SchemaError(
+        f"{text}:\n  {listed}{more}",
         mismatches=wrong[:MAX_LISTED],
         piece=wrong[0].partition(": ")[0],
     )
