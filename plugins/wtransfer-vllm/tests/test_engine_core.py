@@ -21,7 +21,9 @@ class Worker:
 
     def __init__(self):
         self.called, self.lost = [], []
+        self.proven_before = []
         member = bag(outcome=Outcome(), lose_weights=self._lose, pending=False, commit=self._commit)
+        member.prove_reload = lambda: self.proven_before.append(list(self.lost))
         self.weight_transfer_engine = bag(member=member)
         self.vllm_config = bag(model_config=Model())
 
@@ -301,12 +303,14 @@ def test_foreign_init_and_update_reach_no_worker(make):
 
 
 def test_sleep_at_level_2_empties_the_label_and_level_1_keeps_it(make):
-    core, _ = make()
+    core, workers = make()
     core.sleep(1, mode="wait")
     assert (core.label, core.resets) == ("default", ["sleep 1 wait"])
     core.sleep(level=2)
     assert core.label == "empty"
     assert core.resets[-1] == "sleep 2 abort"
+    # While it was known what the model consisted of; level 1 keeps that.
+    assert [worker.proven_before for worker in workers] == [[[]]] * 2
 
 
 def test_update_ordered_in_sleep_is_committed_on_wake_up(make):
@@ -384,6 +388,7 @@ def test_replaced_weights_are_lost_before_the_call_can_fail(make, method):
         core.collective_rpc(method)
     assert core.label == "empty"
     assert [worker.lost for worker in workers] == [[f"{method} was called"]] * 2
+    assert [worker.proven_before for worker in workers] == [[[]]] * 2
 
 
 def test_other_backends_are_not_watched(make):

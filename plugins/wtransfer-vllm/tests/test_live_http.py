@@ -15,7 +15,7 @@ from engines import PACE_S, PROMPTS, Trainer
 from server import Server
 from sources import HalfwaySource
 from stream import Stream, events
-from wtransfer.errors import RemoteError
+from wtransfer.errors import CommitError, RemoteError
 from wtransfer.weight_sync.http.client import HttpClient
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -144,3 +144,31 @@ def test_a_stream_is_read_to_its_end_whatever_characters_the_model_writes(server
 def test_a_stream_that_the_server_refuses_says_so(server):
     with pytest.raises(AssertionError, match="does-not-exist"):
         Stream(server.url, PROMPTS[1], 8, model="does-not-exist")
+
+
+@pytest.mark.nightly
+def test_server_without_weights_of_a_version_ends_where_it_is_told_to(models, weights, tmp_path):
+    # Dummies are no way back.
+    server = Server(
+        tmp_path,
+        models / "A",
+        "shm",
+        env={"WTRANSFER_VLLM_ON_EMPTY": "end"},
+        more=("--load-format", "dummy"),
+    )
+    with closing(server):
+        order = {"method": "break_loader", "args": [7]}
+        httpx.post(f"{server.url}/collective_rpc", json=order, timeout=60).raise_for_status()
+        with (
+            pytest.raises(CommitError, match="must not serve"),
+            wtransfer.Publisher(weights["B"], hosts=[server.url], deadline_s=10) as publisher,
+        ):
+            publisher.publish("b")
+        limit = time.monotonic() + 60
+        with contextlib.suppress(httpx.TransportError):
+            while httpx.get(f"{server.url}/health").status_code == 200:
+                assert time.monotonic() < limit
+                time.sleep(0.05)
+        assert (
+            "belong to no version, and WTRANSFER_VLLM_ON_EMPTY is 'end'" in server.log.read_text()
+        )

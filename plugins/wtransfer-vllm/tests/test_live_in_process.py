@@ -12,7 +12,7 @@ import time
 import pytest
 import tiny_models
 import wtransfer
-from engines import PROMPTS, Engine, HostError, await_commit, publish
+from engines import PROMPTS, Engine, HostError, await_commit, publish, report_of
 from wtransfer.errors import CommitError, SchemaError
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -131,7 +131,7 @@ def test_every_tensor_at_which_the_loader_may_fail_leaves_the_old_version(
         engine.do("start")
         with pytest.raises(HostError, match="broken at"):
             engine.do("finish", f"broken-{at}")
-        report = round_.result(20)
+        report = report_of(round_)
         assert [worker.outcome for worker in report.workers] == ["restored"], at
         assert isinstance(report.workers[0].error, CommitError)
         assert engine.tokens(PROMPTS[:1]) == fresh["A"][:1], at
@@ -249,7 +249,7 @@ def test_a_publisher_lost_after_its_order_leaves_a_commit_that_the_next_ones_ini
         lost._rules = dataclasses.replace(lost._rules, deadline_s=1.0)
         engine.invite(lost)
         lost.wait_for_workers(1, timeout_s=20)
-        report = lost.publish("b")
+        report = report_of(lost.publish("b", wait=False))
         assert [worker.outcome for worker in report.workers] == ["pending"]
     assert engine.tokens(PROMPTS) == fresh["A"]
     with wtransfer.Publisher(weights["A"], deadline_s=10) as publisher:

@@ -11,6 +11,7 @@ from engines import (
     await_commit,
     check_update,
     publish,
+    report_of,
     start_ranks,
 )
 
@@ -93,6 +94,6 @@ def test_a_rank_that_cannot_load_takes_the_other_one_back_with_it(fresh_ranks, r
         ranks.do("start")
         with pytest.raises(HostError, match=r"broken at|rolled back"):
             ranks.do("finish", "b")
-        outcomes = sorted(worker.outcome for worker in round_.result(20).workers)
+        outcomes = sorted(worker.outcome for worker in report_of(round_).workers)
         assert outcomes == ["restored", "reverted"]
         assert (ranks.tokens(PROMPTS), ranks.do("label")) == (fresh_ranks["A"], "a")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import wtransfer
-from engines import PROMPTS, Engine, await_commit
+from engines import PROMPTS, Engine, await_commit, report_of
 
 # `test_old_vllm.py` has a vLLM of that time.
 pytestmark = [pytest.mark.live, pytest.mark.nightly, pytest.mark.timeout(300)]
@@ -14,7 +14,7 @@ def publish(publisher, engine, version):
     round_ = publisher.publish(version, wait=False)
     await_commit(round_)
     outcome = engine.do("seed_update", {})
-    return outcome, round_.result(20).workers[0].outcome
+    return outcome, report_of(round_).workers[0].outcome
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 import wtransfer
-from engines import await_commit
+from engines import await_commit, report_of
 from wtransfer.weight_sync.worker.target import StateDictTarget
 
 from wtransfer_vllm.member import Member, Place, place_of
@@ -34,7 +34,8 @@ def test_orphaned_update_is_committed_where_the_weights_have_memory(member, may_
         lost._rules = dataclasses.replace(lost._rules, deadline_s=0.5)
         invite(member, lost)
         lost.wait_for_workers(1, timeout_s=20)
-        assert [worker.outcome for worker in lost.publish("left").workers] == ["pending"]
+        left = lost.publish("left", wait=False)
+        assert [worker.outcome for worker in report_of(left).workers] == ["pending"]
     with wtransfer.Publisher({"w": torch.ones(4)}) as publisher:
         invite(member, publisher, may_commit=may_commit)
         assert member.outcome.applied is may_commit

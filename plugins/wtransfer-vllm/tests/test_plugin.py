@@ -220,7 +220,7 @@ def test_engine_of_each_shape_reports_an_invalid_invitation_without_raising(
         bag = types.SimpleNamespace
         place = bag(rank=0, world_size=1, data_parallel_index=0)
         config = bag(backend="shm")
-        model = bag(named_modules=lambda **_: [])
+        model = bag(modules=list)
         whole = bag(
             parallel_config=place,
             model_config=bag(model={str(tmp_path)!r}, hf_config=None),

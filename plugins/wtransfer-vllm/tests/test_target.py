@@ -139,3 +139,19 @@ def test_tied_head_is_packed_again_and_may_come_under_either_name(tmp_path):
     assert target.schema()["embed_tokens.weight"].aliases == ("lm_head.weight",)
     target.apply({name: 2 * tensor for name, tensor in ones.items()})
     assert model.lm_head.packed.unique().tolist() == [2.0]
+
+
+class Routed(Tied):
+    """Its head is its own; one of its layers has two names, as routers and parts of MLA have."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head.weight = nn.Parameter(torch.zeros(2, 2))
+        self.experts = nn.Module()
+        self.experts.gate = self.layer
+
+
+def test_layer_under_two_names_does_not_tie_the_head(tmp_path):
+    ones = {"embed_tokens.weight": torch.ones(2, 2), "layer.weight": torch.ones(1, 1)}
+    checkpoint = ones | {"lm_head.weight": torch.ones(2, 2)}
+    assert make_target(Routed(), tmp_path, checkpoint).schema().keys() == checkpoint.keys()

@@ -95,6 +95,36 @@ def make(
     return folder
 
 
+EXPERTS = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "head_dim": HIDDEN // 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": HIDDEN // 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+"""Configuration of a model of experts."""
+
+
+def make_twin(folder: Path, config: dict[str, object], seed: int) -> Path:
+    """Write a model of a configuration that vLLM can load."""
+    from wtransfer_vllm import twins
+
+    asked = folder / "asked"
+    asked.mkdir(parents=True)
+    (asked / "config.json").write_text(json.dumps(config))
+    _write_tokenizer(asked)
+    twins.make_twin(asked, folder / "model", seed)
+    return folder / "model"
+
+
 def _write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -84,11 +84,12 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         Where a checkpoint has both parts of one tensor, embedding and head, either name will do.
         """
         specs = {meta.name: TensorSpec(meta.dtype, meta.shape) for meta in self._source.metadata}
-        embeddings = [name for name in specs if name.endswith("embed_tokens.weight")]
         head = "lm_head.weight"
-        if self._tied and len(embeddings) == 1 and specs[embeddings[0]] == specs.get(head):
+        spec = specs.get(head)
+        # Models name their embedding in many ways: it is the other tensor of that form.
+        embeddings = [name for name, other in specs.items() if name != head and other == spec]
+        if self._tied and spec is not None and len(embeddings) == 1:
             del specs[head]
-            spec = specs[embeddings[0]]
             specs[embeddings[0]] = TensorSpec(spec.dtype, spec.shape, (head,))
         return specs
 

@@ -39,6 +39,9 @@ REPLACING = frozenset({"reload_weights", "reset_weights"})
 """Workers' methods that put other weights into the model, beside every weight backend."""
 WRITING = REPLACING | {START, DRAFT, UPDATE, FINISH}
 """Workers' methods within which another weight backend writes into the model."""
+ON_EMPTY_VARIABLE = "WTRANSFER_VLLM_ON_EMPTY"
+"""Environment variable of vLLM's processes: what becomes of an engine whose model belongs to no
+version after a failed commit. ``serve``, the default: its label is ``empty``. ``end``: it ends."""
 LED = ("sleep", "wake_up", "set_weight_version")
 """The engine core's methods that concern the weights, beside its calls to the workers."""
 
@@ -92,6 +95,13 @@ def watch(engine_core: type[Any], commits_in: str = FINISH) -> None:
             lead(name, getattr(engine_core, name))
 
 
+def _ends_when_empty() -> bool:
+    choice = os.environ.get(ON_EMPTY_VARIABLE) or "serve"
+    if choice not in ("serve", "end"):
+        raise ValueError(f"{ON_EMPTY_VARIABLE} is {choice!r}, expected 'serve' or 'end'")
+    return choice == "end"
+
+
 def _has_our_engine(core: Any) -> bool:
     config = getattr(core.vllm_config, "weight_transfer_config", None)
     return config is not None and is_ours("engines", config.backend)
@@ -127,6 +137,13 @@ def commit_pending(worker: Any) -> None:
     member = member_of(worker)
     if member is not None:
         member.commit()
+
+
+def prove_reload(worker: Any) -> None:
+    """Find out whether vLLM's reload can be trusted, while it is known what vLLM serves."""
+    member = member_of(worker)
+    if member is not None:
+        member.prove_reload()
 
 
 class Watch:
@@ -168,6 +185,7 @@ class Watch:
             return self._pass_on_foreign(method, timeout, args, kwargs)
         if method == INIT:
             init_info = args[0] if args else (kwargs or {}).get("init_info")
+            _ends_when_empty()  # a word that is not known is refused before it is needed
             may_commit = self._commits_anytime and not self._asleep
             invitation = addressed(init_info, self._instance, may_commit=may_commit)
             args, kwargs = (), {"init_info": invitation}
@@ -179,6 +197,7 @@ class Watch:
             )
         self._check_time(method)
         if method in REPLACING:
+            self._prove_reload()
             # Before: where it fails half way, the weights are gone all the same.
             self._lose_weights(f"{method} was called")
         # vLLM calls its workers before there is a scheduler.
@@ -243,7 +262,28 @@ class Watch:
             labels = {outcome["version"] for outcome in outcomes}
             is_empty = any(outcome["state"] == "empty" for outcome in outcomes)
             self._label(EMPTY_LABEL if is_empty or len(labels) > 1 else labels.pop())
+            if is_empty and _ends_when_empty():
+                self._end()
         return next((outcome["error"] for outcome in outcomes if outcome["error"]), None)
+
+    def _end(self) -> None:
+        """End the engine once the call under way is answered.
+
+        Requests fail, and vLLM's front end says that it is not healthy.
+        """
+        text = f"the weights belong to no version, and {ON_EMPTY_VARIABLE} is 'end': vLLM ends"
+        logger.critical(text)
+
+        def step() -> Any:
+            raise RuntimeError(text)
+
+        self._core.step_fn = step
+        queue = getattr(self._core, "input_queue", None)
+        if queue is not None:
+            from vllm.v1.engine import EngineCoreRequestType
+
+            # As an executor that has failed; else an idle engine would end at its next request.
+            queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
     def _lose_weights(self, why: str) -> None:
         """Record everywhere that the model has no version any more."""
@@ -251,6 +291,10 @@ class Watch:
         forget_kv(self._core)
         if self._has_our_engine:
             self._label(EMPTY_LABEL)
+
+    def _prove_reload(self) -> None:
+        if self._has_our_engine and self._commits_anytime and not self._asleep:
+            self._call(prove_reload)
 
     def _label(self, label: str | None) -> None:
         self._held = label or self._held
@@ -305,6 +349,7 @@ class Watch:
         """
         if level <= 1:
             return call(level, *args, **kwargs)
+        self._prove_reload()
         self._lose_weights("asleep at level 2")
         self._falling_asleep = True
         try:

@@ -12,6 +12,7 @@ from wtransfer import WorkerSession
 from wtransfer.errors import ClosedError
 
 from wtransfer_vllm.messages import Invitation, Outcome, read_invitation
+from wtransfer_vllm.reload import ReloadError
 
 if TYPE_CHECKING:
     from wtransfer.engines.interface import WeightTarget
@@ -67,7 +68,7 @@ class Member:
         """Outcome of the last call."""
         self.session: WorkerSession | None = None
         """None until a publisher asks this worker to join."""
-        self._target = target
+        self._target: Any = target
         self._engine = engine
         self._place = place
         self._joined: dict[str, Invitation] = {}
@@ -96,6 +97,7 @@ class Member:
             if not session.connected:
                 # The publishers that were joined before are lost: this one takes their place.
                 self.leave()
+            self._prove_reload(awake=invitation.may_commit)
             if self._joined.get(address) != invitation:
                 self._leave(address)
                 session.join(address, token=invitation.token, host=invitation.host)
@@ -105,6 +107,24 @@ class Member:
             logger.error("cannot join the publisher: %s", error)  # noqa: TRY400  # said in full
         state = self.outcome.state if self.session is None else self.session.state
         self.outcome = replace(self.outcome, state=state, error=error)
+
+    def _prove_reload(self, *, awake: bool) -> None:
+        prove = getattr(self._target, "prove", None)  # the seed era's model cannot be reached
+        if prove is None:
+            return
+        if not (awake or self._target.proven):
+            raise ReloadError(
+                "vLLM is asleep, and its reload has not been proven yet, which takes weights in "
+                'memory: wake it (wake_up(tags=["weights"])), then invite it again'
+            )
+        prove()
+
+    def prove_reload(self) -> None:
+        """Find out whether vLLM's reload can be trusted, while it is known what vLLM serves."""
+        try:
+            self._prove_reload(awake=True)
+        except Exception as refused:
+            logger.warning("%s", refused)
 
     def _open(self, instance: str | None) -> WorkerSession:
         cast = os.environ.get(CAST_VARIABLE) or "0"

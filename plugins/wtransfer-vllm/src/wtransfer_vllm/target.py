@@ -1,25 +1,30 @@
 """vLLM's model as the target of updates: their form, how they are loaded, and the way back.
 
-vLLM packs, fuses and quantises parameters after loading. Its layerwise reload takes a model back to
-the form of the checkpoint, loads, and processes each layer again as soon as it is complete.
+How vLLM reloads a model is in `wtransfer_vllm.reload`, and how that is proven in
+`wtransfer_vllm.proof`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.weight_sync.worker.schema import canonical_names
 
 from wtransfer_vllm.checkpoint import find_checkpoint
+from wtransfer_vllm.proof import prove
+from wtransfer_vllm.reload import ReloadError, forget_parts, reload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
     from torch import nn
     from wtransfer.engines.interface import TensorSpec
+
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 
 
 class VllmTarget:
@@ -45,11 +50,14 @@ class VllmTarget:
         # Where a checkpoint has both, vLLM configures them as two, and ties them if they came out
         # equal.
         configured = getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False)
-        tied = bool(configured or list(_tied_heads(model)))
+        tied = bool(configured or _shares_matrix(model))
         self._checkpoint = find_checkpoint(vllm_config, tied=tied)
         self._schema = None if self._checkpoint is None else self._checkpoint.schema()
         self._applied: Mapping[str, torch.Tensor] | None = None
         self._touched = False
+        self._refusal: str | None = None
+        self.proven = False
+        """Whether it is known that what `apply` makes of an update is what was sent."""
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Return the checkpoint's form; None: that of the last whole update."""
@@ -61,26 +69,73 @@ class VllmTarget:
         If that fails, layers that are not complete have their old weights, and those that are have
         new ones: a mix, over which another whole load must follow.
         """
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
         self._touched = True
         self._applied = None
-        model: Any = self._model
-        with set_current_vllm_config(self._vllm_config), _without_mtp_check():
-            initialize_layerwise_reload(model)
-            try:
-                model.load_weights(self._in_form(tensors))
-            except BaseException:
-                _forget_parts(model)
-                raise
-            finally:
-                finalize_layerwise_reload(model, self._vllm_config.model_config)
-            _process_tied_heads(model)
+        reload(self._model, self._vllm_config, self._in_form(tensors))
         self._applied = tensors
+
+    def prove(self) -> None:
+        """Raise unless what `apply` makes of an update is what was sent.
+
+        To be called on the model's thread while the weights have memory. The first answer stands
+        for the life of the process: what becomes of the weights later does not change how they are
+        reloaded, and a layer that receives nothing is found at every `apply`.
+
+        Raises:
+            ReloadError: It is not, or the weights that vLLM serves are not known.
+
+        Cost: the first time as `wtransfer_vllm.proof.prove`.
+        """
+        if self._refusal is None and not self.proven:
+            begun = time.monotonic()
+            try:
+                self._check_replicas()
+                prove(self._model, self._vllm_config, self._served())
+            except ReloadError as error:
+                self._refusal = str(error)
+            else:
+                self.proven = True
+                name, seconds = type(self._model).__name__, time.monotonic() - begun
+                logger.info("the reload of %s gives what it serves (%.2f s)", name, seconds)
+        if self._refusal is not None:
+            raise ReloadError(self._refusal)
+
+    def _served(self) -> Iterable[tuple[str, torch.Tensor]] | None:
+        """Return the weights that vLLM serves; None: its dummies."""
+        if self._applied is not None:
+            return self._in_form(self._applied)
+        if self._checkpoint is not None and not self._checkpoint.unchanged():
+            raise ReloadError(
+                "this worker takes no update: whether vLLM's reload gives what was loaded is found "
+                "out with the checkpoint that it serves, which was overwritten since; restart vLLM"
+            )
+        from vllm.model_executor.model_loader import get_model_loader
+
+        load_config = self._vllm_config.load_config
+        loader: Any = get_model_loader(load_config)
+        if hasattr(loader, "get_all_weights"):
+            found: Iterable[tuple[str, torch.Tensor]]
+            found = loader.get_all_weights(self._vllm_config.model_config, self._model)
+            return found
+        if load_config.load_format == "dummy":
+            return None
+        raise ReloadError(
+            f"this worker takes no update: vLLM reads weights of load format "
+            f"{load_config.load_format!r} once only, so it cannot be found out whether its reload "
+            "gives what was loaded"
+        )
+
+    def _check_replicas(self) -> None:
+        """Refuse replicas that share their experts: they would commit one after the other."""
+        for layer in self._model.modules():
+            num = getattr(getattr(layer, "moe_config", None), "dp_size", 1)
+            if num > 1:
+                raise ReloadError(
+                    f"{type(self._model).__name__} takes no update: its experts are spread over "
+                    f"{num} data-parallel replicas, each of which commits by itself, so a token "
+                    "could pass experts of two versions. Run replicas as servers of their own, or "
+                    "tensor-parallel ranks"
+                )
 
     def _in_form(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors in the dtypes of the checkpoint, one by one.
@@ -112,8 +167,11 @@ class SeedTarget:
     """A model of the seed era, which can be reached only while vLLM reloads it.
 
     Neither the checkpoint nor the model's configuration is known: the first complete update sets
-    the form, and before the first commit there is no way back.
+    the form, and before the first commit there is no way back. Nor can the reload be proven.
     """
+
+    proven = False
+    """So KV cache after a commit has a name that only this process knows."""
 
     def __init__(self) -> None:
         self._load_weights: Callable[..., Any] | None = None
@@ -142,7 +200,7 @@ class SeedTarget:
         assert load_weights is not None
         if self._loaded_before:
             # The way back after a load that failed: begin the reload again.
-            _forget_parts(load_weights.__self__)
+            forget_parts(load_weights.__self__)
             initialize_layerwise_reload(load_weights.__self__)
         self._loaded_before = True
         self._applied = None
@@ -158,53 +216,15 @@ class SeedTarget:
         self._applied = None
 
 
-def _forget_parts(model: nn.Module) -> None:
-    """Forget what incomplete layers have received so far in a layerwise reload.
+def _shares_matrix(model: nn.Module) -> bool:
+    """Return whether two layers have one matrix, as an embedding and its head do.
 
-    Otherwise the end of the reload would complete them over uninitialised memory, and a second load
-    would count the first one's elements as its own.
+    A layer that its model has under two names, as routers and parts of MLA, is one.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        info.loaded_weights.clear()
-        info.load_numel = 0
-
-
-def _process_tied_heads(model: nn.Module) -> None:
-    """Have tied heads packed for their kernels again, which a reload by layers leaves out.
-
-    It loads the embedding, and so the tensor that both share. What a CPU's kernel made of it for
-    the head would stay as it was, and the model would speak with its old head.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    for head in _tied_heads(model):
-        method = getattr(head, "quant_method", None)
-        if isinstance(method, UnquantizedEmbeddingMethod):
-            method.process_weights_after_loading(head)
-
-
-def _tied_heads(model: nn.Module) -> Iterator[nn.Module]:
-    modules = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if hasattr(module, "weight")
+    matrices = [
+        id(parameter)
+        for layer in model.modules()
+        for parameter in layer.parameters(recurse=False)
+        if parameter.ndim > 1
     ]
-    embeddings = [module for name, module in modules if name.endswith("embed_tokens")]
-    weights = {id(embedding.weight) for embedding in embeddings}
-    for name, module in modules:
-        is_head = name.endswith("lm_head") and module not in embeddings
-        if is_head and id(module.weight) in weights:
-            yield module
-
-
-def _without_mtp_check() -> contextlib.AbstractContextManager[None]:
-    """Accept that an update has no weights of heads that predict several tokens, as vLLM does."""
-    if importlib.util.find_spec("vllm.model_executor.model_loader.mtp_validation") is None:
-        return contextlib.nullcontext()
-    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-
-    check: contextlib.AbstractContextManager[None] = disable_mtp_completeness_check()
-    return check
+    return len(set(matrices)) < len(matrices)

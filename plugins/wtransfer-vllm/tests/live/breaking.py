@@ -1,8 +1,11 @@
 """What a test adds to vLLM's workers (``worker_extension_cls``)."""
 
 import builtins
+import contextlib
 import time
 import types
+
+import faults
 
 
 class Breaking:
@@ -19,6 +22,18 @@ class Breaking:
             return whole(_until(weights, at, getattr(builtins, error)))
 
         model.load_weights = types.MethodType(load_weights, model)
+
+    def break_reload(self, name):
+        """Let vLLM's reload have a fault of `faults.FAULTS`, and its proof be made anew."""
+        self.mend_reload()
+        self.faults = contextlib.ExitStack()
+        self.faults.enter_context(faults.standing_in(faults.FAULTS[name]()))
+
+    def mend_reload(self):
+        """Take the fault out again, and have the proof made anew."""
+        vars(self).pop("faults", contextlib.ExitStack()).close()
+        target = self.weight_transfer_engine.member._target
+        target.proven, target._refusal = False, None
 
     def pace(self, step_s):
         """Let every step take so long at least, from here on; 0: as fast as it can."""

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from wtransfer.errors import CommitError
+
 HOST = Path(__file__).with_name("host.py")
 TRAINER = Path(__file__).with_name("trainer.py")
 START_S = 240.0
@@ -255,6 +257,14 @@ def publish(publisher, engine, version):
     await_commit(round_)
     engine.commit(version)
     return round_.result(30)
+
+
+def report_of(round_):
+    """Return the report of a round, also of one that no worker has applied."""
+    try:
+        return round_.result(20)
+    except CommitError as error:
+        return error.report
 
 
 def await_commit(round_):

@@ -12,7 +12,7 @@ import old_kernels  # noqa: F401  # before vLLM
 import torch
 import vllm
 import wtransfer
-from engines import PROMPTS, await_commit
+from engines import PROMPTS, await_commit, report_of
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -86,7 +86,7 @@ class Rounds:
         round_ = self.publisher.publish(version, wait=False)
         await_commit(round_)
         error = self.commit()
-        return [round_.result(20).workers[0].outcome, error, tokens(self.llm)]
+        return [report_of(round_).workers[0].outcome, error, tokens(self.llm)]
 
     def fail(self, at, checkpoint):
         self.llm.collective_rpc("break_loader", args=(at,))

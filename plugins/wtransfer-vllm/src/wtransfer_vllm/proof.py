@@ -1,0 +1,289 @@
+"""Prove that vLLM's reload gives what it was given, before an update is trusted to it.
+
+The reload of the weights that vLLM serves must give the weights that it serves. It goes into
+stand-ins for the kernels' tensors, layer by layer, and the model is as it was before and after.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wtransfer_vllm.reload import Reload, ReloadError, listed, unsaved_buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
+
+PROBE_ROWS = 16
+"""Rows of the input by which a layer is compared whose weight is in none of its parameters."""
+UNWRITTEN = 0xA5
+"""Byte of memory that no loader has written to."""
+
+
+def prove(
+    model: nn.Module, vllm_config: Any, weights: Iterable[tuple[str, torch.Tensor]] | None
+) -> None:
+    """Raise unless the reload of the weights that a model serves gives these weights, bit for bit.
+
+    vLLM's own code runs, up to and with its copy into the kernels' tensors. That copy goes, layer
+    by layer, into stand-ins with every bit inverted, which must then equal the kernels' tensors. A
+    layer whose parameter is emptied once its weight is packed (on CPUs) is compared by what it
+    answers. The model is not written to, and serves the same before and after.
+
+    Weights in other state than that are not seen: `wtransfer_vllm.check` compares tokens.
+
+    Args:
+        model: The model. No step of it may run meanwhile.
+        vllm_config: vLLM's own.
+        weights: What it serves, in the form of the checkpoint; None: vLLM's dummy weights, which
+            are the same at every load.
+
+    Raises:
+        ReloadError: It does not; the text names layer, parameter and cause.
+
+    Cost: one reading of the weights and three passes over the memory of each layer; memory for one
+        layer, as the checkpoint and twice as its kernel has it.
+    """
+    proof, error = _Proof(model, vllm_config, of_dummies=weights is None), None
+    try:
+        proof.run(weights or ())
+    except Exception as raised:
+        error = raised
+    if error is None:
+        return
+    quantisation = getattr(vllm_config.model_config, "quantization", None)
+    what = f"{type(model).__name__} ({quantisation or 'not quantised'})"
+    if proof.faults:
+        why = f"vLLM's reload of the weights that it serves gives others: {listed(proof.faults)}"
+    else:
+        why = f"vLLM cannot reload the weights that it serves: {type(error).__name__}: {error}"
+    raise ReloadError(
+        f"{what} takes no update, for {why}. Nothing was changed, and vLLM serves on"
+    ) from error
+
+
+class _Proof(Reload):
+    """A reload into stand-ins for the kernels' tensors.
+
+    Args:
+        model: The model.
+        vllm_config: vLLM's own.
+        of_dummies: Whether the weights are those of vLLM's load format ``dummy``.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any, *, of_dummies: bool) -> None:
+        super().__init__(model, vllm_config)
+        self._of_dummies = of_dummies
+        self._stand_ins = _StandIns()
+        self._in_place: dict[int, tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = {}
+        self._freed: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        # Loaders write to these at once: to a stand-in that all layers of a tensor share.
+        found = [
+            (layer, name, tensor)
+            for layer in self._layers
+            for name, tensor in self._vllm.get_layer_tensors(layer).items()
+            if name in self._left_in_place and not tensor.is_meta
+        ]
+        stand_ins = _StandIns()
+        stand_ins.begin(tensor for _, _, tensor in found)
+        for layer, name, tensor in found:
+            if id(tensor) not in self._in_place:
+                stand_in = stand_ins.make(tensor, inverted=name in layer._parameters)
+                self._in_place[id(tensor)] = (layer, name, tensor, stand_in)
+            setattr(layer, name, self._in_place[id(tensor)][-1])
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if not self._of_dummies:
+            super()._load(weights)
+            return
+        for layer in self._layers:
+            info = self._info(layer)
+            if info.can_load() and not self._vllm.is_deferred_attention_layer(layer):
+                self._vllm._layerwise_process(layer, info)
+
+    def _process(
+        self, process: Callable[..., None], layer: nn.Module, info: Any, *args: Any
+    ) -> None:
+        kernel, unsaved = info.kernel_tensors, unsaved_buffers(info)
+        # Those of an attention layer are kept, or made of what other layers have.
+        keeps = bool(args)
+        self._stand_ins.begin(tensor for tensors in kernel for tensor in tensors.values())
+        stand_ins = tuple(
+            {
+                name: self._stand_ins.make(tensor, inverted=not keeps and name not in unsaved)
+                for name, tensor in tensors.items()
+            }
+            for tensors in kernel
+        )
+        state = _State(layer)
+        info.kernel_tensors = stand_ins
+        fault, answer, kept = None, None, {}
+        try:
+            process(layer, info, *args)
+            kept = {n: t for n, t in stand_ins[0].items() if t.numel() and not kernel[0][n].numel()}
+            for made, serving in zip(stand_ins, kernel, strict=True):
+                for name in serving.keys() - self._left_in_place - kept.keys():
+                    if not _same_bits(made[name], serving[name]):
+                        fault = (name, "other bits than the kernel's")
+            if fault is None:
+                answer = _answer(layer, info)
+        except Exception as error:
+            fault = (None, f"{type(error).__name__}: {error}")
+        finally:
+            state.restore()
+            self._place(layer, info, kernel, unsaved)
+        if answer is not None and not _same_bits(answer, _answer(layer, info)):
+            fault = ("weight", "packed for its kernel, it gives other answers")
+        for name, tensor in kept.items():
+            # For the layer that packs it; see `_keep_freed`.
+            self._freed.append((layer, name, kernel[0][name]))
+            setattr(layer, name, tensor)
+        if fault is not None:
+            self._fault(layer, *fault)
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        if self._of_dummies:
+            from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+            initialize_single_dummy_weight(tensor)
+        else:
+            # Memory that was freed may hold the very weights that a loader leaves out.
+            _memory_of(tensor).fill_(UNWRITTEN)
+
+    def _finish(self, tied: list[nn.Module]) -> None:  # noqa: ARG002  # packed copies are not seen
+        for layer, name, tensor, stand_in in self._in_place.values():
+            if not self._of_dummies and not _same_bits(stand_in, tensor):
+                self._fault(layer, name, "other bits than those that serve")
+        for layer, name, kernel in self._freed:
+            if getattr(layer, name).numel():
+                self._fault(layer, name, "not processed as at the first load")
+            setattr(layer, name, kernel)
+
+
+class _State:
+    """What a layer, its methods and their kernels hold beside parameters and buffers.
+
+    Processing puts packed weights there, of the weights that are loaded. So it is put back.
+    """
+
+    DEPTH = 3
+    """Layer, its quantisation method, the method's kernel."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
+        owners: list[Any] = [layer]
+        for _ in range(self.DEPTH):
+            found: list[Any] = []
+            for owner in owners:
+                if id(owner) not in self._held:
+                    self._held[id(owner)] = (owner, dict(vars(owner)))
+                    found += filter(_may_hold_weights, vars(owner).values())
+            owners = found
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for owner, held in self._held.values():
+            now = vars(owner)
+            for name in now.keys() - held.keys():
+                del now[name]
+            now.update(held)
+
+
+def _may_hold_weights(value: object) -> bool:
+    """Return whether a value is an object with attributes, and no layer, tensor, class or code."""
+    others = (torch.nn.Module, torch.Tensor, type, types.FunctionType, types.ModuleType)
+    return type(value).__dictoffset__ != 0 and not isinstance(value, others)
+
+
+class _StandIns:
+    """Makes stand-ins for tensors of one layer after the other, in the same memory.
+
+    To touch fresh memory takes ten times as long as to copy.
+    """
+
+    ALIGNMENT = 64
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.device, torch.Tensor] = {}
+        self._used: dict[torch.device, int] = {}
+
+    def begin(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give up the stand-ins made before, and make room for one of each of these tensors."""
+        self._used.clear()
+        wanted: dict[torch.device, int] = {}
+        for tensor in tensors:
+            wanted[tensor.device] = wanted.get(tensor.device, 0) + self._room(tensor)
+        for device, nbytes in wanted.items():
+            if device not in self._memory or self._memory[device].numel() < nbytes:
+                self._memory[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def _room(self, tensor: torch.Tensor) -> int:
+        return -(-_span(tensor) // self.ALIGNMENT) * self.ALIGNMENT
+
+    def make(self, tensor: torch.Tensor, *, inverted: bool) -> torch.Tensor:
+        """Return a tensor of the same kind and bytes; `inverted`: with every bit wrong."""
+        device = tensor.device
+        begin = self._used.get(device, 0)
+        self._used[device] = begin + self._room(tensor)
+        memory = self._memory[device][begin : self._used[device]]
+        whole = memory[: _span(tensor)].view(tensor.dtype)
+        stand_in = whole.as_strided(tensor.size(), tensor.stride())
+        stand_in.copy_(tensor.data)
+        if inverted:
+            memory.bitwise_not_()
+        # As vLLM itself makes one of a class that has no constructor for it.
+        stand_in.__class__ = tensor.__class__
+        stand_in.__dict__ = tensor.__dict__.copy()
+        return stand_in
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to behind the last."""
+    if not tensor.numel():
+        return 0
+    dims = zip(tensor.size(), tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in dims)) * tensor.element_size()
+
+
+def _answer(layer: nn.Module, info: Any) -> torch.Tensor | None:
+    """Return what a layer answers whose weight is in none of its parameters; None: of any other."""
+    unpacked = info.restore_metadata[0]
+    emptied = [
+        name
+        for name, tensor in layer.named_parameters(recurse=False)
+        if name in unpacked and unpacked[name].numel() and not tensor.numel()
+    ]
+    method: Any = getattr(layer, "quant_method", None)
+    width, dtype = (getattr(layer, n, None) for n in ("input_size_per_partition", "params_dtype"))
+    if not emptied or method is None or width is None or dtype is None:
+        return None
+    rows = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        answer: torch.Tensor = method.apply(layer, rows.to(dtype))
+    return answer
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor that is alone in its memory."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.data.untyped_storage())
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor; in words where that can be, which compare faster."""
+    flat = tensor.data.contiguous().flatten()
+    words = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+    return flat.view(torch.int64 if words else torch.uint8)

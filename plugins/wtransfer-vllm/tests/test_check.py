@@ -1,0 +1,411 @@
+"""Checking a model: its twins, what is compared, and faults that no proof of parameters sees."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import stale_state
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from tiny_models import make
+
+from wtransfer_vllm import check as checking
+from wtransfer_vllm import twins
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": None,
+    "dtype": "bfloat16",
+}
+MOE = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DEEPSEEK = {
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_nextn_predict_layers": 1,
+}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Maker of a folder with a configuration, and nothing else."""
+    transformers = pytest.importorskip("transformers")
+
+    def write(model_type, architecture, quantisation=None, **settings):
+        config = transformers.AutoConfig.for_model(model_type, **(SIZES | settings))
+        config.architectures = [architecture]
+        folder = tmp_path / model_type
+        config.save_pretrained(folder)
+        if quantisation:
+            written = json.loads((folder / "config.json").read_text())
+            text = json.dumps(written | {"quantization_config": quantisation})
+            (folder / "config.json").write_text(text)
+        return folder
+
+    return write
+
+
+def check(model, *options, env=None):
+    """Run the command on a model; return its exit code and its document."""
+    command = [sys.executable, "-m", "wtransfer_vllm.check", str(model), "--json", *options]
+    done = subprocess.run(
+        [*command, "--vllm", '{"enforce_eager": true, "kv_cache_memory_bytes": 67108864}'],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def run(*arguments):
+    """Run the command in this process, as far as it gets without an engine."""
+    return CliRunner().invoke(checking.check, [str(each) for each in arguments])
+
+
+# -- twins
+
+
+def test_twins_keep_dtype_widths_and_every_kind_of_layer_and_differ_in_every_tensor(
+    model, tmp_path
+):
+    folder = model("deepseek_v3", "DeepseekV3ForCausalLM", **DEEPSEEK)
+    (folder / "tokenizer.json").write_text("{}")
+    for seed, name in enumerate("AB"):
+        twins.make_twin(folder, tmp_path / name, seed)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in "AB")
+    assert one.keys() == other.keys()
+    assert not [name for name, tensor in one.items() if torch.equal(tensor, other[name])]
+    assert {tensor.dtype for tensor in one.values()} == {torch.bfloat16}
+    # Three dense layers and one with experts: two of each group, of whose halves eight are taken.
+    assert "model.layers.2.mlp.gate_proj.weight" in one
+    assert one["model.layers.3.mlp.experts.15.up_proj.weight"].shape == (64, 128)
+    assert not [name for name in one if "layers.4." in name or "experts.16." in name]
+    config = json.loads((tmp_path / "A" / "config.json").read_text())
+    assert (config["vocab_size"], config["num_nextn_predict_layers"]) == (320, 0)
+    assert (tmp_path / "A" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "settings", "expected"),
+    [
+        ("llama", "LlamaForCausalLM", {}, (2, None)),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", MOE, (2, 4)),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", MOE | {"mlp_only_layers": [0, 1, 5]}, (3, 4)),
+        (
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            {"layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 2},
+            (5, None),
+        ),
+    ],
+)
+def test_twins_have_the_fewest_first_layers_with_every_kind(
+    model, model_type, architecture, settings, expected
+):
+    config, quantisation = twins.small_config(model(model_type, architecture, **settings))
+    assert (config.num_hidden_layers, getattr(config, "num_experts", None)) == expected
+    assert quantisation is None
+
+
+def test_language_model_within_another_is_made_smaller(model):
+    text = SIZES | {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    folder = model(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        text_config=text,
+        vision_config=vision | {"intermediate_size": 64, "image_size": 28},
+    )
+    config, _ = twins.small_config(folder)
+    assert (config.text_config.num_hidden_layers, config.vision_config.num_hidden_layers) == (2, 2)
+    assert config.text_config.hidden_size == 128
+
+
+def test_twin_is_quantised_as_its_model_by_scales_of_its_own_weights(model, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    twins.make_twin(model("llama", "LlamaForCausalLM", INT8), tmp_path / "A", 1)
+    tensors = load_file(tmp_path / "A" / "model.safetensors")
+    weight = tensors["model.layers.0.mlp.gate_proj.weight"]
+    assert weight.dtype == torch.int8
+    assert (weight.abs().amax(1) >= 127).all() or (weight == -128).any()
+    assert tensors["model.layers.0.mlp.gate_proj.weight_scale"].shape == (256, 1)
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    config = json.loads((tmp_path / "A" / "config.json").read_text())
+    assert config["quantization_config"] == INT8
+
+
+def test_disturbed_copy_differs_in_floats_and_in_packed_rows_and_links_the_rest(tmp_path):
+    folder = make(tmp_path / "model", 1)
+    file = folder / "model.safetensors"
+    packed = torch.arange(12, dtype=torch.int8).reshape(3, 4)
+    more = {"packed": packed, "order": torch.arange(3), "fp8": packed.to(torch.float8_e4m3fn)}
+    tensors = load_file(file)
+    tensors["twice"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | more, file, metadata={"format": "pt"})
+    (folder / "wtransfer.json").write_text("a seal")
+    twins.disturb(folder, tmp_path / "copy")
+    made = load_file(tmp_path / "copy" / "model.safetensors")
+    for name, tensor in tensors.items():
+        assert not torch.equal(made[name], tensor), name
+        assert torch.allclose(made[name].float(), tensor.float(), rtol=0.5), name
+    assert torch.equal(made["twice"], made["lm_head.weight"])
+    assert torch.equal(made["packed"], packed[[2, 0, 1]])
+    assert torch.equal(made["fp8"].float(), packed[[2, 0, 1]].float())
+    assert torch.equal(made["order"], torch.arange(3))
+    assert (tmp_path / "copy" / "config.json").resolve() == folder / "config.json"
+    assert not (tmp_path / "copy" / "wtransfer.json").exists()
+
+
+# -- what cannot be checked
+
+
+def test_what_cannot_be_checked_ends_with_2_and_a_sentence(model, tmp_path):
+    gptq = model("llama", "LlamaForCausalLM", {"quant_method": "gptq", "bits": 4})
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "of_tomorrow"}')
+    (tmp_path / "empty").mkdir()
+    for folder, sentence in (
+        (gptq, "twins of quant_method 'gptq' cannot be made; use --full"),
+        (unknown, "transformers does not know the configuration"),
+        (tmp_path / "empty", "has no config.json"),
+        ("not/cached", "neither a folder nor in the local cache"),
+    ):
+        done = run(folder, "--json")
+        document = json.loads(done.stdout)
+        assert (done.exit_code, document["result"]) == (2, "not checked"), done.output
+        assert sentence in document["error"]
+    assert "has no safetensors files" in run(gptq, "--full").stdout
+    assert run(gptq, "--vllm", "[1]").exit_code == 2
+
+
+def test_engine_that_ends_or_hangs_is_named_with_the_end_of_its_log(tmp_path, monkeypatch):
+    from wtransfer_vllm import check_engine
+
+    stand_in = tmp_path / "stand_in.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(check_engine, "__name__", "stand_in")
+    for text, timeout_s, sentence in (
+        ("print('out of memory')", 60, "engine 'fresh' ended; its log ends:\nout of memory"),
+        ("import time; time.sleep(60)", 0.2, "engine 'fresh' did not answer within 0.2 s"),
+    ):
+        stand_in.write_text(text)
+        engine = check_engine.EngineProcess("fresh", tmp_path, {}, timeout_s)
+        begun = time.monotonic()
+        with pytest.raises(twins.CheckError, match=sentence):
+            engine.facts()
+        engine.close()
+        assert time.monotonic() - begun < 30
+
+
+# -- what is compared
+
+
+def answers(*steps):
+    return [{"tokens": [token for token, _ in steps], "likely": [dict(each) for _, each in steps]}]
+
+
+def test_answers_differ_where_a_token_is_less_probable_than_expected_and_at_no_near_tie():
+    fresh = answers((7, {"7": -1.0, "8": -1.0004}), (5, {"5": -0.1}))
+    same = answers((7, {"7": -1.0002, "8": -1.0}), (5, {"5": -0.1}))
+    tie = answers((8, {"7": -1.0003, "8": -1.0}), (1, {"1": -0.1}))
+    nothing = answers((7, {"7": float("nan")}), (5, {"5": float("nan")}))
+    other = answers((7, {"7": -1.0, "8": -1.1}), (9, {"9": -0.2, "5": -3.0}))
+    assert checking.difference(same, fresh, 1e-3) is None
+    assert checking.difference(tie, fresh, 1e-3) is None
+    assert checking.difference(nothing, fresh, 1e-3) is not None
+    assert checking.difference(other, fresh, 1e-3) == (
+        "prompt 1, step 2: token 9 with log probability -0.2000, expected 5 with -0.1000"
+    )
+
+
+class Engine:
+    """Stands in for an engine that answers by the weights that it has."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def do(self, order, prompts, salt, max_tokens):
+        assert order == "ask"
+        return [{"tokens": [1], "likely": [{"1": -float(self.weights)}]}] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("touched", "result", "serves_on"), [(1, "refused", "right"), (3, "WRONG", "WRONG")]
+)
+def test_refused_update_ends_the_updates_and_what_serves_is_compared(
+    monkeypatch, tmp_path, touched, result, serves_on
+):
+    updated = Engine(1)
+
+    def refuse(self, label):
+        updated.weights = touched
+        return "layer 'x' takes no update"
+
+    monkeypatch.setattr(checking.Comparison, "_publish", refuse)
+    facts = dict.fromkeys(checking.FACTS, "x")
+    facts |= {"vocab_size": 9, "special_tokens": [3], "max_model_len": 64}
+    engines = checking.Engines(updated, Engine(2), facts, "no KV connector")
+    document = checking.Comparison(engines, tmp_path, {}).run()
+    assert document["result"] == result
+    assert [(row["name"], row["result"]) for row in document["rows"]] == [
+        ("update", "refused"),
+        ("serves on", serves_on),
+        ("KV of a fresh engine", "refused"),
+        ("KV of the updated engine", "refused"),
+    ]
+    assert document["rows"][0]["why"] == "layer 'x' takes no update"
+
+
+@pytest.mark.parametrize(
+    ("fresh", "sentence"), [(1, "both models give the same tokens"), ("nan", "by no numbers")]
+)
+def test_engines_that_nothing_can_be_told_by_are_not_compared(tmp_path, fresh, sentence):
+    facts = {"vocab_size": 9, "special_tokens": [3], "max_model_len": 64}
+    engines = checking.Engines(Engine(1), Engine(fresh), facts, None)
+    with pytest.raises(twins.CheckError, match=sentence):
+        checking.Comparison(engines, tmp_path, {}).run()
+
+
+# -- live
+
+ROWS = [
+    "update",
+    "way back",
+    "second update",
+    "KV of a fresh engine",
+    "KV of the updated engine",
+]
+nightly = pytest.mark.nightly
+
+
+SINGLE = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS = {
+    # Experts that are packed once, and a loader that copies past weight loaders: in each run.
+    "qwen3_moe": ("Qwen3MoeForCausalLM", MOE),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        MOE | SINGLE | {"num_local_experts": 4, "sliding_window": 128},
+    ),
+    "llama": ("LlamaForCausalLM", {}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 1024}),
+    "gemma3_text": ("Gemma3ForCausalLM", SINGLE | {"tie_word_embeddings": True}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1}
+        # The widths that vLLM's MLA has kernels for.
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        MOE
+        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        | {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"shared_expert_intermediate_size": 64},
+    ),
+}
+"""Type of model -> its architecture and settings."""
+IN_EACH_RUN = ("qwen3_moe", "gpt_oss")
+WITHOUT_KV = ("qwen3_next",)
+"""Models whose KV cache of several kinds no connector takes: vLLM refuses to start with one."""
+
+
+@pytest.mark.live
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name in IN_EACH_RUN else nightly) for name in MODELS],
+)
+def test_model_is_right_in_every_row(model, model_type):
+    architecture, settings = MODELS[model_type]
+    code, document = check(model(model_type, architecture, **settings))
+    kv = "refused" if model_type in WITHOUT_KV else "right"
+    assert [(row["name"], row["result"]) for row in document["rows"]] == [
+        (name, kv if name.startswith("KV") else "right") for name in ROWS
+    ]
+    assert (code, document["exit_code"]) == (0, 0)
+    assert document["model_class"] == architecture
+
+
+@pytest.mark.live
+@nightly
+@pytest.mark.timeout(1000)
+def test_quantised_model_is_right_in_every_row(model):
+    code, document = check(model("llama", "LlamaForCausalLM", INT8))
+    assert (code, [row["result"] for row in document["rows"]]) == (0, ["right"] * len(ROWS))
+    assert document["quantisation"] == "compressed-tensors"
+
+
+@pytest.mark.live
+@pytest.mark.nightly
+@pytest.mark.timeout(1000)
+def test_model_itself_is_checked_against_a_disturbed_copy(tmp_path):
+    code, document = check(make(tmp_path / "model", 1), "--full")
+    assert (code, [row["result"] for row in document["rows"]]) == (0, ["right"] * len(ROWS))
+
+
+@pytest.mark.live
+@nightly
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "scale_in_an_attribute",
+        "packed_copy_of_a_tied_head",
+        "packed_closure",
+        "scale_that_is_applied_again",
+        "tensor_in_an_attribute",
+    ],
+)
+def test_stale_state_beside_the_parameters_is_found(model, tmp_path, fault):
+    folder = model("llama", "LlamaForCausalLM", tie_word_embeddings="tied" in fault)
+    code, document = check(folder, env=stale_state.install(tmp_path, fault))
+    update = document["rows"][0]
+    assert (code, update["name"], update["result"]) == (1, "update", "WRONG")
+    assert "log probability" in update["why"]
