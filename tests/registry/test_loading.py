@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 
 import pytest
 
@@ -286,6 +287,7 @@ def load_two(site, **environ):
     return done.stdout.splitlines()
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 @pytest.mark.parametrize(
     ("entries", "error", "cause"),
     [
