@@ -17,7 +17,7 @@ RUNS = {
         {
             *("adopt", "copy", "adopt-cpu", "copy-cpu"),
             *("gloo", "gloo-buckets", "checkpoint", "packed", "small", "memory"),
-            *("gap", "pause", "death"),
+            *("push", "push-again", "gap", "pause", "death"),
         },
     ),
     "offload": (

@@ -74,11 +74,25 @@ def test_cpu_seconds_are_those_of_the_rounds_that_count():
     assert rounds.stages() == {"total_s": pytest.approx(0.6), "worker_commit_s": 0.1}
 
 
+def test_a_push_is_that_of_a_new_publisher_and_again_that_of_one_with_touched_segments(runner):
+    sides = (weights.push, weights.take_pushes)
+    found = runner.run("a test", *sides, 1, **SMALL).trainer
+    assert {name: len(seconds) for name, seconds in found.items()} == {
+        "push": 2,
+        "push-again": 2,
+        "copy_s": 2,
+    }
+    assert min(min(seconds) for seconds in found.values()) > 0
+    prepared = Prepared({"push": [4.0, 8.0], "push-again": [3.0, 2.0], "copy_s": [2.0, 2.0]})
+    result = weights.measure_push(Settings(), "push", prepared)
+    assert result.spread == Spread(3.0, 2.0, 4.0)
+
+
 def test_share_is_the_time_of_two_copies_by_that_of_a_round():
     prepared = Prepared(*outcome_of(0.4, 0.8, 0.2))
     result = weights.measure_adopt_and_copy(Settings(), "adopt", prepared)
     assert result.spread == Spread(0.5, 0.25, 1.0)
-    assert result.goal == (">=", 0.9)
+    assert result.goal == (">=", 1.4)
     assert weights.measure_adopt_and_copy(Settings(engine="file"), "copy", prepared).goal is None
 
 

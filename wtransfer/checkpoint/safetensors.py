@@ -182,6 +182,27 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
     return found
 
 
+def read_bytes(fd: int, stored: StoredTensor, into: memoryview, start: int, shown: str) -> None:
+    """Read bytes of a tensor into memory.
+
+    Args:
+        fd: The file.
+        stored: The tensor.
+        into: Memory of as many bytes as are read.
+        start: The first of them, from the tensor's first.
+        shown: Name of the file, for errors.
+
+    Raises:
+        TruncatedError: The file ends before them.
+        StorageError: The file cannot be read.
+    """
+    offset = stored.offset + start
+    with storage_errors(f"reading {shown}"):
+        count = read_at(fd, [into], offset)
+    if count < into.nbytes:
+        raise TruncatedError(_cut_off(shown, stored, offset + count), piece=stored.piece.name)
+
+
 def read_tensor(fd: int, stored: StoredTensor, shown: str) -> torch.Tensor:
     """Read a tensor into memory of its own.
 
@@ -197,13 +218,11 @@ def read_tensor(fd: int, stored: StoredTensor, shown: str) -> torch.Tensor:
     piece = stored.piece
     with storage_errors(f"reading {shown}"):
         nbytes = os.fstat(fd).st_size
-        if stored.end <= nbytes:
-            tensor = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype), device="cpu")
-            # Fewer bytes than there were a moment ago: the file was cut in between.
-            nbytes = stored.offset + read_at(fd, [byte_view(tensor).data], stored.offset)
-            if stored.end <= nbytes:
-                return tensor
-    raise TruncatedError(_cut_off(shown, stored, nbytes), piece=piece.name)
+    if stored.end > nbytes:
+        raise TruncatedError(_cut_off(shown, stored, nbytes), piece=piece.name)
+    tensor = torch.empty(piece.shape, dtype=torch_dtype(piece.dtype), device="cpu")
+    read_bytes(fd, stored, byte_view(tensor).data, 0, shown)
+    return tensor
 
 
 def _cut_off(shown: str, stored: StoredTensor, nbytes: int) -> str:

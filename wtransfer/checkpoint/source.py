@@ -18,6 +18,7 @@ from wtransfer.checkpoint.safetensors import (
     INDEX_NAME,
     SUFFIX,
     StoredTensor,
+    read_bytes,
     read_header,
     read_tensor,
     stored_form,
@@ -299,11 +300,20 @@ class CheckpointSource:
 
         Cost: memory for one tensor, for as long as the caller holds it.
         """
+        for name, unread in self.iter_unread():
+            yield name, unread.load()
+
+    def iter_unread(self) -> Iterator[tuple[str, UnreadTensor]]:
+        """Yield tensors file by file, each to be read into memory that the caller has.
+
+        Raises:
+            SourceError: As in `iter_full`.
+        """
         of_file: dict[str, list[ParamMeta]] = {}
         for name, meta in self._metas.items():
             of_file.setdefault(self._file_of[name], []).append(meta)
         for file, metas in of_file.items():
-            yield from self._read(file, metas)
+            yield from self._open_tensors(file, metas)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor.
@@ -314,14 +324,19 @@ class CheckpointSource:
 
         Cost: the file's header is read each time; `iter_full` reads it once per file.
         """
-        ((_, tensor),) = self._read(self._file_of[name], [self._metas[name]])
+        ((_, tensor),) = (
+            (name, unread.load())
+            for name, unread in self._open_tensors(self._file_of[name], [self._metas[name]])
+        )
         return tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same: a checkpoint on disk has no ranks."""
         return self.iter_full()
 
-    def _read(self, file: str, metas: Sequence[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _open_tensors(
+        self, file: str, metas: Sequence[ParamMeta]
+    ) -> Iterator[tuple[str, UnreadTensor]]:
         shown = repr(f"{self._folder}/{file}")
         with self._opened(file) as folder, _open_file(folder, file, self._follow_links) as fd:
             # Read again: it may be another file than when the tensors were listed.
@@ -336,7 +351,7 @@ class CheckpointSource:
                         "anew",
                         piece=meta.name,
                     )
-                yield meta.name, read_tensor(fd, StoredTensor(piece, now.offset), shown)
+                yield meta.name, UnreadTensor(fd, StoredTensor(piece, now.offset), shown)
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Folder]:
@@ -345,15 +360,58 @@ class CheckpointSource:
         Raises:
             SourceError: In place of whatever the disk, or a file that ends too early, raises.
         """
-        try:
-            with Folder(self._folder, follow=self._follow_links) as folder:
-                yield folder
-        except StorageError as error:
-            shown = f"{self._folder}/{file}"
-            raise SourceError(f"cannot read {shown!r}: {error.message}") from error
-        except TruncatedError as error:
-            # It was whole when its header was read; no peer is to blame.
-            raise SourceError(error.message, piece=error.piece) from error
+        with (
+            _source_errors(repr(f"{self._folder}/{file}")),
+            Folder(self._folder, follow=self._follow_links) as folder,
+        ):
+            yield folder
+
+
+class UnreadTensor:
+    """A tensor of a checkpoint, read when and where it is wanted.
+
+    It can be read until the next one is asked for.
+
+    Args:
+        fd: The file.
+        stored: Where it lies there.
+        shown: Name of the file, for errors.
+    """
+
+    def __init__(self, fd: int, stored: StoredTensor, shown: str) -> None:
+        self.dtype: torch.dtype = torch_dtype(stored.piece.dtype)
+        """Its dtype."""
+        self.shape: tuple[int, ...] = stored.piece.shape
+        """Its shape."""
+        self.nbytes: int = stored.piece.nbytes
+        """Its bytes."""
+        self._fd, self._stored, self._shown = fd, stored, shown
+
+    def read(self, into: memoryview, start: int) -> None:
+        """Read bytes into memory: as many as it has, from byte `start` on.
+
+        Raises:
+            SourceError: The file is cut off, or cannot be read.
+        """
+        with _source_errors(self._shown):
+            read_bytes(self._fd, self._stored, into, start, self._shown)
+
+    def load(self) -> torch.Tensor:
+        """Read all of it into memory of its own. Raises as `read`; then nothing is allocated."""
+        with _source_errors(self._shown):
+            return read_tensor(self._fd, self._stored, self._shown)
+
+
+@contextlib.contextmanager
+def _source_errors(shown: str) -> Iterator[None]:
+    """Raise a `SourceError` in place of what the disk, or a file that ends too early, raises."""
+    try:
+        yield
+    except StorageError as error:
+        raise SourceError(f"cannot read {shown}: {error.message}") from error
+    except TruncatedError as error:
+        # It was whole when its header was read; no peer is to blame.
+        raise SourceError(error.message, piece=error.piece) from error
 
 
 class _Index(msgspec.Struct):

@@ -143,7 +143,14 @@ class ParamMeta:
 
 
 class WeightSource(Protocol):
-    """The trainer's weights: what there is, and fresh passes over it."""
+    """The trainer's weights: what there is, and fresh passes over it.
+
+    A source whose tensors are not in memory may have a method ``iter_unread()`` as well: the pass
+    of `iter_full`, with an object in place of each tensor that has its ``dtype``, ``shape`` and
+    ``nbytes``, ``read(into, start)``, which fills a memoryview with its bytes from ``start`` on,
+    and ``load()``, which returns the tensor. Engines that copy then have it read into their own
+    memory (`CheckpointSource` is one).
+    """
 
     @property
     def metadata(self) -> Sequence[ParamMeta]:

@@ -10,7 +10,7 @@ Both detect accidents. Neither is cryptographic: that a peer is who it says is t
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -63,17 +63,38 @@ def digest(tensor: torch.Tensor, algorithm: Algorithm = "xxh3-128") -> str:
     return xxhash.xxh3_128_hexdigest(byte_view(plain(tensor).cpu()).data)
 
 
+class Unread(Protocol):
+    """A tensor whose bytes are not in memory yet."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+
+    def read(self, into: memoryview, start: int) -> None:
+        """Read bytes into memory: as many as it has, from byte `start` on, in C order."""
+
+    def load(self) -> torch.Tensor:
+        """Read all of it into memory of its own."""
+
+
 def copy_digest(
-    dst: ByteArray, src: torch.Tensor, algorithm: Algorithm = "xxh3-128", screen: bool = False
+    dst: ByteArray,
+    src: torch.Tensor | Unread,
+    algorithm: Algorithm = "xxh3-128",
+    screen: bool = False,
 ) -> Digested:
-    """Copy a tensor's bytes and digest them in one pass.
+    """Copy or read a tensor's bytes and digest them in one pass.
 
     What is hashed is the destination, piece by piece right after it was written: should somebody
     change the source meanwhile, the digest still is that of the bytes that travel.
 
     Args:
         dst: uint8 array of shape ``(src.nbytes,)``, aligned for the dtype.
-        src: Any dtype, strides and device.
+        src: Any dtype, strides and device; or what reads itself.
         algorithm: How to digest.
         screen: Whether to count NaN and infinity as well.
 
@@ -85,8 +106,10 @@ def copy_digest(
     """
     if dst.size != src.nbytes:
         raise ValueError(f"cannot copy a tensor of {src.nbytes} bytes into {dst.size} bytes")
-    source = flat_address(src)
-    if source is None and dst.size:
+    read, source = None, None
+    if not isinstance(src, torch.Tensor):
+        read = src.read
+    elif (source := flat_address(src)) is None and dst.size:
         # Strided, or of a device: copied by torch.
         torch.from_numpy(dst).view(src.dtype).view(src.shape).copy_(src.detach())
     # A fifth of what `dst.ctypes.data` costs.
@@ -99,6 +122,8 @@ def copy_digest(
         if source is not None:
             # Releases the interpreter: a page of a mapped file may take long to come.
             ctypes.memmove(target + start, source + start, piece.size)
+        elif read is not None:
+            read(piece.data, start)
         hasher.update(piece.data)
         nonfinite += count(piece) if count else 0
     return Digested(hasher.hexdigest(), nonfinite)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from wtransfer.checkpoint.source import CheckpointSource
 from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import ManifestError, RoundAbortedError, SourceError
 from wtransfer.testing.contents import contents
@@ -71,6 +75,81 @@ def expected_bytes(tensors):
 
 
 # -- what is sent
+
+
+# Larger than what is read and hashed in one go, so that several reads follow each other.
+STORED = {"a": torch.arange(300_001.0), "b": torch.tensor(3), "c": torch.empty(0, 2)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file(STORED, file)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_a_checkpoint_arrives_in_the_engines_memory_with_its_digests(checkpoint, kind):
+    source = planned(ShardedSource(CheckpointSource(checkpoint)))
+    assert packed(source, kind=kind) == expected_bytes(STORED)
+    expected = {name: digest(tensor) for name, tensor in STORED.items()}
+    assert dict(zip(source.layout.names, source.digests(), strict=True)) == expected
+
+
+def test_a_checkpoint_is_read_into_the_engines_memory_and_nowhere_else(checkpoint, monkeypatch):
+    source, read, memories, found = planned(CheckpointSource(checkpoint)), os.preadv, [], []
+    num_bytes = sum(each.nbytes for each in STORED.values())
+    header_nbytes = checkpoint.stat().st_size - num_bytes
+
+    def watched(fd, buffers, offset):
+        if offset >= header_nbytes:
+            found.extend(np.frombuffer(each, np.uint8) for each in buffers)
+        return read(fd, buffers, offset)
+
+    def allocate(bucket):
+        memories.append(np.empty(bucket.nbytes, np.uint8))
+        return memories[-1]
+
+    monkeypatch.setattr(os, "preadv", watched)
+    list(source.iter_buckets(1 << 30, allocate))
+    assert sum(each.nbytes for each in found) == num_bytes
+    for each in found:
+        assert any(np.shares_memory(each, memory) for memory in memories)
+
+
+def test_a_file_that_is_cut_while_the_engine_copies_is_the_sources_error(checkpoint):
+    source = planned(CheckpointSource(checkpoint))
+
+    def allocate(bucket):
+        os.truncate(checkpoint, checkpoint.stat().st_size - 4)
+        return np.empty(bucket.nbytes, np.uint8)
+
+    with pytest.raises(SourceError, match="cut off: tensor 'a' ends") as caught:
+        list(source.iter_buckets(1 << 30, allocate))
+    assert caught.value.piece == "a"
+
+
+class Unread:
+    """A tensor that a user's source has elsewhere."""
+
+    dtype, shape, nbytes = TENSORS["a"].dtype, tuple(TENSORS["a"].shape), TENSORS["a"].nbytes
+
+    def __init__(self, digesting):
+        self._digesting = digesting
+
+    def read(self, into, start):
+        # Slow storage is no stall of the round.
+        assert self._digesting[0].reading
+        raise OSError("the store is gone")
+
+
+def test_what_reads_itself_and_fails_is_the_sources_error():
+    user = Custom({"a": TENSORS["a"]}, None)
+    user.iter_unread = lambda: iter([("a", Unread(made))])
+    made = [planned(user)]
+    with pytest.raises(SourceError, match="iter_unread raised OSError: the store is gone"):
+        packed(made[0])
+    assert not made[0].reading
 
 
 def test_what_is_yielded_is_digested_in_plan_order(digesting):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from wtransfer.engines.interface import WeightSource
+    from wtransfer.transport.digests import Unread
     from wtransfer.transport.layout import Bucket
     from wtransfer.transport.tensors import ByteArray
 
@@ -147,11 +148,12 @@ class DigestingSource:
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors, digested."""
-        for number, tensor in self._read_all():
+        for number, read in self._read_all():
+            # Detached: what an engine does to the object is not done to the trainer's.
+            tensor = read.detach()
             nonfinite = count_nonfinite(tensor) if self._screen else 0
             self._note(number, Digested(digest(tensor, self._algorithm), nonfinite))
-            # Detached: what an engine does to the object is not done to the trainer's.
-            yield self.layout.names[number], tensor.detach()
+            yield self.layout.names[number], tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same: the user's source has gathered what several ranks hold."""
@@ -161,7 +163,7 @@ class DigestingSource:
         self, allocate: Callable[[ParamMeta], Memory]
     ) -> Iterator[tuple[ParamMeta, Memory]]:
         """Copy each tensor into the memory that `allocate` returns, digested in the same pass."""
-        for number, tensor in self._read_all():
+        for number, tensor in self._read_all("iter_unread"):
             meta = self.metadata[number]
             memory = allocate(meta)
             self._note(number, self._copy(tensor, _as_bytes(memory)))
@@ -170,7 +172,7 @@ class DigestingSource:
 
     def iter_buckets(self, nbytes: int, allocate: Callable[[Bucket], Memory]) -> Iterator[Bucket]:
         """Copy bucket by bucket into the memory that `allocate` returns, digested alike."""
-        layout, tensors = self.layout, self._read_all()
+        layout, tensors = self.layout, self._read_all("iter_unread")
         for bucket in layout.buckets(nbytes):
             memory = _as_bytes(allocate(bucket))
             for number in range(bucket.first, bucket.last):
@@ -184,18 +186,24 @@ class DigestingSource:
 
     # -- one pass
 
-    def _read_all(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield every tensor with its number, each compared with the metadata."""
+    def _read_all(self, method: str = "iter_full") -> Iterator[tuple[int, Any]]:
+        """Yield every tensor with its number, each compared with the metadata.
+
+        Args:
+            method: The source's. Where it has no ``iter_unread``, which yields tensors that read
+                themselves into memory of the engine, they come by ``iter_full``.
+        """
         number = -1
         # Nothing is thrown into this generator: an error that is not ours is the source's.
         with _blaming_source("iter_full"):
+            iterate = getattr(self._source, method, self._source.iter_full)
             self.reading = True
             try:
-                for number, (name, tensor) in enumerate(self._source.iter_full()):
+                for number, (name, tensor) in enumerate(iterate()):
                     self.reading = False
                     self._check_stopped()
                     self._check_same(number, name, tensor)
-                    yield number, tensor.detach() if tensor.requires_grad else tensor
+                    yield number, tensor
                     self.moved_at = time.monotonic()
                     self.reading = True
             finally:
@@ -221,19 +229,31 @@ class DigestingSource:
                 "at this place; every pass must follow the order of `metadata`",
                 piece=meta.name,
             )
-        if lacks_memory(tensor):
+        if isinstance(tensor, torch.Tensor) and lacks_memory(tensor):
             raise SourceError(
                 f"{name!r} has less memory than its shape needs: its storage was freed or cut "
                 "(sharding frameworks do so between steps); publish while the weights are gathered",
                 piece=name,
             )
 
-    def _copy(self, tensor: torch.Tensor, memory: ByteArray | torch.Tensor) -> Digested:
+    def _copy(self, tensor: torch.Tensor | Unread, memory: ByteArray | torch.Tensor) -> Digested:
+        if isinstance(tensor, torch.Tensor):
+            return self._copy_digest(tensor, memory)
+        # The source is at work, though the engine has asked for no further tensor.
+        with _blaming_source("iter_unread"):
+            self.reading = True
+            try:
+                on_host = not isinstance(memory, torch.Tensor)
+                return self._copy_digest(tensor if on_host else tensor.load(), memory)
+            finally:
+                self.reading = False
+
+    def _copy_digest(self, tensor: Any, memory: ByteArray | torch.Tensor) -> Digested:
         if not isinstance(memory, torch.Tensor):
             return copy_digest(memory, tensor, self._algorithm, screen=self._screen)
         # The digest is the copy's: those bytes travel.
         copied = memory.view(tensor.dtype).view(tensor.shape)
-        copied.copy_(tensor)
+        copied.copy_(tensor.detach())
         nonfinite = count_nonfinite(copied) if self._screen else 0
         return Digested(digest(memory, self._algorithm), nonfinite)
 

@@ -152,12 +152,21 @@ class ShardedSource:
             StallError: A rank does not take part in time.
             PeerLostError: A rank is gone.
         """
+        return self._iter("iter_full")
+
+    def iter_unread(self) -> Iterator[tuple[str, Any]]:
+        """Yield the same; tensors of a source that has them unread are that. Raises alike."""
+        return self._iter("iter_unread")
+
+    def _iter(self, method: str) -> Iterator[tuple[str, Any]]:
         metadata, self._metadata = self._metadata or self._source.metadata, None
         others = self._others(metadata)
         if any(meta.placements for meta in metadata):
             return self._iter_gathered(metadata, others)
         # Itself, not its pairs: it may show that all of its tensors are there.
-        return self._source.iter_full()
+        pairs: Iterator[tuple[str, Any]]
+        pairs = getattr(self._source, method, self._source.iter_full)()
+        return pairs
 
     def _iter_gathered(
         self, metadata: Sequence[ParamMeta], others: frozenset[int]
