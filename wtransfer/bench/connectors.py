@@ -30,7 +30,6 @@ from wtransfer.bench.harness import (
     BESIDE_NBYTES,
     MEMORY_FOLDER,
     MIB,
-    Goal,
     Result,
     Row,
     Spread,
@@ -40,7 +39,7 @@ from wtransfer.bench.offload import (
     NUM_LAYERS,
     PlainCopies,
     compare_copies,
-    goals_are_for,
+    goal_of_copies,
     slots_nbytes,
 )
 from wtransfer.deadline import Deadline
@@ -95,6 +94,12 @@ KINDS = (
     Kind("offloading", "OffloadingConnector", "an arena of the instance's own"),
 )
 """The built-in connectors; the first three bring blocks from one process to another."""
+GOALS = {
+    ("shm", "load"): {2 * MIB: 0.85},
+    ("shm", "save"): {2 * MIB: 0.85},
+    ("storage", "load"): {2 * MIB: 0.6, 128 << 10: 0.15},
+}
+"""Kind and direction -> bytes of a block -> least ratio."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +183,9 @@ def measure_load_and_save(
         num_rounds=settings.num_rounds,
     ).trainer
     ours, memcpy = found[direction], found[f"{direction}_memcpy"]
-    is_goal = (kind.short, direction) == ("shm", "load")
-    has_goal = is_goal and goals_are_for(block_nbytes, settings.nbytes)
-    result = compare_copies(memcpy, ours, num_blocks, Goal(">=", 0.8) if has_goal else None)
+    goals = GOALS.get((kind.short, direction), {})
+    goal = goal_of_copies(goals, block_nbytes, settings.nbytes)
+    result = compare_copies(memcpy, ours, num_blocks, goal)
     result.beside["best_by_best"] = min(memcpy) / min(ours)
     note = f"files in {settings.folder or MEMORY_FOLDER}" if kind.is_files else kind.note
     return replace(result, note=note)

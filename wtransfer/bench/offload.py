@@ -48,6 +48,8 @@ NUM_LAYERS = 32
 _POLL_S = 0.0002
 NUM_KEYS = 16
 """Blocks of one request to a manager."""
+GOALS = {2 * MIB: 0.9, 128 << 10: 0.6}
+"""Bytes of a block -> least ratio of a plain copy and ours."""
 
 OPERATIONS = {
     "lookup": "lookup",
@@ -98,13 +100,18 @@ class Settings:
         return BESIDE_NBYTES + 5 * self.nbytes
 
 
-def goals_are_for(block_nbytes: int, nbytes: int) -> bool:
-    """Return whether the goals for copies are for rounds of these sizes.
+def goal_of_copies(goals: Mapping[int, float], block_nbytes: int, nbytes: int) -> Goal | None:
+    """Return the goal for copies of these blocks; None where there is none for such rounds.
 
-    They are for the blocks of a common model. With fewer bytes, what is done once per round takes
-    longer than the copies.
+    With fewer bytes, what is done once per round takes longer than the copies.
+
+    Args:
+        goals: Bytes of a block -> least ratio.
+        block_nbytes: Bytes of a block.
+        nbytes: Bytes of a round.
     """
-    return block_nbytes == 2 * MIB and nbytes >= 128 * MIB
+    least = goals.get(block_nbytes) if nbytes >= 128 * MIB else None
+    return None if least is None else Goal(">=", least)
 
 
 def slots_nbytes(num_blocks: int, block_nbytes: int) -> int:
@@ -149,12 +156,11 @@ def measure_put_and_get(
         num_blocks=num_blocks,
         num_rounds=settings.num_rounds,
     ).trainer
-    has_goal = goals_are_for(block_nbytes, settings.nbytes) and not suffix
     return compare_copies(
         found[f"memcpy-{direction}"],
         found[direction + suffix],
         num_blocks,
-        Goal(">=", 0.85) if has_goal else None,
+        None if suffix else goal_of_copies(GOALS, block_nbytes, settings.nbytes),
     )
 
 

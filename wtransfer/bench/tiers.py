@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from wtransfer.bench.harness import Goal, Result, Row, Spread, format_nbytes
+from wtransfer.bench.harness import MIB, Result, Row, Spread, format_nbytes
 from wtransfer.bench.offload import (
     NUM_LAYERS,
     Arena,
@@ -25,7 +25,7 @@ from wtransfer.bench.offload import (
     Settings,
     bench_key,
     check_layers,
-    goals_are_for,
+    goal_of_copies,
 )
 from wtransfer.errors import DigestMismatchError, OffloadingOptionError
 from wtransfer.kv.header import HEADER_NBYTES
@@ -82,10 +82,9 @@ def measure_put_and_get(
         num_rounds=settings.num_rounds,
     ).trainer
     memcpy, client, ours = (found[f"{way}-{direction}"] for way in ("memcpy", "client", "ours"))
-    has_goal = goals_are_for(block_nbytes, settings.nbytes)
     return Result(
         Spread.of(one / other for one, other in zip(client, ours, strict=True)),
-        goal=Goal(">=", 0.85) if has_goal else None,
+        goal=goal_of_copies({2 * MIB: 0.85}, block_nbytes, settings.nbytes),
         beside={
             "memcpy_each_us": median(memcpy) / num_blocks * 1e6,
             "client_each_us": median(client) / num_blocks * 1e6,
