@@ -73,7 +73,7 @@ class Story:
             )
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(100, marks=pytest.mark.nightly)])
 def test_workers_stay_whole_and_the_next_push_works(
     nursery, original, start_workers, push, folders, *, num_kills
 ):

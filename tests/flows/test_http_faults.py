@@ -138,7 +138,7 @@ class Flood:
 
 
 @pytest.mark.parametrize(
-    "num_connections", [500, pytest.param(10_000, marks=pytest.mark.slow)], ids=str
+    "num_connections", [500, pytest.param(10_000, marks=pytest.mark.nightly)], ids=str
 )
 def test_flood_of_connections_is_capped_and_disturbs_no_round(
     worker, client, many_descriptors, num_connections
