@@ -84,7 +84,7 @@ WITHOUT_MEMORY = {
     "transposed, cut": lambda: freed(torch.ones(3, 2).t(), 20),
     "expanded": lambda: freed(torch.ones(1, 3).expand(2, 3)),
     "parameter": lambda: freed(torch.nn.Parameter(torch.ones(2, 3))),
-    "in inference mode": lambda: torch.inference_mode()(lambda: freed(torch.ones(2, 3)))(),
+    "in inference mode": torch.inference_mode()(lambda: freed(torch.ones(2, 3))),
     "negated": lambda: torch._neg_view(freed(torch.ones(2, 3))),
     "meta": lambda: torch.ones(2, 3, device="meta"),
 }
