@@ -148,7 +148,6 @@ class StagedUpdate:
         runner.optional("set_layout", layout)
         runner.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at
-        hooks.notify("wtransfer_round_started", **self.facts)
         return Accept(self.round_id, notes)
 
     def receive(self, data: Data) -> Received:
@@ -296,6 +295,8 @@ class Participant:
         if isinstance(plan.manifest, Manifest):
             self._manifest = plan.manifest
         update = StagedUpdate(plan, self._manifest, self)
+        # First: whatever ends it queues behind this on the engine's thread.
+        self.runner.submit(lambda: hooks.notify("wtransfer_round_started", **update.facts))
         try:
             self._state.plan(update)
         except WTransferError as error:
