@@ -22,6 +22,7 @@ from wtransfer.errors import (
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker import staging as staging_module
 from wtransfer.weight_sync.worker.target import StateDictTarget
 from wtransfer.weight_version import ProcessWeights
 
@@ -276,6 +277,41 @@ def test_memory_that_an_engine_rewrites_before_the_seal_is_not_committed(fleet, 
         made.publish("v1")
     assert caught.value.pieces == ["layer.1"]
     assert member.contents == before
+
+
+class Keeping(MemoryEngine):
+    """Declares that its memory stays for the round, and that nothing writes there."""
+
+    tensors_valid_until: ClassVar[str] = "round"
+    writes_after_return: ClassVar[bool] = False
+
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            load_weights([(name, tensor.clone()) for name, tensor in pairs])
+
+        super().receive_weights(update_info, load)
+
+
+class DerivedFromKeeping(Keeping):
+    """Declares nothing itself."""
+
+
+@pytest.mark.parametrize(("engine", "num"), [(Keeping, 0), (DerivedFromKeeping, 1)])
+def test_only_an_engine_that_says_itself_that_it_writes_no_more_is_digested_once(
+    fleet, weights, monkeypatch, engine, num
+):
+    digested = []
+    monkeypatch.setattr(
+        staging_module.Staging,
+        "digest_again",
+        lambda staging, again=staging_module.Staging.digest_again: digested.append(again(staging)),
+    )
+    name = f"tests-{engine.__name__.lower()}"
+    WeightTransferEngineFactory.register_engine(name, engine)
+    made = fleet(weights, engine=name)
+    made.join()
+    assert made.publish("v1").ok
+    assert len(digested) == num
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])
