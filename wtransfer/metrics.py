@@ -64,8 +64,7 @@ class RoundCollector:
                                                (a dry run), ``aborted``, or ``failed`` (the
                                                publisher failed after its commit was sent). Of a
                                                worker: ``committed``, ``aborted``; a commit that is
-                                               rolled back is counted as both, and a plan that is
-                                               refused ends without having started.
+                                               rolled back is counted as both.
     ``wtransfer_round_seconds``                Histogram by ``stage`` of the publisher, ``total``
                                                among them; rounds that have a report.
     ``wtransfer_round_worker_seconds``         Histogram by ``stage`` of each worker, likewise.

@@ -84,7 +84,7 @@ class RoundTracer:
     def wtransfer_round_aborted(
         self, error: BaseException, round_id: str, worker: str | None
     ) -> None:
-        """End the span of a worker with an error; a plan that it refused has none."""
+        """End the span of a worker with an error."""
         if worker is not None and (found := self._take(round_id, worker)):
             self._fail(found[0], error)
             found[0].end()

@@ -202,6 +202,29 @@ class TestStaysBrokenAfterAbort(MemoryTrainerEngine):
         self.sending = False
 
 
+@broken(
+    "test_memory_is_not_written_after_it_was_delivered", passes=("test_one_round_is_committed",)
+)
+class TestWritesBeforeTheVote(MemoryEngine):
+    """From its second round on, what was delivered changes once more, which it denies."""
+
+    tensors_valid_until = "round"
+    writes_after_return = False
+    num_rounds = 0
+
+    def receive_weights(self, update_info, load_weights):
+        kept = []
+        self.num_rounds += 1
+
+        def load(pairs):
+            kept.extend((name, tensor.clone()) for name, tensor in pairs)
+            load_weights(kept[-len(pairs) :])
+
+        super().receive_weights(update_info, load)
+        if self.num_rounds > 1:
+            kept[1][1].zero_()
+
+
 @broken("test_shutdown_leaves_nothing", passes=("test_two_workers_get_the_same",))
 class TestLeaksThread(MemoryEngine):
     def init_transfer_engine(self, init_info):

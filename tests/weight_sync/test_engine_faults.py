@@ -318,3 +318,37 @@ def test_a_trainer_that_cannot_form_its_group_is_the_cause_whatever_a_late_worke
     monkeypatch.setattr(GlooTrainerEngine, "shutdown", shut_down)
     with pytest.raises(EngineError, match="the trainer has no such network"):
         made.publish("v1")
+
+
+# -- FAULTS 54: a tensor without memory
+
+
+class Freeing(MemoryEngine):
+    """Hands over the third tensor with its storage freed, in its first round."""
+
+    frees = True
+
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            for name, tensor in pairs:
+                own = tensor.clone()
+                if Freeing.frees and name == "layer.2":
+                    Freeing.frees = False
+                    own.untyped_storage().resize_(0)
+                load_weights([(name, own)])
+
+        super().receive_weights(update_info, load)
+
+
+def test_worker_outlives_an_engine_that_delivers_a_tensor_whose_storage_was_freed(fleet, weights):
+    WeightTransferEngineFactory.register_engine("tests-freeing", Freeing)
+    Freeing.frees = True
+    made = fleet(weights, engine="tests-freeing")
+    member = made.join()
+    before = member.contents
+    with pytest.raises(EngineError, match=r"'layer\.2' without all of its memory") as caught:
+        made.publish("v1")
+    assert (caught.value.worker, caught.value.piece) == ("worker-0", "layer.2")
+    assert (member.session.state, member.contents) == ("fresh", before)
+    assert made.publish("v2").ok
+    assert member.contents == contents(weights)

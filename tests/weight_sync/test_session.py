@@ -21,6 +21,10 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.testing.fakes import MemoryEngine
+from wtransfer.weight_sync.worker import session as session_module
+from wtransfer.weight_sync.worker import staging as staging_module
+from wtransfer.weight_sync.worker.target import StateDictTarget
+from wtransfer.weight_version import ProcessWeights
 
 MIB = 1 << 20
 
@@ -40,6 +44,8 @@ class Tied(torch.nn.Module):
         self.a = torch.nn.Linear(3, 3, bias=False)
         self.b = torch.nn.Linear(3, 3, bias=False)
         self.b.weight = self.a.weight
+        self.c = torch.nn.Parameter(torch.zeros(3))
+        self.d = torch.nn.Parameter(torch.ones(3))
 
 
 def module():
@@ -47,48 +53,100 @@ def module():
 
 
 def mapping():
-    tensors = {"a": torch.zeros(3, 3), "c": torch.zeros(3)}
+    tensors = {"a": torch.zeros(3, 3), "c": torch.zeros(3), "d": torch.ones(3)}
     return tensors | {"b": tensors["a"]}
 
 
-def add_parameter(model):
+def put(model, name, tensor):
+    """Give a model another tensor, in the place of the one of this name if it has one."""
     if isinstance(model, dict):
-        model["new"] = torch.full((2,), 5.0)
+        model[name] = tensor
     else:
-        model.register_parameter("new", torch.nn.Parameter(torch.full((2,), 5.0)))
+        setattr(model, name, torch.nn.Parameter(tensor))
+
+
+def add_name(model):
+    put(model, "new", torch.full((2,), 5.0))
 
 
 def add_buffer(model):
     if isinstance(model, dict):
-        model["buffer"] = torch.full((2,), 5.0)
+        add_name(model)
     else:
         model.register_buffer("buffer", torch.full((2,), 5.0))
 
 
-def lose_tie(model):
+def lose_name(model):
+    del (model if isinstance(model, dict) else model._parameters)["c"]
+
+
+def reshape(model):
+    put(model, "c", torch.full((5,), 5.0))
+
+
+def retype(model):
+    put(model, "c", torch.full((3,), 5.0, dtype=torch.float64))
+
+
+def lose_memory(model):
+    part = model["c"] if isinstance(model, dict) else model.c
+    part.untyped_storage().resize_(0)
+
+
+def untie(model, tensor=None):
     if isinstance(model, dict):
-        model["b"] = model["b"].clone()
+        model["b"] = model["b"].clone() if tensor is None else tensor
     else:
-        model.b.weight = torch.nn.Parameter(model.b.weight.detach().clone())
+        weight = model.b.weight.detach().clone() if tensor is None else tensor
+        model.b.weight = torch.nn.Parameter(weight)
 
 
-@pytest.mark.parametrize("change", [add_parameter, add_buffer, lose_tie])
+def untie_from_other_bytes(model):
+    untie(model, torch.full((3, 3), 5.0))
+
+
+def tie_to_other_bytes(model):
+    """Tie the third tensor to the one that is tied to none: what it had is gone."""
+    if isinstance(model, dict):
+        model["d"] = model["c"]
+    else:
+        model.d = model.c
+
+
+@pytest.fixture
+def changed(fleet):
+    """Maker of a worker, and its round, whose model is changed after the vote for v2."""
+
+    def run(make, change, **options):
+        source = make()
+        made = fleet(source)
+        member = made.join(make(), **options)
+        assert made.publish("v1").ok
+        with torch.no_grad():
+            for each in source.values() if isinstance(source, dict) else source.parameters():
+                each.add_(1)
+        round_ = made.publisher.publish("v2", wait=False)
+        while not member.session.pending:
+            assert not round_.done
+        change(member.model)
+        return member, round_
+
+    return run
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """The names of this process as if the test were alone in it."""
+    made = ProcessWeights()
+    monkeypatch.setattr(session_module, "process_weights", made)
+    return made
+
+
 @pytest.mark.parametrize("make", [module, mapping])
-@pytest.mark.parametrize("commit", ["adopt", "copy"])
-def test_model_that_changed_after_the_vote_keeps_the_old_version_whole(
-    fleet, make, commit, change, report_of
+def test_model_whose_ties_changed_after_the_vote_keeps_the_old_version_whole(
+    changed, make, commit, report_of
 ):
-    source = make()
-    made = fleet(source)
-    member = made.join(make(), commit=commit)
-    assert made.publish("v1").ok
-    with torch.no_grad():
-        for each in source.values() if isinstance(source, dict) else source.parameters():
-            each.add_(1)
-    round_ = made.publisher.publish("v2", wait=False)
-    while not member.session.pending:
-        assert not round_.done
-    change(member.model)
+    member, round_ = changed(make, untie, commit=commit)
     before = member.contents
     with pytest.raises(CommitError, match="has changed in") as caught:
         member.session.commit_pending()
@@ -97,6 +155,101 @@ def test_model_that_changed_after_the_vote_keeps_the_old_version_whole(
     assert member.contents == before
     report = report_of(round_.result, 5)
     assert [each.outcome for each in report.workers] == ["restored"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add_name,
+        add_buffer,
+        lose_name,
+        reshape,
+        retype,
+        lose_memory,
+        untie_from_other_bytes,
+        tie_to_other_bytes,
+    ],
+)
+@pytest.mark.parametrize("make", [module, mapping])
+def test_model_that_is_not_the_old_version_any_more_after_the_vote_has_no_name(
+    changed, make, change, process, caplog
+):
+    member, round_ = changed(make, change)
+    before = None if change is lose_memory else member.contents
+    v1 = process.version().fingerprint
+    with pytest.raises(CommitError, match="must not serve") as caught:
+        member.session.commit_pending()
+    assert not caught.value.restored
+    assert (member.session.version, member.session.state) == (None, "empty")
+    assert process.version().fingerprint == member.session.fingerprint != v1
+    assert before is None or member.contents == before
+    with pytest.raises(CommitError, match="no worker holds") as told:
+        round_.result(5)
+    assert [each.outcome for each in told.value.report.workers] == ["empty"]
+    # What was logged holds tensors, by the traceback.
+    caplog.clear()
+
+
+class Loader:
+    """A target of a user's own, which writes to the tensors that its model has."""
+
+    def __init__(self, tensors):
+        self.own = StateDictTarget(tensors, "copy")
+        self.schema, self.apply = self.own.schema, self.own.apply
+
+    def capture(self):
+        """Return None: it has no way back to what no update has brought."""
+
+
+@pytest.mark.parametrize("change", [add_name, lose_name, reshape, retype, untie])
+def test_target_of_a_users_own_whose_model_changed_after_the_vote_has_no_name(
+    fleet, change, caplog
+):
+    tensors = mapping()
+    made = fleet(mapping())
+    member = made.join(Loader(tensors))
+    assert made.publish("v1").ok
+    made.source["a"] += 1
+    round_ = made.publisher.publish("v2", wait=False)
+    while not member.session.pending:
+        assert not round_.done
+    change(tensors)
+    with pytest.raises(CommitError) as caught:
+        member.session.commit_pending(5)
+    assert not caught.value.restored
+    assert (member.session.version, member.session.state) == (None, "empty")
+    caplog.clear()
+
+
+@pytest.mark.parametrize("change", [untie, add_name])
+def test_without_a_way_back_a_model_that_changed_after_the_vote_has_no_name(
+    changed, change, caplog
+):
+    member, _ = changed(mapping, change, keep_previous=False)
+    with pytest.raises(CommitError) as caught:
+        member.session.commit_pending()
+    assert not caught.value.restored
+    assert member.session.state == "empty"
+    caplog.clear()
+
+
+def test_name_that_came_before_the_plan_and_is_not_in_the_old_version_is_not_restored(
+    fleet, join, weights, caplog
+):
+    made = fleet(weights)
+    member = join(made)
+    assert made.publish("v1").ok
+    member.model["new"] = torch.zeros(3)
+    weights["new"] = torch.ones(3)
+    # It takes v1 again, and v2 never: the publisher sends that once more.
+    member.target.takes = contents({name: weights[name] for name in weights if name != "new"})
+    member.target.fails_at, member.target.keeps_failing = len(weights) - 1, True
+    with pytest.raises(CommitError, match="no worker holds"):
+        made.publish("v2")
+    assert [each.restored for each in made.commit_errors] == [False] * len(made.commit_errors)
+    assert made.commit_errors
+    assert (member.session.version, member.session.state) == (None, "empty")
+    caplog.clear()
 
 
 # -- proof
@@ -127,6 +280,41 @@ def test_memory_that_an_engine_rewrites_before_the_seal_is_not_committed(fleet, 
         made.publish("v1")
     assert caught.value.pieces == ["layer.1"]
     assert member.contents == before
+
+
+class Keeping(MemoryEngine):
+    """Declares that its memory stays for the round, and that nothing writes there."""
+
+    tensors_valid_until: ClassVar[str] = "round"
+    writes_after_return: ClassVar[bool] = False
+
+    def receive_weights(self, update_info, load_weights):
+        def load(pairs):
+            load_weights([(name, tensor.clone()) for name, tensor in pairs])
+
+        super().receive_weights(update_info, load)
+
+
+class DerivedFromKeeping(Keeping):
+    """Declares nothing itself."""
+
+
+@pytest.mark.parametrize(("engine", "num"), [(Keeping, 0), (DerivedFromKeeping, 1)])
+def test_only_an_engine_that_says_itself_that_it_writes_no_more_is_digested_once(
+    fleet, weights, monkeypatch, engine, num
+):
+    digested = []
+    monkeypatch.setattr(
+        staging_module.Staging,
+        "digest_again",
+        lambda staging, again=staging_module.Staging.digest_again: digested.append(again(staging)),
+    )
+    name = f"tests-{engine.__name__.lower()}"
+    WeightTransferEngineFactory.register_engine(name, engine)
+    made = fleet(weights, engine=name)
+    made.join()
+    assert made.publish("v1").ok
+    assert len(digested) == num
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])

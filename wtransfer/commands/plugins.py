@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
     from wtransfer.registry.discovery import Record
 
-DECLARED = ("devices", "multi_host", "tensors_valid_until", "needs_generation", "trainer_cls")
+DECLARED = (
+    "devices",
+    "multi_host",
+    "tensors_valid_until",
+    "writes_after_return",
+    "needs_generation",
+    "trainer_cls",
+)
 """Class attributes by which a backend states what it can do."""
 
 TIER = "wtransfer.specs.interface:Tier"

@@ -131,6 +131,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     update_info_cls = FileUpdateInfo
     trainer_cls = "wtransfer.engines.file:FileTrainerEngine"
     tensors_valid_until: ClassVar[Literal["return", "round"]] = "round"
+    writes_after_return: ClassVar[bool] = False
     allocates: ClassVar[bool] = True
     multi_host: ClassVar[bool] = True
 

@@ -313,6 +313,11 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     """How long tensors given to ``load_weights`` keep their bytes: until it returns (the session
     copies them), or until the worker lets go of them (the session may keep views). It is
     asked of the instance, once that is initialised."""
+    writes_after_return: ClassVar[bool] = True
+    """Whether it could write to tensors that stay valid for the round once ``load_weights`` has
+    returned: the session then digests them a second time before it votes, one more pass over the
+    update. False is not inherited: a class that derives from such an engine states it again, having
+    passed the kit."""
     allocates: ClassVar[bool] = False
     """Whether tensors that stay valid for the round lie in memory that the engine takes for them:
     there must then be room for the update before its plan is accepted."""

@@ -77,7 +77,7 @@ def wtransfer_backend_loaded(
 
 @hookspec
 def wtransfer_round_started(round_id: str, version: str, worker: str | None) -> None:
-    """A round began: on the trainer with its plan, on a worker when it accepted the plan.
+    """A round began: on the trainer before its plan, on a worker when the plan has come.
 
     Args:
         round_id: The round.

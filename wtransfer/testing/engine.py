@@ -503,6 +503,7 @@ class EngineConformance(ConformanceKit):
         assert isinstance(devices, tuple), "devices is a tuple of device types"
         assert devices, "devices names at least one device type"
         assert all(isinstance(device, str) for device in devices)
+        assert isinstance(getattr(worker_cls, "writes_after_return", True), bool)
         assert isinstance(getattr(worker_cls, "multi_host", False), bool)
         assert isinstance(getattr(worker_cls, "needs_generation", False), bool)
         assert isinstance(worker_cls.init_info_cls, type)
@@ -531,6 +532,34 @@ class EngineConformance(ConformanceKit):
         assert contents(ledger.held) == first, "the next round wrote to tensors in use"
         made.finish(round_)
         assert contents(ledger.held) == contents(source)
+
+    @usually(
+        "a buffer is filled again, or a transfer goes on, after `load_weights` has returned; leave "
+        "`writes_after_return` as it is"
+    )
+    def test_memory_is_not_written_after_it_was_delivered(
+        self, fleet: MakeFleet, worker_cls: type
+    ) -> None:
+        """An engine that declares so is believed: its tensors are digested on arrival only."""
+        if vars(worker_cls).get("writes_after_return", True):
+            return
+        source = _model()
+        made = fleet(source)
+        made.join(_zeros(source))
+        for version in ("v1", "v2"):
+            round_ = made.publisher.publish(version, wait=False)
+            deadline = Deadline(self.deadline_s)
+            while (pending := made.members[0].session.weight_state.pending) is None:
+                deadline.check("an update to be committed")
+                time.sleep(0.002)
+            staged = pending.held.tensors
+            assert staged is not None
+            assert contents(staged) == contents(source), "it wrote before the vote"
+            # A transfer that goes on has this long to show.
+            time.sleep(LATE_S)
+            assert contents(staged) == contents(source), "it wrote after the vote"
+            made.finish(round_)
+            source["weight"] += 1
 
     @usually(
         "an info holds an object, a set or a tuple; it travels as msgpack, so send "

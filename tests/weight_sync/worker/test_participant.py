@@ -245,6 +245,45 @@ def test_observers_of_an_abort_do_not_hold_up_the_channel(publisher, join, obser
     assert slow.threads.get(timeout=TIMEOUT_S) == "wtransfer-engine"
 
 
+def test_every_round_that_ends_had_begun_for_observers(publisher, join, observe):
+    class Blocking:
+        told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        go_on = threading.Event()
+
+        @wtransfer.hookimpl
+        def wtransfer_round_started(self, round_id):
+            self.told.put(("started", round_id))
+
+        @wtransfer.hookimpl
+        def wtransfer_round_aborted(self, round_id):
+            self.told.put(("aborted", round_id))
+            assert self.go_on.wait(TIMEOUT_S)
+
+    blocking = observe(Blocking())
+    join()
+    publisher.init(SHELF)
+    publisher.mail.expect(Ready)
+    publisher.say(Plan("first", "v1", Manifest(())))
+    publisher.mail.expect(Accept)
+    # Its abort keeps the engine's thread, so the next plan cannot be judged before it is ended.
+    publisher.say(Abort("first", "no more"))
+    publisher.say(Plan("second", "v2", Manifest(())))
+    publisher.say(Abort("second", "no more"))
+    publisher.say(Plan("third", "v3", "a manifest that was never sent"))
+    assert [blocking.told.get(timeout=TIMEOUT_S) for _ in range(2)] == [
+        ("started", "first"),
+        ("aborted", "first"),
+    ]
+    blocking.go_on.set()
+    publisher.mail.expect(Refuse)
+    assert [blocking.told.get(timeout=TIMEOUT_S) for _ in range(4)] == [
+        ("started", "second"),
+        ("aborted", "second"),
+        ("started", "third"),
+        ("aborted", "third"),
+    ]
+
+
 def test_the_publisher_hears_of_a_commit_before_observers_do(publisher, join, observe):
     class Waiting:
         outcome = None

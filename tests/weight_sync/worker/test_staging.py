@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wtransfer.errors import (
+    EngineError,
     ManifestError,
     RoundAbortedError,
     SchemaError,
@@ -68,6 +69,44 @@ def test_a_name_that_comes_twice_is_refused(empty):
     empty.load_weights([("a", TENSORS["a"])])
     with pytest.raises(ManifestError, match="delivered 'a' twice"):
         empty.load_weights([("a", TENSORS["a"])])
+
+
+def freed(tensor, nbytes=0):
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+WITHOUT_MEMORY = {
+    "freed": lambda: freed(torch.ones(2, 3)),
+    "cut": lambda: freed(torch.ones(2, 3), 20),
+    "part of a freed buffer": lambda: freed(torch.ones(9, 3)[4:6]),
+    "transposed": lambda: freed(torch.ones(3, 2).t()),
+    "transposed, cut": lambda: freed(torch.ones(3, 2).t(), 20),
+    "expanded": lambda: freed(torch.ones(1, 3).expand(2, 3)),
+    "parameter": lambda: freed(torch.nn.Parameter(torch.ones(2, 3))),
+    "in inference mode": torch.inference_mode()(lambda: freed(torch.ones(2, 3))),
+    "negated": lambda: torch._neg_view(freed(torch.ones(2, 3))),
+    "meta": lambda: torch.ones(2, 3, device="meta"),
+}
+
+
+# FAULTS 54
+@pytest.mark.parametrize("case", WITHOUT_MEMORY)
+def test_tensor_without_memory_is_refused_by_name(empty, case):
+    tensor = WITHOUT_MEMORY[case]()
+    with pytest.raises(EngineError, match="'a' without all of its memory") as caught:
+        empty.load_weights([("a", tensor)])
+    assert caught.value.piece == "a"
+    assert not empty.tensors
+
+
+# FAULTS 54
+def test_memory_that_is_freed_after_its_delivery_is_named_before_the_vote():
+    staged, tensor = staging(copies=False), torch.ones(2, 3)
+    staged.load_weights([("a", tensor)])
+    freed(tensor)
+    with pytest.raises(EngineError, match="'a' without all of its memory"):
+        staged.digest_again()
 
 
 # FAULTS 1

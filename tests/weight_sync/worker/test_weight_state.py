@@ -44,7 +44,6 @@ class Update:
         tensors = {"a": number, "b": number}
         self.held = WeightSet(self.version, f"fingerprint-{number}", None, tensors)
         self.seconds = {}
-        self.judged = None
         self.facts = {"round_id": self.round_id, "version": self.version, "worker": "w"}
         self.dropped = None
         self.next_seq, self.prepared, self.proven = 0, False, False

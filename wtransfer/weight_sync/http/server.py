@@ -93,7 +93,7 @@ _protocol_logger = logging.getLogger(f"{__name__}.protocol")
 _protocol_logger.setLevel(logging.ERROR)
 
 MAX_CONNECTIONS = 128
-"""Connections at a time; further ones are closed at once."""
+"""Connections at a time; for a further one the oldest that has sent no request is closed."""
 HEADER_S = 0.9
 """Time for the headers of a request, in seconds: a silent peer is gone within a second."""
 BODY_S = 30.0
@@ -130,7 +130,8 @@ TBody = TypeVar("TBody", bound=msgspec.Struct)
 class WorkerServer:
     """Serves a session over HTTP, on a thread of its own, until closed.
 
-    At most 128 connections are open at a time; one without a whole request within a second is cut.
+    At most 128 connections are open at a time; one without a whole request within a second is cut,
+    or as soon as a new one needs its place.
 
     Args:
         session: The worker's; it is not closed with the server.
@@ -174,7 +175,6 @@ class WorkerServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            limit_concurrency=MAX_CONNECTIONS,
             backlog=_BACKLOG,
             timeout_graceful_shutdown=1,
         )
@@ -221,22 +221,24 @@ class WorkerServer:
 class _BoundedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, with limits for peers that have not shown the token.
 
-    uvicorn's own `limit_concurrency` counts requests: connections without one would use up the
-    descriptors, which rounds need, too. And it waits for the rest of a header for ever.
+    uvicorn's own `limit_concurrency` refuses requests for the number of connections that send none,
+    and lets those use up the descriptors, which rounds need, too. And it waits for the rest of a
+    header for ever.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logger = _protocol_logger
         self.access_log = False
-        self._header_timer: asyncio.TimerHandle | None = None
+        self.header_timer: asyncio.TimerHandle | None = None
+        """Closes the connection; None: a request has come."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # asyncio reads 256 KiB at a time: a peer without the token gets no more memory than this.
         transport.max_size = _READ_NBYTES  # type: ignore[attr-defined]
         peer = transport.get_extra_info("socket")
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
             transport.abort()
             return
         if peer.family == socket.AF_UNIX:
@@ -259,15 +261,38 @@ class _BoundedProtocol(H11Protocol):
         self._stop_timer()
         super().connection_lost(exc)
 
+    def _make_room(self) -> bool:
+        """Close the oldest connection without a whole request; return whether there was one.
+
+        A peer with the token sends its request at once, so a stranger that is silent leaves before
+        it: newcomers would be shut out by strangers that come again and again.
+        """
+        silent = [
+            (each.header_timer.when(), each)
+            for each in self.connections
+            if isinstance(each, _BoundedProtocol) and each.header_timer is not None
+        ]
+        if not silent:
+            return False
+        oldest = min(silent, key=lambda pair: pair[0])[1]
+        oldest.leave()
+        return True
+
+    def leave(self) -> None:
+        """Close the connection now."""
+        # In this order: until the loss is told it would be found again, in the place of the next.
+        self._stop_timer()
+        self.transport.abort()
+
     def _await_headers(self) -> None:
         # Once per request: bytes that trickle in must not restart it.
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(HEADER_S, self.transport.abort)
+        if self.header_timer is None:
+            self.header_timer = self.loop.call_later(HEADER_S, self.transport.abort)
 
     def _stop_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+        if self.header_timer is not None:
+            self.header_timer.cancel()
+            self.header_timer = None
 
 
 # -- token and bodies -----------------------------------------------------------------------------

@@ -185,12 +185,9 @@ class EngineRunner:
     def may_rewrite(self) -> bool:
         """Whether views of the engine's memory are kept, to which it could write until the vote.
 
-        Not so for engines of our own that map, read or receive into memory which they do not touch
-        again before the last view of it is gone; one that derives from them may do as it likes.
+        Not so for engines that declare it; one that derives from them may do as it likes.
         """
-        return not self.copies and not type(self._own()).__module__.startswith(
-            ("wtransfer.engines.", "wtransfer.weight_sync.", "wtransfer_nccl.")
-        )
+        return not self.copies and vars(type(self._own())).get("writes_after_return", True)
 
     @property
     def allocates(self) -> bool:

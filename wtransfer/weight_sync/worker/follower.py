@@ -86,6 +86,7 @@ class VersionReader:
 
     name: ClassVar[str] = "file"
     tensors_valid_until: ClassVar[str] = "round"
+    writes_after_return: ClassVar[bool] = False
     allocates: ClassVar[bool] = True
 
     def receive_weights(self, update_info: dict[str, Any], load_weights: LoadWeights) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from wtransfer.calls import forget_frames
@@ -44,11 +45,10 @@ from wtransfer.weight_sync.worker.staging import Staging
 from wtransfer.weight_sync.worker.weight_state import WeightSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection
 
     import msgspec
 
-    from wtransfer.engines.interface import TensorSpec
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.worker.follower import Follower
     from wtransfer.weight_sync.worker.session import WorkerSession
@@ -75,8 +75,6 @@ class StagedUpdate:
         self.version = plan.version
         self.held = WeightSet(plan.version, "", manifest)
         """The set; complete once it is verified."""
-        self.judged: Mapping[str, TensorSpec] | None = None
-        """Schema by which the plan was judged."""
         self.seconds: dict[str, float] = {}
         self.dropped: str | None = None
         """Why the round has ended without a commit."""
@@ -131,12 +129,12 @@ class StagedUpdate:
             check_whole(manifest)
         else:
             # A copy: what a target returns may be its own, and change.
-            self.judged = dict(schema)
+            schema = dict(schema)
             casts = check_fit(manifest, schema, cast=session.cast, cast_hint=session.cast_hint)
         if casts:
             notes.append("casts floating dtypes at commit")
         # The manifest of the layout: equal ones of round after round are one object.
-        self.held = WeightSet(self.version, "", layout.manifest, casts=casts)
+        self.held = WeightSet(self.version, "", layout.manifest, casts=casts, judged=schema)
         note = runner.make_room(layout.nbytes)
         if note is not None:
             notes.append(note)
@@ -150,7 +148,6 @@ class StagedUpdate:
         runner.optional("set_layout", layout)
         runner.optional("start_weight_update")
         self.seconds["accept"] = time.monotonic() - self._started_at
-        hooks.notify("wtransfer_round_started", **self.facts)
         return Accept(self.round_id, notes)
 
     def receive(self, data: Data) -> Received:
@@ -170,19 +167,16 @@ class StagedUpdate:
         assert layout is not None
         if runner.may_rewrite:
             staging.digest_again()
-        tied = any(spec.aliases for spec in (self.judged or {}).values())
-        digests = staging.verify(
-            prepare.digests, canonical_names(self.judged or {}) if tied else {}
-        )
+        judged = self.held.judged or {}
+        tied = any(spec.aliases for spec in judged.values())
+        digests = staging.verify(prepare.digests, canonical_names(judged) if tied else {})
         fingerprint = layout.fingerprint(digests)
         # What an engine delivers from here on is in no digest.
         staging.stop("the update is verified")
         self.seconds["verify"] = time.monotonic() - begun
         with state.changed:
             self._staging = None
-            self.held = WeightSet(
-                self.version, fingerprint, layout.manifest, staging.tensors, self.held.casts
-            )
+            self.held = replace(self.held, fingerprint=fingerprint, tensors=staging.tensors)
             # In this order: the commit may come as soon as the vote has left.
             if not state.verified(self):
                 self.held = self.held.without_tensors()
@@ -301,6 +295,8 @@ class Participant:
         if isinstance(plan.manifest, Manifest):
             self._manifest = plan.manifest
         update = StagedUpdate(plan, self._manifest, self)
+        # First: whatever ends it queues behind this on the engine's thread.
+        self.runner.submit(lambda: hooks.notify("wtransfer_round_started", **update.facts))
         try:
             self._state.plan(update)
         except WTransferError as error:

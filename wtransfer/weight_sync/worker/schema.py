@@ -1,6 +1,7 @@
 """Whether an update fits a target: names, dtypes, shapes, and that nothing is missing.
 
-`check_fit` judges a plan; `check_unchanged` looks again before the update is applied.
+`check_fit` judges a plan; `check_unchanged` looks again before the update is applied, and
+`check_has` when the model shall consist of its previous set.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import xxhash
 from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import WHOLE, Manifest, Piece
+from wtransfer.transport.digests import digest
 from wtransfer.transport.tensors import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    import torch
 
 MAX_LISTED = 20
 """Mismatches that an error lists."""
@@ -99,6 +103,51 @@ def check_unchanged(judged: Mapping[str, TensorSpec], now: Mapping[str, TensorSp
         f"first {name!r}: {_shown(judged.get(name))} then, {_shown(now.get(name))} now",
         piece=name,
     )
+
+
+def check_has(
+    judged: Mapping[str, TensorSpec],
+    tensors: Mapping[str, torch.Tensor] | None,
+    now: Mapping[str, TensorSpec],
+    present: Callable[[], Mapping[str, torch.Tensor] | None],
+) -> None:
+    """Raise unless a target can still consist of the set that it had.
+
+    Names, dtypes and shapes must be those of the set. Where tensors are tied otherwise than they
+    were, their bytes decide: a model that was loaded with one tensor under two names may have given
+    each of them its own copy.
+
+    Args:
+        judged: The target's schema when the set was judged.
+        tensors: The set; None: it was not kept.
+        now: The target's schema now.
+        present: Returns the target's tensors, by the names of `now`; None: it cannot.
+
+    Raises:
+        SchemaError: It does not; the first name that differs, then and now.
+    """
+    check_unchanged(_by_every_name(judged), _by_every_name(now))
+    if judged == now:
+        return
+    then, names = canonical_names(judged), canonical_names(now)
+    found = present()
+    if tensors is None or found is None:
+        raise SchemaError("the model's tensors are tied otherwise, and what they were is not known")
+    had = {then[name]: tensor for name, tensor in tensors.items()}
+    for name in names:
+        is_now = found[names[name]]
+        if digest(had[then[name]].to(is_now.dtype)) != digest(is_now):
+            raise SchemaError(
+                f"the model's tensors are tied otherwise, and {name!r} has other bytes than it had",
+                piece=name,
+            )
+
+
+def _by_every_name(schema: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(schema[first].dtype, tuple(schema[first].shape))
+        for name, first in canonical_names(schema).items()
+    }
 
 
 def _shown(spec: TensorSpec | None) -> str:

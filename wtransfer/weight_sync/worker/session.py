@@ -37,6 +37,7 @@ from wtransfer.errors import (
     CommitError,
     RoundAbortedError,
     RoundBusyError,
+    SchemaError,
     StallError,
     WTransferError,
 )
@@ -48,7 +49,7 @@ from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.messages import ErrorInfo, Hello
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
 from wtransfer.weight_sync.worker.participant import PublisherConnection
-from wtransfer.weight_sync.worker.schema import CAST_HINT, check_unchanged, schema_of
+from wtransfer.weight_sync.worker.schema import CAST_HINT, check_has, check_unchanged, schema_of
 from wtransfer.weight_sync.worker.target import (
     CommitMode,
     NotedTensors,
@@ -472,16 +473,7 @@ class WorkerSession:
         self._check_usable()
         self._check_not_within()
         with self._changing_model():
-            target = self._target
-            if (
-                isinstance(target, StateDictTarget)
-                and type(target).capture is StateDictTarget.capture
-            ):
-                # As they lie: its `capture` may be a copy of all.
-                tensors: Mapping[str, torch.Tensor] | None = target.present()
-            else:
-                tensors = target.capture()
-            return {name: digest(tensor) for name, tensor in (tensors or {}).items()}
+            return {name: digest(tensor) for name, tensor in (self._present() or {}).items()}
 
     @property
     def num_dropped(self) -> int:
@@ -548,6 +540,13 @@ class WorkerSession:
         if publisher is not None:
             publisher.send(message)
 
+    def _present(self) -> Mapping[str, torch.Tensor] | None:
+        target = self._target
+        if isinstance(target, StateDictTarget) and type(target).capture is StateDictTarget.capture:
+            # As they lie: its `capture` may be a copy of all.
+            return target.present()
+        return target.capture()
+
     # -- applying
 
     @contextlib.contextmanager
@@ -584,11 +583,14 @@ class WorkerSession:
         assert held.tensors is not None
         handed = NotedTensors(held.tensors)
         previous = state.held
+        if previous.judged is None:
+            # Its first weights have the form that the model had when it was first judged.
+            previous = replace(previous, judged=held.judged)
         touched = False
         try:
-            if pending.update.judged is not None:
+            if held.judged is not None:
                 # Coverage was proven for the model as it was then.
-                check_unchanged(pending.update.judged, self.schema())
+                check_unchanged(held.judged, self.schema())
             if self._keep_previous and previous.tensors is None and not state.empty:
                 previous = replace(previous, tensors=self._target.capture())
             touched = True
@@ -633,10 +635,13 @@ class WorkerSession:
         undone = pending.update.version
         # An empty worker whose model was not touched is as empty as before.
         restored = previous.tensors is not None if touched else not self.weight_state.empty
-        if restored and touched:
-            assert previous.tensors is not None
+        if restored:
             try:
-                self._target.apply(previous.tensors)
+                if touched:
+                    assert previous.tensors is not None
+                    self._target.apply(previous.tensors)
+                # Also where nothing was touched here: others may have changed the model.
+                self._check_has(previous)
             except BaseException:
                 logger.exception("%s could not restore %r", self.name, previous.version)
                 restored = False
@@ -668,6 +673,17 @@ class WorkerSession:
         if cause is None or isinstance(cause, Exception):
             return Failure(failure, cause)
         return Failure(cause)
+
+    def _check_has(self, held: WeightSet) -> None:
+        try:
+            schema = self._target.schema()
+        except SchemaError as error:
+            if error.piece is not None:
+                raise
+            # No update can be taken here at all, which says nothing of any tensor.
+            return
+        if held.judged is not None and schema is not None:
+            check_has(held.judged, held.tensors, schema, self._present)
 
     def _await_finish(self, committed: Pending) -> Failure | None:
         """Wait until every rank has committed; between two of them no step may run."""

@@ -8,6 +8,7 @@ import torch
 
 from wtransfer.errors import (
     DigestMismatchError,
+    EngineError,
     IncompleteUpdateError,
     ManifestError,
     RoundAbortedError,
@@ -15,7 +16,7 @@ from wtransfer.errors import (
 )
 from wtransfer.transport.digests import copy_digest, digest
 from wtransfer.transport.memory import is_out_of_memory, out_of_memory
-from wtransfer.transport.tensors import byte_view
+from wtransfer.transport.tensors import byte_view, lacks_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,6 +66,7 @@ class Staging:
             RoundAbortedError: The round is over.
             ManifestError: A name that the plan does not have, or one that came before.
             SchemaError: Another dtype or shape than planned.
+            EngineError: A tensor without memory.
             StagingMemoryError: No memory left.
         """
         # Also for no tensors: an engine that prepares asks this way whether to go on.
@@ -85,6 +87,7 @@ class Staging:
                     f"plan says {layout.dtypes[number]} {list(layout.shapes[number])}",
                     piece=name,
                 )
+            _check_memory(name, tensor)
             self._stage(name, tensor)
             staged.add(name)
         self._on_progress(self.nbytes)
@@ -115,9 +118,15 @@ class Staging:
         self.nbytes += kept.nbytes
 
     def digest_again(self) -> None:
-        """Digest all that was staged once more: its engine could have written there meanwhile."""
+        """Digest all that was staged once more: its engine could have written there meanwhile.
+
+        Raises:
+            RoundAbortedError: The round is over.
+            EngineError: A tensor whose memory was freed meanwhile.
+        """
         for name, tensor in self.tensors.items():
             self._check_stopped()
+            _check_memory(name, tensor)
             self._digests[name] = digest(tensor, self._algorithm)
 
     def verify(self, digests: Sequence[str], canonical: Mapping[str, str]) -> list[str]:
@@ -169,6 +178,16 @@ class Staging:
                     piece=name,
                 )
         return own
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    # To read on behind the end of a storage would end the process.
+    if tensor.is_meta or lacks_memory(tensor):
+        raise EngineError(
+            f"the engine delivered {name!r} without all of its memory: its storage was freed or "
+            "cut, or it is on the meta device",
+            piece=name,
+        )
 
 
 def _listed(names: list[str], limit: int = 5) -> str:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
+    from wtransfer.engines.interface import TensorSpec
     from wtransfer.weight_sync.worker.participant import StagedUpdate
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
@@ -95,6 +96,8 @@ class WeightSet:
     """The weights themselves, where they can be applied again."""
     casts: str = ""
     """What `check_fit` says of the tensors that are cast as they are applied."""
+    judged: Mapping[str, TensorSpec] | None = None
+    """The model's schema when the set was judged; None: it had none, or no update was judged."""
 
     @property
     def verified(self) -> str | None:

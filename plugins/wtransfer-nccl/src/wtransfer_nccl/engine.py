@@ -47,6 +47,7 @@ class NCCLWeightTransferEngine(CollectiveWeightTransferEngine[NCCLWeightTransfer
     init_info_cls = NCCLWeightTransferInitInfo
     update_info_cls = NCCLWeightTransferUpdateInfo
     trainer_cls = "wtransfer_nccl.trainer:NCCLTrainerEngine"
+    writes_after_return: ClassVar[bool] = False
     devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
 
     def __init__(self, config: HasBackend, parallel_config: ParallelConfig) -> None:
