@@ -6,6 +6,7 @@ import json
 import threading
 
 import pytest
+import torch
 from host import MODEL, travelled
 from msgspec.structs import replace
 
@@ -717,6 +718,61 @@ def test_peer_lost_while_the_group_forms_is_a_miss_at_once(make, monkeypatch):
     other.finish(request)
     assert count(other, "blocks_missed_lost_total") == BLOCKS
     go_on.set()
+
+
+def slow_stores(monkeypatch):
+    """Let torch be slow to make the first store, as where no resolver answers; return the gate."""
+    gate, real, made = threading.Event(), torch.distributed.TCPStore, []
+
+    def make_store(*args, **options):
+        if options.get("is_master"):
+            made.append(options)
+            if len(made) == 1:
+                assert gate.wait(30)
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", make_store)
+    return gate, made
+
+
+@pytest.mark.parametrize("kind", [GROUP], indirect=True)
+def test_client_whose_rendezvous_takes_long_keeps_no_other_from_the_blocks(
+    make, monkeypatch, until
+):
+    one, slow, other = make("p"), make("slow"), make("d")
+    params = [one.prefill(PROMPT) for _ in range(2)]
+    gate, made = slow_stores(monkeypatch)
+    waiting = begin(slow, params[0])
+    until(lambda: made)
+    assert other.serve(PROMPT, 1, params[1]).loaded == BLOCKS
+    assert waiting.state == "loading"
+    gate.set()
+    slow.finish(waiting)
+    assert slow.counts["tokens_loaded"] == BLOCKS * 4
+
+
+@pytest.mark.parametrize("kind", [GROUP], indirect=True)
+def test_rendezvous_that_is_not_opened_in_time_is_a_miss(make, monkeypatch, until):
+    one, other = make("p", deadline_s=0.3), make("d")
+    params = one.prefill(PROMPT)
+    gate, _ = slow_stores(monkeypatch)
+    try:
+        assert other.serve(PROMPT, 1, params).loaded == 0
+    finally:
+        gate.set()
+    assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
+
+
+@pytest.mark.parametrize("kind", [GROUP], indirect=True)
+def test_instance_ends_while_a_rendezvous_is_opened(make, monkeypatch, until):
+    one, other = make("p"), make("d")
+    gate, made = slow_stores(monkeypatch)
+    waiting = begin(other, one.prefill(PROMPT))
+    until(lambda: made)
+    one.close()
+    gate.set()
+    other.finish(waiting)
+    assert other.counts["tokens_loaded"] == 0
 
 
 def test_lost_instance_is_a_miss_and_its_successor_works(make):
