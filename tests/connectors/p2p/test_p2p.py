@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 
 import pytest
@@ -824,6 +825,42 @@ def test_full_pool_closes_the_client_that_was_needed_longest_ago(make, monkeypat
         assert other.serve(prompt, 1, one.prefill(prompt)).loaded == BLOCKS
         until(lambda one=one: leases(one) == [0])
     until(lambda: [count(one, "clients") for one in served] == [1, 0, 1])
+
+
+@pytest.fixture
+def silent():
+    """A local address at which something listens that never says a word."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"wtransfer-{1:032x}"
+        listener.bind(f"\0{name}")
+        listener.listen(64)
+        yield f"unix:@{name}"
+
+
+@pytest.mark.parametrize("kind", [SHM])
+def test_requests_with_many_tokens_for_one_silent_address_keep_no_other_out(
+    make, monkeypatch, silent
+):
+    monkeypatch.setattr(client_module, "MAX_CLIENTS", 6)
+    others, one = [make("p0"), make("p1")], make("d", deadline_s=5.0)
+    for each in others:
+        assert one.serve(PROMPT, 1, each.prefill(PROMPT)).loaded == BLOCKS
+    params = others[0].prefill([7, *PROMPT])
+    made_up = [
+        {**params, "remote_addresses": [silent], "remote_tokens": [f"{number}"]}
+        for number in range(20)
+    ]
+    one.clear_cache()
+    for each in made_up:
+        one.add([7, *PROMPT], 1, each)
+    one.step()
+    assert len(worker_of(one)._loads._clients) == 2 + client_module.MAX_UNPROVEN
+    # Its client was not closed for them, and a new instance finds room.
+    assert [count(each, "clients") for each in others] == [1, 1]
+    new = make("p2")
+    for each in (others[0], new):
+        assert one.serve([8, *PROMPT], 1, each.prefill([8, *PROMPT])).loaded == BLOCKS
+    assert [count(each, "clients") for each in (*others, new)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", [SHM])
