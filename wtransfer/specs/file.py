@@ -25,11 +25,13 @@ import secrets
 import stat
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
 from wtransfer.config import convert_options
+from wtransfer.deadline import Deadline
 from wtransfer.errors import OffloadingOptionError, StorageError, WTransferError
 from wtransfer.specs.interface import Tier
 from wtransfer.transport.files import Folder, read_at, storage_errors, write_at
@@ -43,6 +45,8 @@ FORMAT = "wtransfer-kv-2"
 _SLACK = 64
 _FREED = 8
 _ABANDONED_S = 3600.0
+SWEEP_S = 0.2
+"""Longest that leftovers are swept at a start, and then with each block that is put, in seconds."""
 _PRIVATE = 0o077
 _WRITE = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
@@ -152,6 +156,7 @@ class FileTier(Tier):
 
     def _write(self, folders: _Folders, name: str, data: memoryview) -> None:
         blocks, incoming = folders.blocks, folders.incoming
+        folders.sweep()
         self._room.make(blocks, data.nbytes)
         try:
             with folders.temporary() as (temporary, fd), storage_errors(f"writing {name!r}"):
@@ -185,7 +190,7 @@ class FileTier(Tier):
 
 
 class _Folders:
-    """The folders, open. Leftovers of writers that have died are swept.
+    """The folders, open. Leftovers of writers that have died are swept, some at a time.
 
     A writer locks the file that it writes, and the kernel frees the lock at the writer's death. A
     sweep removes the files that it can lock. Where it comes between a file's creation and its lock,
@@ -201,7 +206,11 @@ class _Folders:
                 """Whole blocks."""
                 self.incoming = on_error.enter_context(_private(base, "incoming"))
                 """Files that are being written."""
-            self._sweep()
+            # A start does not wait for those of a hundred crashes, which `put` comes back to.
+            self._unswept = deque[str]()
+            with contextlib.suppress(WTransferError):
+                self._unswept.extend(self.incoming.names())
+            self.sweep()
             on_error.pop_all()
 
     def are_removed(self) -> bool:
@@ -229,13 +238,18 @@ class _Folders:
                 os.unlink(name, dir_fd=self.incoming.fd)
             os.close(fd)
 
-    def _sweep(self) -> None:
-        """Remove leftovers; what cannot be removed, or is being removed by another sweep, stays."""
-        names: list[str] = []
-        with contextlib.suppress(WTransferError):
-            names = self.incoming.names()
-        for name in names:
-            with contextlib.suppress(WTransferError, OSError), contextlib.ExitStack() as closing:
+    def sweep(self) -> None:
+        """Remove leftovers for `SWEEP_S`; any thread may call it.
+
+        What cannot be removed, or is being removed by another sweep, stays.
+        """
+        deadline = Deadline(SWEEP_S)
+        while self._unswept and not deadline.expired:
+            with (
+                contextlib.suppress(WTransferError, OSError, IndexError),
+                contextlib.ExitStack() as closing,
+            ):
+                name = self._unswept.popleft()
                 found = os.stat(name, dir_fd=self.incoming.fd, follow_symlinks=False)
                 is_left = time.time() - found.st_mtime > _ABANDONED_S
                 if stat.S_ISREG(found.st_mode):
