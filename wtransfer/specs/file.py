@@ -78,6 +78,7 @@ class FileTier(Tier):
 
     example_options: ClassVar[Mapping[str, Any]] = {"shared_storage_path": "/mnt/kv"}
     options_cls = FileOptions
+    writes_after_get = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:
@@ -107,26 +108,13 @@ class FileTier(Tier):
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Read a file of exactly this length; its time of use is now."""
+        return _read(self._current().blocks, key, into)
+
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """Read several; the folder is looked at once."""
         blocks = self._current().blocks
-        with storage_errors(f"reading '{blocks.path}/{key.hex()}'"):
-            try:
-                fd = os.open(key.hex(), _READ, dir_fd=blocks.fd)
-            except OSError as error:
-                if error.errno in _PLANTED | {errno.ENOENT}:
-                    return False
-                raise
-            try:
-                entry = os.fstat(fd)
-                if not _is_plain(entry) or entry.st_size != into.nbytes:
-                    return False
-                if read_at(fd, [into], 0) != into.nbytes:
-                    return False
-                # Not on a read-only disk.
-                with contextlib.suppress(OSError):
-                    _note_use(fd)
-            finally:
-                os.close(fd)
-        return True
+        # From the end of a prefix to its head, which is thus used last and evicted last.
+        return [_read(blocks, key, into) for key, into in reversed(items)][::-1]
 
     def put(self, key: bytes, data: memoryview) -> None:
         """Write a file and give it its name. It is not synced: a torn block is found by checksum.
@@ -289,6 +277,30 @@ def _note_use(fd: int) -> None:
 def _is_plain(entry: os.stat_result) -> bool:
     # Without a name: removed, or replaced, since it was opened.
     return stat.S_ISREG(entry.st_mode) and entry.st_nlink <= 1
+
+
+def _read(blocks: Folder, key: bytes, into: memoryview) -> bool:
+    """Fill memory from a file of exactly its length; its time of use is now."""
+    name = key.hex()
+    with storage_errors(f"reading '{blocks.path}/{name}'"):
+        try:
+            fd = os.open(name, _READ, dir_fd=blocks.fd)
+        except OSError as error:
+            if error.errno in _PLANTED | {errno.ENOENT}:
+                return False
+            raise
+        try:
+            entry = os.fstat(fd)
+            if not _is_plain(entry) or entry.st_size != into.nbytes:
+                return False
+            if read_at(fd, [into], 0) != into.nbytes:
+                return False
+            # Not on a read-only disk.
+            with contextlib.suppress(OSError):
+                _note_use(fd)
+        finally:
+            os.close(fd)
+    return True
 
 
 class _Kept(NamedTuple):

@@ -414,6 +414,9 @@ class Tier(ABC):
     options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
     """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
     plugins show`` prints each with its type, default and docstring."""
+    writes_after_get: ClassVar[bool] = True
+    """Whether anything may still write to `into` once `get` has returned, as a client's thread or
+    device does whose call was given up. False saves a copy of every block that is loaded."""
 
     @abstractmethod
     def __init__(self, options: Mapping[str, Any]) -> None: ...

@@ -6,9 +6,10 @@
 2.  W stores: a block is copied to a buffer, which releases it, and put from there. A tier that
     hangs holds buffers, and blocks of the cache for `STALL_S`: then stores fail until a buffer
     comes free again. A copy is put only if its job had not ended when it was made.
-3.  W loads: a thread gets a block into a buffer, and copies it to one that the tier has never seen:
-    a client may still write to the first after its call. From there `Copier.load` verifies it and
-    writes it to the cache, only while its job has not ended. A job that takes longer than
+3.  W loads: a thread gets a block into a buffer, and copies it to one that the tier has never seen,
+    unless the tier says that nothing writes to the first after its call (`Tier.writes_after_get`).
+    From there `Copier.load` verifies it and writes it to the cache, only while its job has not
+    ended. A job that takes longer than
     ``deadline_s`` fails; bytes that arrive later are dropped.
 4.  A block that is not what it should be is removed from the tier, and one that cannot be read is
     replaced by the next store. A key whose load has failed is a miss until then, or for `FAILED_S`.
@@ -725,7 +726,9 @@ class TierWorker(JobWorker):
         """Copy chunks to buffers, and have them put from there."""
         if (chunks.blocks < 0).any():
             raise RefusedError("malformed")
-        for chunk in chunks.split(1):
+        # The end of a prefix first, as between steps: a store that evicts what was used longest ago
+        # keeps its head.
+        for chunk in reversed(list(chunks.split(1))):
             buffer = self._take_buffer(min(STALL_S, self._jobs.seconds_left(job_id)))
             try:
                 (header,) = copier.gather(_in_buffers(chunk, buffer), mark)
@@ -843,7 +846,7 @@ class TierWorker(JobWorker):
         return chunks.num_blocks * copier.pages.block_nbytes
 
     def _get(self, chunks: Chunks, nbytes: int, first: int) -> int:
-        """Fill buffers, and copy them; return where the copies begin.
+        """Fill buffers, and copy them where the tier may still write there; return the first.
 
         One without a header is refused as an absent block.
         """
@@ -864,6 +867,8 @@ class TierWorker(JobWorker):
             for each in own:
                 self._mark_unreadable(each)
             raise RefusedError("error") from error
+        if not self._tier.writes_after_get:
+            return first
         copies = first + self._own
         self._buffers.rows[copies : copies + len(own), : HEADER_NBYTES + nbytes] = rows
         return copies
