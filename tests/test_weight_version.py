@@ -184,6 +184,20 @@ def test_second_model_with_other_weights_is_not_vouched_for(weights):
     weights.vouch(first)
 
 
+def test_refused_second_model_is_said_to_cost_the_first_its_shared_name(weights, caplog):
+    """Either could compute what is kept from here on, and nothing says which does."""
+    first, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    weights.vouch(first)
+    shared = weights.version().fingerprint
+    with pytest.raises(ValueError, match="the other model's too, has a name that no other process"):
+        weights.vouch(other)
+    assert "nothing is shared" in caplog.text
+    assert weights.version().fingerprint != shared
+    del other
+    gc.collect()
+    assert weights.version().fingerprint == shared
+
+
 def test_vouching_again_is_a_change(weights):
     model = Model()
     weights.vouch_by_fingerprint(F0, model)

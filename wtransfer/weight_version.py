@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import logging
 import os
 import re
 import secrets
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wtransfer.engines.interface import WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 class WeightVersion(NamedTuple):
@@ -167,7 +170,9 @@ class ProcessWeights:
             TypeError: A label was given, or the model cannot be referenced weakly (a plain dict).
             ValueError: A session watches over the model, or this process has vouched for another
                 model with other weights: KV cache is not marked with its model, so two engines in
-                one process would find each other's.
+                one process would find each other's. While both models are there, KV cache of either
+                is shared with no other process; the first one's name counts again when the refused
+                model is gone.
             ManifestError: The model names something that no update can hold.
             SourceError: It cannot be read.
 
@@ -191,11 +196,16 @@ class ProcessWeights:
         vouched = {each.fingerprint for each in list(self._vouches.values()) if each is not vouch}
         if vouched - {fingerprint, None}:
             vouch.settle(local_fingerprint())
-            raise ValueError(
+            text = (
                 "this process has vouched for another model, with other weights; KV cache is not "
-                "marked with its model: run one engine per process. For a draft model beside its "
-                "target, write process_weights.vouch_by_fingerprint(fingerprint, draft)"
+                "marked with its model: run one engine per process. Until the model that is "
+                "refused is gone, KV cache of this process, the other model's too, has a name that "
+                "no other process knows: nothing is shared. For a draft model beside its target, "
+                "write process_weights.vouch_by_fingerprint(fingerprint, draft)"
             )
+            # Also where the caller takes the error for an answer: hits cease without a sign.
+            logger.error("%s", text)
+            raise ValueError(text)
         vouch.settle(fingerprint)
 
     def vouch_by_fingerprint(self, fingerprint: str, model: object) -> None:

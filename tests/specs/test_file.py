@@ -10,10 +10,13 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from wtransfer import deadline
 from wtransfer.errors import DescriptorLimitError, OffloadingOptionError, StorageError
+from wtransfer.specs import file
 from wtransfer.specs.file import FORMAT, FileTier
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -281,6 +284,29 @@ def test_leftovers_of_a_dead_writer_are_swept_and_a_living_ones_are_not(tier, op
         (incoming / "0123").write_bytes(b"half a bl")
         open_tier()
         assert [each.name for each in incoming.iterdir()] == [name]
+
+
+def test_start_does_not_wait_until_all_leftovers_are_swept(open_tier, incoming, monkeypatch):
+    open_tier().close()
+    for number in range(20):
+        (incoming / f"{number:016x}").write_bytes(b"half a bl")
+    # A disk that takes its time: by a clock that goes on with each lock.
+    clock, real = [0.0], fcntl.flock
+
+    def slow(fd, how):
+        clock[0] += 0.4 * file.SWEEP_S
+        return real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    tier = open_tier()
+    assert len(list(incoming.iterdir())) == 17
+    # Those that are left go with what is put, which waits no longer for them either.
+    left = []
+    while not left or left[-1]:
+        put(tier)
+        left.append(len(list(incoming.iterdir())))
+    assert left[:3] == [14, 11, 8]
 
 
 def test_sweep_goes_on_where_a_file_system_locks_only_what_may_be_written(

@@ -15,6 +15,7 @@ from tier_rig import NUM_BLOCKS, NUM_LAYERS, PAGE, PATIENCE_S, Gate, Rig, key, u
 
 from wtransfer.config import OffloadingConfig
 from wtransfer.errors import BlockNotKeptError, OffloadingOptionError, PluginTypeError
+from wtransfer.kv.cache_view import HostPages
 from wtransfer.kv.header import HEADER_NBYTES
 from wtransfer.specs import tier as tier_module
 from wtransfer.specs.factory import OffloadingSpecFactory
@@ -34,6 +35,21 @@ from wtransfer.specs.tiering import tier_spec
 from wtransfer.testing.fakes import MemoryTier
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+class StillWriting(Gate):
+    """A client that goes on writing to the memory of a `get` that has returned."""
+
+    given: list
+
+    def get(self, key, into):
+        self.given.append(into)
+        return super().get(key, into)
+
+    @classmethod
+    def write(cls):
+        for into in cls.given:
+            into[HEADER_NBYTES:] = bytes(len(into) - HEADER_NBYTES)
 
 
 @pytest.fixture
@@ -341,6 +357,35 @@ def test_lookup_that_no_thread_answers_is_a_miss(rig, monkeypatch):
     assert rig.manager.lookup(key(1), context) is LookupResult.RETRY
     monkeypatch.setattr(time, "monotonic", lambda: clock() + LOOKUP_S + 0.1)
     assert rig.manager.lookup(key(1), context) is LookupResult.MISS
+
+
+@pytest.mark.parametrize("num_slots", [0, 4], ids=["alone", "under an arena"])
+def test_what_a_client_writes_after_its_call_reaches_no_cache(monkeypatch, num_slots):
+    """The bytes that were verified are the ones that are copied."""
+    scatter, seen = HostPages.scatter, []
+
+    def write_then_copy(*args):
+        # Verified by now, and not copied yet.
+        rig.tier_cls.write()
+        seen.append(len(rig.tier_cls.given))
+        return scatter(*args)
+
+    monkeypatch.setattr(StillWriting, "given", [], raising=False)
+    with Rig(num_slots=num_slots, tier_cls=StillWriting) as rig:
+        assert rig.store([3, 1]) == [True] if not num_slots else rig.keep([3, 1])
+        if num_slots:
+            rig.manager.reset_cache()
+            until(lambda: len(rig.kept) == 2)
+        monkeypatch.setattr(HostPages, "scatter", write_then_copy)
+        # One after the other: a block whose call has not returned may well be refused.
+        for number, block in ((3, 7), (1, 9)):
+            assert rig.load([number], [block])
+            assert rig.is_right(block, number)
+        assert seen
+        # What came to the arena on the way is right as well.
+        for number, block in ((3, 5), (1, 6)):
+            assert rig.load([number], [block])
+            assert rig.is_right(block, number)
 
 
 def test_late_load_fails_and_writes_nothing(later):

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -18,7 +19,8 @@ import pytest
 
 from wtransfer.testing.connector import ConnectorConformance
 from wtransfer.testing.engine import EngineConformance
-from wtransfer.testing.kit import registered_name
+from wtransfer.testing.fakes import MemoryTier
+from wtransfer.testing.kit import check_tier, registered_name
 from wtransfer.testing.policy import PolicyConformance
 from wtransfer.testing.spec import SpecConformance
 from wtransfer.testing.tier import TierConformance
@@ -185,6 +187,31 @@ def test_override_is_refused(kind, where):
 def test_expected_failure_without_test_or_reason_is_refused(failures, message):
     with pytest.raises(TypeError, match=message):
         type("TestMine", (EngineConformance,), {"expected_failures": failures})
+
+
+def test_kit_ends_after_the_third_test_that_hangs():
+    go_on = threading.Event()
+
+    class Hangs(MemoryTier):
+        def remove(self, keys):
+            go_on.wait(60)
+
+        def get_stats(self):
+            go_on.wait(60)
+            return {}
+
+    try:
+        report = check_tier(Hangs, shelf="{folder}", attributes={"deadline_s": 0.1})
+    finally:
+        go_on.set()
+    assert len(report.failed) == 3
+    assert all("has not returned in 0.6 s" in text for text in report.failed.values())
+    (reason, *others) = [text for text in set(report.skipped.values()) if "have hung" in text]
+    assert others == []
+    assert reason.startswith("3 tests have hung, each for its whole time: test_")
+    assert all(name in reason for name in report.failed)
+    # Another class begins anew.
+    assert report.passed
 
 
 @pytest.mark.parametrize("kind", KITS)

@@ -5,11 +5,13 @@ import os
 import runpy
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed
 
 from wtransfer.errors import (
     AddressError,
@@ -20,6 +22,7 @@ from wtransfer.errors import (
 )
 from wtransfer.transport import rendezvous as rendezvous_module
 from wtransfer.transport.rendezvous import (
+    bind_rendezvous,
     host_rendezvous,
     join_rendezvous,
     own_address,
@@ -206,6 +209,52 @@ def test_a_port_in_use_is_named_at_once_and_nothing_stays_half_open():
         with pytest.raises(AddressInUseError, match=f"listens at 'tcp:{HOST}:{port}' already"):
             host_rendezvous(HOST, port)
     host_rendezvous(HOST, port).close()
+
+
+@pytest.mark.parametrize("ends", ["late", "called off"])
+def test_a_store_that_torch_is_slow_to_make_is_not_waited_for(monkeypatch, ends):
+    """Torch asks the resolver of the host, which may answer nothing for seconds."""
+    gate, reached, real = threading.Event(), threading.Event(), torch.distributed.TCPStore
+
+    def make_store(*args, **options):
+        reached.set()
+        assert gate.wait(30)
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", make_store)
+    bound = bind_rendezvous(HOST)
+    try:
+        if ends == "late":
+            with pytest.raises(StallError, match=r"opening the rendezvous at .* asks the resolver"):
+                bound.serve(0.2)
+        else:
+            with ThreadPoolExecutor(1) as threads:
+                serving = threads.submit(bound.serve, 30.0)
+                assert reached.wait(10)
+                bound.cancel()
+                with pytest.raises(GroupError, match="called off"):
+                    serving.result(10)
+    finally:
+        bound.close()
+        gate.set()
+    with pytest.raises(GroupError, match="closed"):
+        bound.serve(1.0)
+    monkeypatch.undo()
+    # The store is gone once torch has made it, and nobody wants it.
+    end = time.monotonic() + 10.0
+    while True:
+        with contextlib.suppress(AddressInUseError):
+            host_rendezvous(HOST, bound.port).close()
+            break
+        assert time.monotonic() < end
+
+
+def test_a_rendezvous_that_is_closed_before_it_is_opened_leaves_nothing():
+    bound = bind_rendezvous(HOST)
+    bound.close()
+    with pytest.raises(GroupError, match="closed"):
+        bound.serve(1.0)
+    host_rendezvous(HOST, bound.port).close()
 
 
 def test_an_address_of_another_machine_is_refused():

@@ -35,8 +35,9 @@ The life of a request, S beside the scheduler, W beside every worker's model:
     is over, its blocks may be others', and none of its loads may write into them any more.
 9.  W ``wait_for_save()``: the step counts, and from here on its blocks may be overwritten. Only
     after a forward pass all of whose loads have come.
-10. W ``get_finished(finished_req_ids)``, ``get_block_ids_with_load_errors()``,
-    ``build_connector_worker_meta()``, ``clear_connector_metadata()``.
+10. W ``get_finished(finished_req_ids)``, ``get_failed_recving()``,
+    ``get_block_ids_with_load_errors()``, ``build_connector_worker_meta()``,
+    ``clear_connector_metadata()``.
 11. S ``request_finished(request, block_ids)``, once, if the step or a user has ended it: whether
     the blocks must stay until ``get_finished`` of every W has named the request, as sent; that may
     have been in this very step. The blocks of a request that ends while they are loaded stay in any
@@ -123,7 +124,8 @@ class KVConnectorOutput:
     invalid_block_ids: set[int] = field(default_factory=set)
     """Blocks that any worker could not load: whoever uses them must compute them."""
     failed_recving: set[str] = field(default_factory=set)
-    """Those among the received ones of which any worker could not load a part."""
+    """Those among the received ones of which any worker could not load a part, or which begin
+    anew."""
 
     def is_empty(self) -> bool:
         """Return whether nothing was said."""
@@ -240,6 +242,14 @@ class ConnectorScheduler(ConnectorSide):
         """Return whether steps are needed though no request is there, to end what is under way."""
         return False
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the host's block pool, once, before the first request.
+
+        With its ``blocks`` by number, ``touch(blocks)`` and ``free_blocks(blocks)`` a connector
+        keeps blocks from being given to others, also after their request has let go of them. A host
+        that calls this asks the worker's side for `ConnectorWorker.get_failed_recving`.
+        """
+
 
 # -- the worker's side ------------------------------------------------------------------------
 
@@ -325,6 +335,13 @@ class ConnectorWorker(ConnectorSide):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be loaded, each once, before or with its request."""
+        return set()
+
+    def get_failed_recving(self) -> set[str]:
+        """Return received requests that begin anew in other blocks, each once, with `get_finished`.
+
+        Bytes may still arrive in the blocks that they have; the scheduler's side holds these.
+        """
         return set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

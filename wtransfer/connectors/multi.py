@@ -428,6 +428,9 @@ class MultiScheduler(MultiSide, ConnectorScheduler):
             )
         return counts.pop()
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.call_all(lambda _, c: c.bind_gpu_block_pool(gpu_block_pool))
+
     def has_pending_push_work(self) -> bool:
         return any(self.query_all(lambda c: c.has_pending_push_work()))
 
@@ -543,6 +546,9 @@ class MultiWorker(MultiSide, ConnectorWorker):
                 self._loading.pop(request_id, None)
         received, self._received = self._received | loaded, set()
         return done - loaded or None, received or None
+
+    def get_failed_recving(self) -> set[str]:
+        return set().union(*self.call_all(lambda _, c: c.get_failed_recving()))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         self.call_all(lambda _, c: self._load_errors.update(c.get_block_ids_with_load_errors()))

@@ -40,7 +40,7 @@ from wtransfer.connectors.p2p.worker import P2PWorker
 from wtransfer.errors import ConnectorOptionError, GroupError, LimitError, ProtocolError
 from wtransfer.transport.address import parse_address, tcp_text
 from wtransfer.transport.process_group import GlooCommunicator
-from wtransfer.transport.rendezvous import Rendezvous, host_rendezvous
+from wtransfer.transport.rendezvous import Rendezvous, bind_rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -167,17 +167,35 @@ class _Pair:
     """One end of a group of two. Any thread may abort it.
 
     Args:
-        rendezvous: Where both ends meet; used up.
         rank: Of this end.
         options: Of the connector.
     """
 
     group: GlooCommunicator | None = None
+    _rendezvous: Rendezvous | None = None
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, options: ProcessGroupOptions) -> None:
-        self._rendezvous = rendezvous
+    def __init__(self, rank: int, options: ProcessGroupOptions) -> None:
         self._rank = rank
         self._options = options
+        self._aborted = False
+
+    def host(self) -> Rendezvous:
+        """Open the rendezvous, which may take seconds: torch asks the host's resolver.
+
+        Raises:
+            WTransferError: It cannot be opened, or this end was aborted.
+        """
+        rendezvous = self._take(bind_rendezvous(self._options.host))
+        rendezvous.serve(self._options.deadline_s)
+        return rendezvous
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Connect to the other end's rendezvous.
+
+        Raises:
+            WTransferError: It cannot be reached, or this end was aborted.
+        """
+        self._take(rendezvous).join(min(JOIN_S, self._options.deadline_s))
 
     def meet(self) -> None:
         """Form the group, once both ends are there.
@@ -185,9 +203,8 @@ class _Pair:
         Raises:
             WTransferError: The other end does not come, or this one was aborted.
         """
+        assert self._rendezvous is not None
         timeout_s = self._options.deadline_s
-        if self._rank == _RECEIVER:
-            self._rendezvous.join(min(JOIN_S, timeout_s))
         self.group = GlooCommunicator(
             self._rendezvous,
             self._rank,
@@ -201,31 +218,42 @@ class _Pair:
 
     def abort(self) -> None:
         """Let every wait in it raise; a second call does nothing."""
-        self._rendezvous.cancel()
+        self._aborted = True
+        if self._rendezvous is not None:
+            self._rendezvous.cancel()
         group = self.group
         if group is not None:
             group.abort()
 
     def close(self) -> None:
-        """Release it; only after `meet` has returned or raised."""
-        self._rendezvous.cancel()
+        """Release it; only after `host` or `join`, and `meet`, have returned or raised."""
+        self.abort()
         if self.group is not None:
             self.group.close()
             self.group = None
         # Only now: the other end may still connect when this one has.
-        self._rendezvous.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    def _take(self, rendezvous: Rendezvous) -> Rendezvous:
+        self._rendezvous = rendezvous
+        # `abort` sets the flag, then reads the rendezvous: one of the two finds the other.
+        if self._aborted:
+            rendezvous.cancel()
+        return rendezvous
 
 
 class _Sender:
     """Sends slots to one client, on a thread of its own; the first error closes its connection."""
 
-    def __init__(self, buffer: StagingBuffer, pair: _Pair, connection: Connection) -> None:
-        self._buffer = buffer
+    def __init__(self, server: ProcessGroupServer, pair: _Pair, connection: Connection) -> None:
+        self._server = server
         self._pair = pair
         self._connection = connection
         self._calls: list[Call] = []
         self._thread = SerialThread("wtransfer-send")
-        self._submit(pair.meet)
+        # Not on the channel's thread, which every other client needs.
+        self._submit(self._open)
 
     def send(self, slots: list[int]) -> None:
         """Send slots, after those of earlier calls.
@@ -260,6 +288,16 @@ class _Sender:
 
         self._calls.append(self._thread.submit(call))
 
+    def _open(self) -> None:
+        rendezvous = self._pair.host()
+        where: dict[str, int | str] = {
+            "host": rendezvous.host,
+            "port": rendezvous.port,
+            "name": rendezvous.name,
+        }
+        self._server.say_hello(self._connection, where)
+        self._pair.meet()
+
     def _send(self, slots: list[int]) -> None:
         group = self._pair.group
         if group is None or self._connection.closed:
@@ -268,7 +306,7 @@ class _Sender:
         for slot in slots:
             if len(under_way) == DEPTH:
                 under_way.popleft().wait()
-            memory = torch.from_numpy(self._buffer.memory.used[slot])
+            memory = torch.from_numpy(self._server.buffer.memory.used[slot])
             under_way.append(group.send(memory, _RECEIVER))
         while under_way:
             under_way.popleft().wait()
@@ -286,17 +324,10 @@ class ProcessGroupServer(P2PServer):
         address = tcp_text((host, port + instance.rank if port else 0))
         super().__init__(buffer, instance, options, token, address)
 
-    def open_transport(self, connection: Connection) -> dict[str, int | str]:
-        """Open a rendezvous, and return where it is."""
-        rendezvous = host_rendezvous(self._options.host)
-        where: dict[str, int | str] = {
-            "host": rendezvous.host,
-            "port": rendezvous.port,
-            "name": rendezvous.name,
-        }
-        pair = _Pair(rendezvous, _SENDER, self._options)
-        self._senders[connection] = _Sender(self.buffer, pair, connection)
-        return where
+    def open_transport(self, connection: Connection) -> None:
+        """Start the client's sender, which opens a rendezvous and says where it is."""
+        pair = _Pair(_SENDER, self._options)
+        self._senders[connection] = _Sender(self, pair, connection)
 
     def send_slots(self, connection: Connection, slots: list[int]) -> None:
         """Send them."""
@@ -327,9 +358,10 @@ class ProcessGroupClient(P2PClient):
         if not (isinstance(host, str) and isinstance(port, int) and isinstance(name, str)):
             raise ProtocolError(f"{self.address} does not say where its process group meets")
         options = cast("ProcessGroupOptions", self.loads.options)
-        self._pair = pair = _Pair(Rendezvous(host, port, name), _RECEIVER, options)
+        self._pair = pair = _Pair(_RECEIVER, options)
         # `fail` sets the error, then aborts the pair. Either it finds the pair, or this the error.
         self.check()
+        pair.join(Rendezvous(host, port, name))
         pair.meet()
         nbytes = self.loads.geometry.nbytes
         memory = np.zeros(DEPTH * SlotMemory.stride(nbytes), np.uint8)

@@ -52,9 +52,13 @@ class SharedMemoryServer(P2PServer):
             self._exporter.close()
             raise
 
-    def open_transport(self, connection: Connection) -> dict[str, int | str]:  # noqa: ARG002
-        """Return where the buffer is exported."""
-        return {"exporter": self._exporter.address, "secret": self._exporter.secret}
+    def open_transport(self, connection: Connection) -> None:
+        """Say where the buffer is exported."""
+        where: dict[str, int | str] = {
+            "exporter": self._exporter.address,
+            "secret": self._exporter.secret,
+        }
+        self.say_hello(connection, where)
 
     def close(self) -> None:
         """Stop exporting; readers keep what they have mapped."""

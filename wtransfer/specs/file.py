@@ -25,11 +25,13 @@ import secrets
 import stat
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
 from wtransfer.config import convert_options
+from wtransfer.deadline import Deadline
 from wtransfer.errors import OffloadingOptionError, StorageError, WTransferError
 from wtransfer.specs.interface import Tier
 from wtransfer.transport.files import Folder, read_at, storage_errors, write_at
@@ -43,6 +45,8 @@ FORMAT = "wtransfer-kv-2"
 _SLACK = 64
 _FREED = 8
 _ABANDONED_S = 3600.0
+SWEEP_S = 0.2
+"""Longest that leftovers are swept at a start, and then with each block that is put, in seconds."""
 _PRIVATE = 0o077
 _WRITE = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
@@ -74,6 +78,7 @@ class FileTier(Tier):
 
     example_options: ClassVar[Mapping[str, Any]] = {"shared_storage_path": "/mnt/kv"}
     options_cls = FileOptions
+    writes_after_get = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:
@@ -103,26 +108,13 @@ class FileTier(Tier):
 
     def get(self, key: bytes, into: memoryview) -> bool:
         """Read a file of exactly this length; its time of use is now."""
+        return _read(self._current().blocks, key, into)
+
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """Read several; the folder is looked at once."""
         blocks = self._current().blocks
-        with storage_errors(f"reading '{blocks.path}/{key.hex()}'"):
-            try:
-                fd = os.open(key.hex(), _READ, dir_fd=blocks.fd)
-            except OSError as error:
-                if error.errno in _PLANTED | {errno.ENOENT}:
-                    return False
-                raise
-            try:
-                entry = os.fstat(fd)
-                if not _is_plain(entry) or entry.st_size != into.nbytes:
-                    return False
-                if read_at(fd, [into], 0) != into.nbytes:
-                    return False
-                # Not on a read-only disk.
-                with contextlib.suppress(OSError):
-                    _note_use(fd)
-            finally:
-                os.close(fd)
-        return True
+        # From the end of a prefix to its head, which is thus used last and evicted last.
+        return [_read(blocks, key, into) for key, into in reversed(items)][::-1]
 
     def put(self, key: bytes, data: memoryview) -> None:
         """Write a file and give it its name. It is not synced: a torn block is found by checksum.
@@ -152,6 +144,7 @@ class FileTier(Tier):
 
     def _write(self, folders: _Folders, name: str, data: memoryview) -> None:
         blocks, incoming = folders.blocks, folders.incoming
+        folders.sweep()
         self._room.make(blocks, data.nbytes)
         try:
             with folders.temporary() as (temporary, fd), storage_errors(f"writing {name!r}"):
@@ -185,7 +178,7 @@ class FileTier(Tier):
 
 
 class _Folders:
-    """The folders, open. Leftovers of writers that have died are swept.
+    """The folders, open. Leftovers of writers that have died are swept, some at a time.
 
     A writer locks the file that it writes, and the kernel frees the lock at the writer's death. A
     sweep removes the files that it can lock. Where it comes between a file's creation and its lock,
@@ -201,7 +194,11 @@ class _Folders:
                 """Whole blocks."""
                 self.incoming = on_error.enter_context(_private(base, "incoming"))
                 """Files that are being written."""
-            self._sweep()
+            # A start does not wait for those of a hundred crashes, which `put` comes back to.
+            self._unswept = deque[str]()
+            with contextlib.suppress(WTransferError):
+                self._unswept.extend(self.incoming.names())
+            self.sweep()
             on_error.pop_all()
 
     def are_removed(self) -> bool:
@@ -229,13 +226,18 @@ class _Folders:
                 os.unlink(name, dir_fd=self.incoming.fd)
             os.close(fd)
 
-    def _sweep(self) -> None:
-        """Remove leftovers; what cannot be removed, or is being removed by another sweep, stays."""
-        names: list[str] = []
-        with contextlib.suppress(WTransferError):
-            names = self.incoming.names()
-        for name in names:
-            with contextlib.suppress(WTransferError, OSError), contextlib.ExitStack() as closing:
+    def sweep(self) -> None:
+        """Remove leftovers for `SWEEP_S`; any thread may call it.
+
+        What cannot be removed, or is being removed by another sweep, stays.
+        """
+        deadline = Deadline(SWEEP_S)
+        while self._unswept and not deadline.expired:
+            with (
+                contextlib.suppress(WTransferError, OSError, IndexError),
+                contextlib.ExitStack() as closing,
+            ):
+                name = self._unswept.popleft()
                 found = os.stat(name, dir_fd=self.incoming.fd, follow_symlinks=False)
                 is_left = time.time() - found.st_mtime > _ABANDONED_S
                 if stat.S_ISREG(found.st_mode):
@@ -275,6 +277,30 @@ def _note_use(fd: int) -> None:
 def _is_plain(entry: os.stat_result) -> bool:
     # Without a name: removed, or replaced, since it was opened.
     return stat.S_ISREG(entry.st_mode) and entry.st_nlink <= 1
+
+
+def _read(blocks: Folder, key: bytes, into: memoryview) -> bool:
+    """Fill memory from a file of exactly its length; its time of use is now."""
+    name = key.hex()
+    with storage_errors(f"reading '{blocks.path}/{name}'"):
+        try:
+            fd = os.open(name, _READ, dir_fd=blocks.fd)
+        except OSError as error:
+            if error.errno in _PLANTED | {errno.ENOENT}:
+                return False
+            raise
+        try:
+            entry = os.fstat(fd)
+            if not _is_plain(entry) or entry.st_size != into.nbytes:
+                return False
+            if read_at(fd, [into], 0) != into.nbytes:
+                return False
+            # Not on a read-only disk.
+            with contextlib.suppress(OSError):
+                _note_use(fd)
+        finally:
+            os.close(fd)
+    return True
 
 
 class _Kept(NamedTuple):

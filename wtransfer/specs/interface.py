@@ -414,6 +414,9 @@ class Tier(ABC):
     options_cls: ClassVar[type | str | tuple[type | str, ...]] = ()
     """Classes, or ``"package.module:Class"``, whose annotated fields are the options: ``wtransfer
     plugins show`` prints each with its type, default and docstring."""
+    writes_after_get: ClassVar[bool] = True
+    """Whether anything may still write to `into` once `get` has returned, as a client's thread or
+    device does whose call was given up. False saves a copy of every block that is loaded."""
 
     @abstractmethod
     def __init__(self, options: Mapping[str, Any]) -> None: ...
@@ -526,7 +529,11 @@ class OffloadingWorker(ABC):
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that have ended since the last call, each once."""
+        """Return the jobs that have ended since the last call, each once.
+
+        For one that is not reported by ``deadline_s``, an option of `OffloadingConnector`, no
+        request waits any more: see there.
+        """
 
     def get_released(self) -> set[int]:
         """Return jobs that have not ended, but no longer use blocks of the cache.
@@ -539,8 +546,11 @@ class OffloadingWorker(ABC):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until these jobs have ended or are released; unknown ones count as ended.
 
+        The model's thread waits here, so the wait is bounded by the worker itself.
+
         Raises:
-            StallError: They made no progress within the worker's deadline.
+            StallError: They made no progress within the worker's deadline. They have failed then,
+                whatever they report later.
         """
 
     def get_stats(self) -> Mapping[str, float]:

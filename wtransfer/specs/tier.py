@@ -6,8 +6,10 @@
 2.  W stores: a block is copied to a buffer, which releases it, and put from there. A tier that
     hangs holds buffers, and blocks of the cache for `STALL_S`: then stores fail until a buffer
     comes free again. A copy is put only if its job had not ended when it was made.
-3.  W loads: a thread gets a block into a buffer of its own, from which `Copier.load` verifies it
-    and writes it to the cache, only while its job has not ended. A job that takes longer than
+3.  W loads: a thread gets a block into a buffer, and copies it to one that the tier has never seen,
+    unless the tier says that nothing writes to the first after its call (`Tier.writes_after_get`).
+    From there `Copier.load` verifies it and writes it to the cache, only while its job has not
+    ended. A job that takes longer than
     ``deadline_s`` fails; bytes that arrive later are dropped.
 4.  A block that is not what it should be is removed from the tier, and one that cannot be read is
     replaced by the next store. A key whose load has failed is a miss until then, or for `FAILED_S`.
@@ -602,12 +604,14 @@ class TierWorker(JobWorker):
         num_puts = max(1, options.buffer_bytes // (HEADER_NBYTES + nbytes))
         num_gets, num_copies = num_threads * self._get_batch, num_threads * self._put_batch
         try:
-            self._buffers = _Buffers(num_puts + num_gets + num_copies, nbytes)
+            self._buffers = _Buffers(num_puts + 2 * num_gets + num_copies, nbytes)
         except MemoryError:
             raise OffloadingOptionError(
                 f"buffer_bytes={options.buffer_bytes:,}: there is not that much memory"
             ) from None
-        tier.register_memory(self._buffers.rows.reshape(-1).data)
+        # The last rows are no tier's: what is verified and copied on lies there.
+        self._own = num_gets + num_copies
+        tier.register_memory(self._buffers.rows[: num_puts + self._own].reshape(-1).data)
         self._puts = CopyThreads("wtransfer-tier-put", num_threads, NICENESS)
         self._to_put: deque[Put] = deque()
         # Numbers of buffers, the one used last first. A load never waits for those of stores; it
@@ -722,7 +726,9 @@ class TierWorker(JobWorker):
         """Copy chunks to buffers, and have them put from there."""
         if (chunks.blocks < 0).any():
             raise RefusedError("malformed")
-        for chunk in chunks.split(1):
+        # The end of a prefix first, as between steps: a store that evicts what was used longest ago
+        # keeps its head.
+        for chunk in reversed(list(chunks.split(1))):
             buffer = self._take_buffer(min(STALL_S, self._jobs.seconds_left(job_id)))
             try:
                 (header,) = copier.gather(_in_buffers(chunk, buffer), mark)
@@ -821,16 +827,16 @@ class TierWorker(JobWorker):
         first = self._free_for_loads.get()
         self._gets[first] = time.monotonic()
         try:
-            self._get(chunks, copier.chunk_nbytes, first)
+            own = self._get(chunks, copier.chunk_nbytes, first)
             # Not the error itself: it would hold this frame, and with it the cache.
             reason: Reason | None = None
             row = len(chunks)
             with self._jobs.committing(job_id):
                 try:
-                    copier.load(_in_buffers(chunks, first), mark)
+                    copier.load(_in_buffers(chunks, own), mark)
                 except RefusedError as error:
                     reason, row = error.reason, error.row
-                self._promote(chunks[:row], first)
+                self._promote(chunks[:row], own)
             if reason is not None:
                 self._remove(rank_key(chunks.keys[row], self._rank), reason)
                 raise RefusedError(reason)
@@ -839,8 +845,11 @@ class TierWorker(JobWorker):
             self._free_for_loads.put(first)
         return chunks.num_blocks * copier.pages.block_nbytes
 
-    def _get(self, chunks: Chunks, nbytes: int, first: int) -> None:
-        """Fill buffers; one without a header is refused as an absent block."""
+    def _get(self, chunks: Chunks, nbytes: int, first: int) -> int:
+        """Fill buffers, and copy them where the tier may still write there; return the first.
+
+        One without a header is refused as an absent block.
+        """
         if self._get_health.is_paused:
             self._counts.add("gets_paused", len(chunks))
             raise RefusedError("error")
@@ -858,6 +867,11 @@ class TierWorker(JobWorker):
             for each in own:
                 self._mark_unreadable(each)
             raise RefusedError("error") from error
+        if not self._tier.writes_after_get:
+            return first
+        copies = first + self._own
+        self._buffers.rows[copies : copies + len(own), : HEADER_NBYTES + nbytes] = rows
+        return copies
 
     def _remove(self, own: bytes, reason: Reason) -> None:
         """Remove a block that is not what it should be."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 Test = TypeVar("Test", bound="Callable[..., None]")
 
 
+MAX_HUNG = 3
+"""Tests of a backend that may hang before its other tests are skipped."""
 SPECIAL_HINTS = {
     "buffer is not writable": "the memory of a tensor must be writable: map shared files with "
     "mmap.ACCESS_COPY or ACCESS_WRITE",
@@ -74,7 +76,7 @@ class ConformanceKit:
 
     A test cannot be overridden; `expected_failures` says which ones a backend may fail. Where a
     kit's smoke test, its first one, fails, the tests after it are skipped: they would fail for the
-    same reason, many of them at the end of a deadline.
+    same reason, many of them at the end of a deadline. So are those after the third that hangs.
     """
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
@@ -83,6 +85,8 @@ class ConformanceKit:
     smoke_test: ClassVar[str] = ""
     """Name of the kit's smoke test, whose body runs within `is_smoke_test`."""
     _smoke_failed: ClassVar[type | None] = None
+    _hung: ClassVar[dict[type, list[str]]] = {}
+    _test_name: str | None = None
 
     def run_test(self, test: Callable[[], None]) -> None:
         """Run the body of a test that has a hint; a kit may bound its time."""
@@ -93,6 +97,19 @@ class ConformanceKit:
         # Of this class alone: subclasses test other backends.
         if self._smoke_failed is type(self) and request.function.__name__ != self.smoke_test:
             pytest.skip(f"{self.smoke_test} has failed")
+        if len(hung := self._hung.get(type(self), [])) >= MAX_HUNG:
+            pytest.skip(
+                f"{len(hung)} tests have hung, each for its whole time: {', '.join(hung)}; the "
+                "others were not run. Bound every call of the backend by a time-out, and run again"
+            )
+        name = request.node.name
+        is_expected = {name, name.partition("[")[0]} & self.expected_failures.keys()
+        self._test_name = None if is_expected else name
+
+    def note_hang(self) -> None:
+        """Count a test that has hung; after `MAX_HUNG` the tests that follow are skipped."""
+        if self._test_name is not None:
+            self._hung.setdefault(type(self), []).append(self._test_name)
 
     @contextlib.contextmanager
     def is_smoke_test(self) -> Iterator[None]:

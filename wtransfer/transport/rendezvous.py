@@ -45,20 +45,25 @@ GRACE_S = 0.5
 class Rendezvous:
     """One meeting of all ranks, for one group.
 
-    Made by `host_rendezvous` on one rank and by `join_rendezvous` on the others.
+    Made by `host_rendezvous`, or `bind_rendezvous`, on one rank and by `join_rendezvous` on the
+    others.
 
     Args:
         host: Host of the store.
         port: Its port.
         name: Prefix of the keys of this meeting.
-        server: The store itself, kept until `close`; None: another process has it.
+        listener: Where `serve` shall listen; None: another process has the store.
     """
 
-    def __init__(self, host: str, port: int, name: str, server: Any = None) -> None:
+    def __init__(
+        self, host: str, port: int, name: str, listener: ListeningSocket | None = None
+    ) -> None:
         self.host = host
         self.port = port
         self.name = name
-        self._server = server
+        self._listener = listener
+        # The store itself, kept until `close`.
+        self._server: Any = None
         self._store: Any = None
         self._closed = False
         self._cancelled = threading.Event()
@@ -75,6 +80,44 @@ class Rendezvous:
             self.check()
             raise GroupError("this rendezvous was not joined yet")
         return store
+
+    def serve(self, timeout_s: float | None = None) -> None:
+        """Open the store, and connect to it; on the host, once.
+
+        Torch asks the system's resolver here, now and then: that takes seconds where none answers,
+        so a thread on which others wait makes this call on another one.
+
+        Args:
+            timeout_s: Longest wait, in seconds; None: `CONNECT_TIMEOUT_S`.
+
+        Raises:
+            GroupError: The rendezvous was cancelled.
+            StallError: Torch has not made the store in time.
+            PeerLostError: The store does not answer.
+        """
+        limit_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = Deadline(limit_s)
+        where = tcp_text((self.host, self.port))
+
+        def open_store() -> Any:
+            assert self._listener is not None
+            # The store's from here on. Either this or `close` has it.
+            fd = self._listener.socket.detach()
+            if fd < 0:
+                raise GroupError(f"the rendezvous at {where} was closed before it was opened")
+            return dist.TCPStore(
+                self.host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
+                master_listen_fd=fd,
+            )
+
+        what = f"opening the rendezvous at {where}: torch asks the resolver of this host"
+        self._server = self.call(open_store, what, limit_s)
+        # As every other rank does: a group keeps its connection and may end late, but not the port.
+        self.join(deadline.remaining())
 
     def join(self, timeout_s: float | None = None) -> None:
         """Connect to the store.
@@ -161,11 +204,16 @@ class Rendezvous:
         self.check()
         deadline = Deadline(timeout_s)
         call = start_call(run, "wtransfer-rendezvous")
-        while not call.done.wait(POLL_S):
+        try:
+            while not call.done.wait(POLL_S):
+                self.check()
+                deadline.check(what)
+            # Also just before the end: a group that was made for a cancelled rendezvous is dropped.
             self.check()
-            deadline.check(what)
-        # Also just before the end: a group that was made for a cancelled rendezvous is dropped.
-        self.check()
+        except BaseException:
+            # Else a result that comes later would live as long as the error.
+            del call
+            raise
         if call.error is not None:
             raise call.error
         result: T = call.result
@@ -180,6 +228,8 @@ class Rendezvous:
         self._closed = True
         self.cancel()
         self._store = self._server = None
+        if self._listener is not None:
+            self._listener.socket.close()
 
     def check(self) -> None:
         """Raise if the rendezvous was cancelled.
@@ -206,8 +256,30 @@ class Rendezvous:
                 deadline.check(f"the arrival of ranks {missing} of {size}")
 
 
-def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
-    """Open a store at one address.
+def host_rendezvous(host: str, port: int = 0, timeout_s: float | None = None) -> Rendezvous:
+    """Open a store at one address, and connect to it as every other rank does.
+
+    Args:
+        host: Address of this machine that all ranks can reach.
+        port: 0: the kernel picks one.
+        timeout_s: As for `Rendezvous.serve`.
+
+    Raises:
+        AddressInUseError: The port is taken.
+        AddressError: The address is not this machine's.
+        StallError: Torch has not made the store in time.
+    """
+    rendezvous = bind_rendezvous(host, port)
+    try:
+        rendezvous.serve(timeout_s)
+    except BaseException:
+        rendezvous.close()
+        raise
+    return rendezvous
+
+
+def bind_rendezvous(host: str, port: int = 0) -> Rendezvous:
+    """Bind the address of a rendezvous; nothing answers there before `Rendezvous.serve`.
 
     Args:
         host: Address of this machine that all ranks can reach.
@@ -224,19 +296,8 @@ def host_rendezvous(host: str, port: int = 0) -> Rendezvous:
         )
     listener = ListeningSocket(tcp_text((host, port)), allow_remote=True)
     bound_host, bound_port = listener.socket.getsockname()[:2]
-    server = dist.TCPStore(
-        bound_host,
-        bound_port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=dt.timedelta(seconds=CONNECT_TIMEOUT_S),
-        master_listen_fd=listener.socket.detach(),
-    )
     name = f"wtransfer/{secrets.token_hex(16)}"
-    rendezvous = Rendezvous(bound_host, bound_port, name, server)
-    # As every other rank does: a group keeps its connection and may end late, but not the port.
-    rendezvous.join()
-    return rendezvous
+    return Rendezvous(bound_host, bound_port, name, listener)
 
 
 def join_rendezvous(host: str, port: int, name: str, timeout_s: float | None = None) -> Rendezvous:

@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
@@ -77,6 +78,9 @@ class Scripted(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids):
         return self.answers.pop("finished", (None, None))
+
+    def get_failed_recving(self):
+        return self.answers.pop("failed", set())
 
     def get_block_ids_with_load_errors(self):
         return self.answers.pop("errors", set())
@@ -235,6 +239,36 @@ def test_early_report_does_not_end_a_reused_request_id(adapter):
     assert results.finished_recving == set()
 
 
+def test_request_that_begins_anew_is_named_as_failed_when_it_is_received(adapter):
+    (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
+    Scripted.answers["matched"] = (16, True)
+    for number, name in enumerate("ab"):
+        metadata = plan(scheduler, name=name, ids=(number,), num_tokens=16)
+        worker.bind_connector_metadata(metadata)
+    Scripted.answers.update(failed={"a", "b", "c"}, finished=(None, {"a"}))
+    results = worker.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"a"}, {"a"})
+    Scripted.answers["finished"] = (None, {"b"})
+    assert worker.get_transfer_results(set()).failed_recving == {"b"}
+
+
+def test_block_pool_of_vllm_is_what_connectors_hold_blocks_with(adapter):
+    side, _ = adapter("SCHEDULER")
+    pool = BlockPool(4, enable_caching=True, hash_block_size=16)
+    bound = []
+    side._inner.bind_gpu_block_pool = bound.append
+    side.bind_gpu_block_pool(pool)
+    (held,) = bound
+    # What the offloading connector calls: the block stays although its request lets go of it.
+    (block,) = held.get_new_blocks(1)
+    held.touch([held.blocks[block.block_id]])
+    free = held.get_num_free_blocks()
+    held.free_blocks([block])
+    assert held.get_num_free_blocks() == free
+    held.free_blocks([held.blocks[block.block_id]])
+    assert held.get_num_free_blocks() == free + 1
+
+
 def test_unawaited_request_is_not_reported(adapter):
     (scheduler, _), (worker, _) = adapter("SCHEDULER"), adapter("WORKER")
     Scripted.answers["finished"] = ({"never heard of"}, {"nor of this"})
@@ -346,13 +380,11 @@ def test_class_level_answers_of_the_adapter(adapter):
 
 LEFT = {
     "bind_kv_cache_manager": "for connectors that look into vLLM's block pool",
-    "bind_gpu_block_pool": "likewise",
     "finish_forward": "loads of a step end before it does",
     "get_external_cache_hit_sources": "vLLM counts them as external",
     "get_kv_connector_kv_cache_events": "events name blocks by hashes of ours, not by vLLM's",
     "get_loaded_kv_cache_group_ids": "there is one group",
     "get_mem_pool_context": "the cache lies in vLLM's own memory",
-    "get_transfer_results": "made of get_finished",
     "has_connector_metadata": "kept by the base class",
     "has_pending_block_frees": "no transfer of ours frees blocks for others",
     "register_finished_partial_tail": "only whole blocks are kept",

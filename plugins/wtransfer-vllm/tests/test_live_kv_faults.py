@@ -77,6 +77,33 @@ def test_damaged_blocks_are_computed(engines, fresh_kv, tmp_path, damage):
     assert hits >= len(PROMPTS) * 6 * BLOCK_SIZE
 
 
+def test_load_that_is_not_reported_is_computed_in_other_blocks(engines, fresh_kv, tmp_path):
+    gate = tmp_path / "gate"
+    options = {
+        "spec_name": "HeldSpec",
+        "spec_module_path": "held_spec",
+        "cpu_bytes_to_use": 64 << 20,
+        "gate": str(gate),
+        "spoils": True,
+        "deadline_s": 1.0,
+    }
+    engine = engines(("wtransfer-OffloadingConnector", lambda _: options), kv=RECOMPUTE)
+    engine.do("answer", PROMPTS)
+    forget_prefixes(engine)
+    # vLLM has the beginning of one of them: its blocks are shared, and are not written.
+    engine.do("answer", [PROMPTS[0][: 3 * BLOCK_SIZE]], 1)
+    gate.touch()
+    check_same(engine.do("answer", PROMPTS), fresh_kv["A"])
+    assert not engine.do("forget_prefixes"), "the blocks are held"
+    gate.unlink()
+    check_same(engine.do("answer", PROMPTS), fresh_kv["A"])
+    forget_prefixes(engine)
+    served, hits = count_hits(engine, lambda: engine.do("answer", PROMPTS))
+    check_same(served, fresh_kv["A"])
+    assert hits >= 3 * BLOCK_SIZE, "what was late is suspect, and what lies before it is not"
+    assert "HeldSpec has not reported a load of request" in engine.log.read_text()
+
+
 @nightly
 def test_foreign_blocks_and_blocks_of_old_weights_are_computed(engines, fresh_kv, tmp_path):
     engines(STORAGE, kv=RECOMPUTE).do("answer", PROMPTS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 
 import pytest
+import torch
 from host import MODEL, travelled
 from msgspec.structs import replace
 
@@ -719,6 +721,61 @@ def test_peer_lost_while_the_group_forms_is_a_miss_at_once(make, monkeypatch):
     go_on.set()
 
 
+def slow_stores(monkeypatch):
+    """Let torch be slow to make the first store, as where no resolver answers; return the gate."""
+    gate, real, made = threading.Event(), torch.distributed.TCPStore, []
+
+    def make_store(*args, **options):
+        if options.get("is_master"):
+            made.append(options)
+            if len(made) == 1:
+                assert gate.wait(30)
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", make_store)
+    return gate, made
+
+
+@pytest.mark.parametrize("kind", [GROUP], indirect=True)
+def test_client_whose_rendezvous_takes_long_keeps_no_other_from_the_blocks(
+    make, monkeypatch, until
+):
+    one, slow, other = make("p"), make("slow"), make("d")
+    params = [one.prefill(PROMPT) for _ in range(2)]
+    gate, made = slow_stores(monkeypatch)
+    waiting = begin(slow, params[0])
+    until(lambda: made)
+    assert other.serve(PROMPT, 1, params[1]).loaded == BLOCKS
+    assert waiting.state == "loading"
+    gate.set()
+    slow.finish(waiting)
+    assert slow.counts["tokens_loaded"] == BLOCKS * 4
+
+
+@pytest.mark.parametrize("kind", [GROUP], indirect=True)
+def test_rendezvous_that_is_not_opened_in_time_is_a_miss(make, monkeypatch, until):
+    one, other = make("p", deadline_s=0.3), make("d")
+    params = one.prefill(PROMPT)
+    gate, _ = slow_stores(monkeypatch)
+    try:
+        assert other.serve(PROMPT, 1, params).loaded == 0
+    finally:
+        gate.set()
+    assert other.serve(PROMPT, 1, one.prefill(PROMPT)).loaded == BLOCKS
+
+
+@pytest.mark.parametrize("kind", [GROUP], indirect=True)
+def test_instance_ends_while_a_rendezvous_is_opened(make, monkeypatch, until):
+    one, other = make("p"), make("d")
+    gate, made = slow_stores(monkeypatch)
+    waiting = begin(other, one.prefill(PROMPT))
+    until(lambda: made)
+    one.close()
+    gate.set()
+    other.finish(waiting)
+    assert other.counts["tokens_loaded"] == 0
+
+
 def test_lost_instance_is_a_miss_and_its_successor_works(make):
     one, other = make("p"), make("d")
     params = one.prefill(PROMPT)
@@ -768,6 +825,42 @@ def test_full_pool_closes_the_client_that_was_needed_longest_ago(make, monkeypat
         assert other.serve(prompt, 1, one.prefill(prompt)).loaded == BLOCKS
         until(lambda one=one: leases(one) == [0])
     until(lambda: [count(one, "clients") for one in served] == [1, 0, 1])
+
+
+@pytest.fixture
+def silent():
+    """A local address at which something listens that never says a word."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"wtransfer-{1:032x}"
+        listener.bind(f"\0{name}")
+        listener.listen(64)
+        yield f"unix:@{name}"
+
+
+@pytest.mark.parametrize("kind", [SHM])
+def test_requests_with_many_tokens_for_one_silent_address_keep_no_other_out(
+    make, monkeypatch, silent
+):
+    monkeypatch.setattr(client_module, "MAX_CLIENTS", 6)
+    others, one = [make("p0"), make("p1")], make("d", deadline_s=5.0)
+    for each in others:
+        assert one.serve(PROMPT, 1, each.prefill(PROMPT)).loaded == BLOCKS
+    params = others[0].prefill([7, *PROMPT])
+    made_up = [
+        {**params, "remote_addresses": [silent], "remote_tokens": [f"{number}"]}
+        for number in range(20)
+    ]
+    one.clear_cache()
+    for each in made_up:
+        one.add([7, *PROMPT], 1, each)
+    one.step()
+    assert len(worker_of(one)._loads._clients) == 2 + client_module.MAX_UNPROVEN
+    # Its client was not closed for them, and a new instance finds room.
+    assert [count(each, "clients") for each in others] == [1, 1]
+    new = make("p2")
+    for each in (others[0], new):
+        assert one.serve([8, *PROMPT], 1, each.prefill([8, *PROMPT])).loaded == BLOCKS
+    assert [count(each, "clients") for each in (*others, new)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", [SHM])

@@ -18,14 +18,23 @@ class OffloadingConnector(KVConnectorBase_V1):
 
     1. S looks blocks up in the spec's manager, and prepares the jobs that load or store them.
     2. W gives the jobs to the spec's worker, stores only after a forward pass that counts.
-    3. A load takes as long as it takes; its request waits, and others are computed.
+    3. A request waits for its load, and others are computed meanwhile.
     4. The blocks of a request that ends stay until they are stored.
+    5. A spec that reports a job neither by ``deadline_s`` nor a tenth later is named in the log and
+       counted (``overdue_jobs_total``), and asked for nothing until it has reported. No request
+       waits for the job: one that was to load begins anew, in other blocks, where the host lets
+       connectors hold blocks (``bind_gpu_block_pool``); elsewhere it waits. The blocks of an
+       overdue load stay held until the report (``overdue_blocks_held``), for a thread or a process
+       of the spec may still write into them; so they are lost where that never comes.
     """
 
     scheduler_cls = "wtransfer.connectors.offloading.scheduler:OffloadingScheduler"
     worker_cls = "wtransfer.connectors.offloading.worker:OffloadingSide"
     names_weights = True
     example_options: ClassVar[Mapping[str, Any]] = {"cpu_bytes_to_use": 8 << 30}
+    options_cls: ClassVar[tuple[type | str, ...]] = (
+        "wtransfer.connectors.offloading.scheduler:OffloadingOptions",
+    )
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:  # noqa: ARG003

@@ -54,6 +54,8 @@ class OffloadingMetadata(KVConnectorMetadata):
     """Requests whose blocks are others' from this step on."""
     ended: list[str] = field(default_factory=list)
     """Requests that have ended, and whose blocks stay until their jobs have ended."""
+    overdue: list[int] = field(default_factory=list)
+    """Jobs that the spec has not reported in time: no request waits for them any more."""
 
 
 @dataclass

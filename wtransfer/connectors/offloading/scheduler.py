@@ -7,7 +7,9 @@ import logging
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import msgspec
 
 from wtransfer.config import blocks_per_chunk
 from wtransfer.connectors.fenced import reported_versions
@@ -20,7 +22,8 @@ from wtransfer.connectors.offloading.metadata import (
     OffloadingWorkerMetadata,
 )
 from wtransfer.connectors.progress import Progress, only_group
-from wtransfer.connectors.settings import Instance
+from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence
 from wtransfer.specs.factory import DEFAULT, create_spec
@@ -34,7 +37,7 @@ from wtransfer.specs.interface import (
 from wtransfer.specs.seed_adapter import adapt_spec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
@@ -49,6 +52,15 @@ STORE_BATCH = 32
 """Most chunks that are offered to the tier at once: it takes all of them or none."""
 NUM_STEPS = 32
 """Steps of the model of which the mean time is taken."""
+
+
+class OffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Option of the connector, in ``kv_connector_extra_config``; all others are the spec's."""
+
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 30.0
+    """Longest that a spec may take to report a job, in seconds: what a load was to bring is
+    computed then, in other blocks. Specs and tiers that have this option fail the job themselves.
+    """
 
 
 @dataclass
@@ -74,9 +86,12 @@ class _InFlight:
     context: ReqContext
     keys: list[OffloadKey]
     versions: WeightVersions
-    is_load: bool
+    loaded: Sequence[int] | None
     waiting_for: set[int]
+    deadline: Deadline
     success: bool = True
+    last_step: int | None = None
+    held: Sequence[Any] = ()
 
 
 class _StepTimes:
@@ -136,12 +151,18 @@ class OffloadingScheduler(ConnectorScheduler):
         self._invalidated = InvalidatedKeys()
         self._block_size = instance.block_size
         extra = config.kv_transfer_config.kv_connector_extra_config or {}
+        # A spec that has the deadline itself fails the job first.
+        self._job_s = 1.1 * read_options(OffloadingOptions, extra).deadline_s
+        self._spec_name = extra.get("tier") or extra.get("spec_name", self.default_spec)
         self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
         self._naming = self._name_blocks({})
         self._requests: dict[str, _Offered] = {}
         self._progress = Progress()
         self._job_ids = itertools.count()
+        # In the order of their deadlines, which are equally far away.
         self._in_flight: dict[int, _InFlight] = {}
+        self._overdue: dict[int, _InFlight] = {}
+        self._pool: Any = None
         self._next = OffloadingMetadata()
         self._step = 0
         self._heard: dict[int, int] = {}
@@ -152,6 +173,7 @@ class OffloadingScheduler(ConnectorScheduler):
             store_jobs_failed_total=0,
             loaded_bytes_total=0,
             stored_bytes_total=0,
+            overdue_jobs_total=0,
             unknown_outcomes_total=0,
             fence_changes_total=0,
             fence_misses_total=0,
@@ -179,7 +201,8 @@ class OffloadingScheduler(ConnectorScheduler):
         chunk = self._naming.block_size
         last = (request.num_tokens - 1) // chunk
         first = num_computed_tokens // chunk
-        if num_computed_tokens % self._block_size or last <= first or not self._instance.receives:
+        is_asked = self._instance.receives and not self._overdue
+        if num_computed_tokens % self._block_size or last <= first or not is_asked:
             return 0, False
         found = self._num_hits(request.request_id, offered, first, last)
         if found is None:
@@ -269,7 +292,7 @@ class OffloadingScheduler(ConnectorScheduler):
         except BlockNotKeptError:
             self._next.gone[request_id] = block_ids
             return
-        job_id = self._enter(request_id, offered.context, keys, versions, is_load=True)
+        job_id = self._enter(request_id, offered.context, keys, versions, loaded=block_ids)
         places = GPULoadStoreSpec(block_ids, block_indices=[first])
         self._next.loads.append(Job(job_id, request_id, places, source, versions))
 
@@ -290,7 +313,7 @@ class OffloadingScheduler(ConnectorScheduler):
         offered.first_own = min(offered.first_own, -(-tracked.num_before // chunk))
         # A step that did not count is taken again, and what it was to store was not.
         offered.num_offered = max(min(offered.num_offered, before), offered.first_own)
-        if offered.doubtful > self._num_heard or not self._instance.sends:
+        if offered.doubtful > self._num_heard or not self._instance.sends or self._overdue:
             return
         end = tracked.num_computed // chunk
         versions = self._fence.versions(request.request_id)
@@ -323,7 +346,7 @@ class OffloadingScheduler(ConnectorScheduler):
         ]
         request_id = tracked.request.request_id
         stored = output.keys_to_store
-        job_id = self._enter(request_id, offered.context, stored, versions, is_load=False)
+        job_id = self._enter(request_id, offered.context, stored, versions)
         offered.storing.add(job_id)
         source = GPULoadStoreSpec(blocks, block_indices=[places[0] * per_chunk])
         self._next.stores.append(Job(job_id, request_id, source, output.store_spec, versions))
@@ -334,19 +357,66 @@ class OffloadingScheduler(ConnectorScheduler):
         context: ReqContext,
         keys: list[OffloadKey],
         versions: WeightVersions,
-        *,
-        is_load: bool,
+        loaded: Sequence[int] | None = None,
     ) -> int:
+        """Record a job; `loaded` are the blocks that a load writes, None: it is a store."""
         job_id = next(self._job_ids)
-        ranks = set(range(self._num_ranks))
-        self._in_flight[job_id] = _InFlight(request_id, context, keys, versions, is_load, ranks)
+        ranks, deadline = set(range(self._num_ranks)), Deadline(self._job_s)
+        self._in_flight[job_id] = _InFlight(
+            request_id, context, keys, versions, loaded, ranks, deadline
+        )
         return job_id
+
+    def _let_go(self) -> None:
+        """Have no request wait for a job that the spec has not reported by its deadline.
+
+        What the job uses stays in use until every rank has reported it: blocks that a load may
+        still write are held, and the manager gets no completion, so that no slot is given to
+        another block. So a late report changes nothing, and none costs these blocks for good:
+        hence nothing is asked of the spec meanwhile.
+        """
+        for job_id, job in list(self._in_flight.items()):
+            if not job.deadline.expired:
+                return
+            # No result is collected while there are no steps: every rank takes one more first.
+            job.last_step = job.last_step or self._step
+            if job.last_step > self._num_heard:
+                continue
+            what = "store" if job.loaded is None else "load"
+            if job.loaded is not None and self._pool is None:
+                if job.success:
+                    self._counts["overdue_jobs_total"] += 1
+                    logger.error(
+                        "%s has not reported a load of request %r within %g s; the request waits: "
+                        "the host does not let connectors hold blocks (bind_gpu_block_pool)",
+                        *(self._spec_name, job.request_id, self._job_s),
+                    )
+                job.success = False
+                continue
+            # Before the workers name the request: the host then gives its blocks away.
+            job.held = [self._pool.blocks[each] for each in job.loaded or ()]
+            if job.held:
+                self._pool.touch(job.held)
+            is_first = not self._overdue
+            self._overdue[job_id] = self._in_flight.pop(job_id)
+            self._next.overdue.append(job_id)
+            self._counts["overdue_jobs_total"] += 1
+            if (offered := self._requests.get(job.request_id)) is not None:
+                offered.storing.discard(job_id)
+            if is_first:
+                logger.error(
+                    "%s has not reported a %s of request %r within %g s (option deadline_s): what "
+                    "it was to load is computed, blocks that it may still write are held, and it "
+                    "is asked for nothing until it has reported; further jobs are only counted",
+                    *(self._spec_name, what, job.request_id, self._job_s),
+                )
 
     # -- steps
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingMetadata:
         """Return the jobs of this step."""
         self._step += 1
+        self._let_go()
         for tracked in self._progress.step(scheduler_output):
             self._offer(tracked)
         preempted = sorted(scheduler_output.preempted_req_ids or ())
@@ -415,23 +485,29 @@ class OffloadingScheduler(ConnectorScheduler):
             logger.exception("%s.weights_changed failed", type(self._manager).__name__)
 
     def _take(self, rank: int, outcome: Outcome) -> None:
-        job = self._in_flight.get(outcome.job_id)
+        job = self._in_flight.get(outcome.job_id) or self._overdue.get(outcome.job_id)
         if job is None or rank not in job.waiting_for:
             self._counts["unknown_outcomes_total"] += 1
             return
         job.waiting_for.remove(rank)
         job.success &= outcome.success
-        self._counts[f"{'loaded' if job.is_load else 'stored'}_bytes_total"] += outcome.nbytes
+        what = "stored" if job.loaded is None else "loaded"
+        self._counts[f"{what}_bytes_total"] += outcome.nbytes
         if job.waiting_for:
             return
-        del self._in_flight[outcome.job_id]
+        if self._in_flight.pop(outcome.job_id, None) is None:
+            del self._overdue[outcome.job_id]
+            # No request has waited for it, whatever came of it on other ranks.
+            job.success = False
+            if job.held:
+                self._pool.free_blocks(job.held)
         offered = self._requests.get(job.request_id)
         if offered is not None:
             offered.storing.discard(outcome.job_id)
         self._complete(job)
 
     def _complete(self, job: _InFlight) -> None:
-        if not job.is_load:
+        if job.loaded is None:
             self._counts["store_jobs_failed_total"] += not job.success
             self._manager.complete_store(job.keys, job.context, job.success)
             return
@@ -447,8 +523,12 @@ class OffloadingScheduler(ConnectorScheduler):
 
     # -- the rest
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the host's block pool, to hold what overdue loads may still write."""
+        self._pool = gpu_block_pool
+
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs are under way, or the spec wants more steps."""
+        """Return whether a request may wait for a job, or the spec wants more steps."""
         return bool(self._in_flight) or self._manager.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
@@ -462,7 +542,9 @@ class OffloadingScheduler(ConnectorScheduler):
     def get_stats(self) -> dict[str, float]:
         """Return the manager's numbers, and those of jobs."""
         is_open = float(self._fence.current is not None)
-        return {**self._manager.get_stats(), "fence_open": is_open, **self._counts}
+        held = float(sum(len(each.held) for each in self._overdue.values()))
+        own = {"fence_open": is_open, "overdue_blocks_held": held, **self._counts}
+        return {**self._manager.get_stats(), **own}
 
     def shutdown(self) -> None:
         """Let go of the manager."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +15,7 @@ from wtransfer.connectors.offloading.metadata import (
     Outcome,
 )
 from wtransfer.connectors.settings import Instance
-from wtransfer.errors import ConnectorRoleError
+from wtransfer.errors import ConnectorRoleError, StallError
 from wtransfer.kv.cache_view import byte_rows, page_form
 from wtransfer.kv.fence import WorkerFence
 from wtransfer.specs.factory import DEFAULT, create_spec
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from wtransfer.connectors.offloading.metadata import Job, OffloadingMetadata
     from wtransfer.specs.interface import OffloadingWorker
+
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadingSide(ConnectorWorker):
@@ -56,12 +60,16 @@ class OffloadingSide(ConnectorWorker):
         self._saved_step = -1
         self._loading: dict[int, Job] = {}
         self._storing: dict[int, Job] = {}
+        # Jobs that no request waits for, until the spec reports them: then they have failed.
+        self._overdue: set[int] = set()
         self._outcomes: list[Outcome] = []
         self._failed_blocks: set[int] = set()
         self._received: set[str] = set()
+        self._restarting: set[str] = set()
         self._ended: set[str] = set()
         self._counts = Counter(
             unknown_results_total=0,
+            late_results_total=0,
             fence_loads_refused_total=0,
             fence_loads_outdated_total=0,
             fence_stores_refused_total=0,
@@ -89,16 +97,29 @@ class OffloadingSide(ConnectorWorker):
         return OffloadingHandshake(self._fence.version(), self._layout)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingMetadata) -> None:  # type: ignore[override]
-        """Wait for the jobs that still read blocks which are taken away."""
+        """Wait for the jobs that still read blocks which are taken away.
+
+        Those that the spec's worker cannot end have failed, whatever it reports of them later: so
+        what they read from here on is never looked up.
+        """
         taken = set(kv_connector_metadata.preempted)
         reading = {number for number, job in self._storing.items() if job.request_id in taken}
-        if reading:
+        if not reading:
+            return
+        try:
             self._worker.wait(reading)
+        except StallError as error:
+            name = type(self._spec).__name__
+            logger.error("%s: %s; its stores of preempted requests have failed", name, error)  # noqa: TRY400
+            for job_id in reading:
+                self._let_go(job_id)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin the step's loads."""
         metadata: OffloadingMetadata = self.metadata
         self._ended.update(metadata.ended)
+        for job_id in metadata.overdue:
+            self._let_go(job_id)
         for request_id, blocks in metadata.gone.items():
             self._failed_blocks.update(blocks)
             self._received.add(request_id)
@@ -145,6 +166,11 @@ class OffloadingSide(ConnectorWorker):
         received, self._received = self._received, set()
         return sent, received
 
+    def get_failed_recving(self) -> set[str]:
+        """Return the requests whose load is overdue."""
+        restarting, self._restarting = self._restarting, set()
+        return restarting
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be loaded."""
         failed, self._failed_blocks = self._failed_blocks, set()
@@ -178,6 +204,11 @@ class OffloadingSide(ConnectorWorker):
     def _end(self, job_id: int, success: bool, nbytes: int = 0) -> None:
         is_store = self._storing.pop(job_id, None) is not None
         job = self._loading.pop(job_id, None)
+        if job_id in self._overdue:
+            self._overdue.remove(job_id)
+            self._counts["late_results_total"] += 1
+            self._outcomes.append(Outcome(job_id, success=False))
+            return
         if job is None and not is_store:
             self._counts["unknown_results_total"] += 1
             return
@@ -190,8 +221,23 @@ class OffloadingSide(ConnectorWorker):
             return
         if not success:
             self._failed_blocks.update(job.blocks.block_ids)
-        if not any(other.request_id == job.request_id for other in self._loading.values()):
-            self._received.add(job.request_id)
+        self._receive(job.request_id)
+
+    def _let_go(self, job_id: int) -> None:
+        """Have no request wait for a job, unless the spec has reported it meanwhile."""
+        is_store = self._storing.pop(job_id, None) is not None
+        job = self._loading.pop(job_id, None)
+        if job is None and not is_store:
+            return
+        self._overdue.add(job_id)
+        if job is not None:
+            # In other blocks: the spec may still write into these.
+            self._restarting.add(job.request_id)
+            self._receive(job.request_id)
+
+    def _receive(self, request_id: str) -> None:
+        if not any(other.request_id == request_id for other in self._loading.values()):
+            self._received.add(request_id)
 
 
 class SharedStorageSide(OffloadingSide):

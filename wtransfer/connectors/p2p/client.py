@@ -51,7 +51,9 @@ TMessage = TypeVar("TMessage", bound=msgspec.Struct)
 
 MAX_CLIENTS = 256
 """Workers of other instances that one worker is connected with at a time. One more takes the place
-of the one that was needed longest ago."""
+of the one that was needed longest ago, once it has proved the token; as many may be about to."""
+MAX_UNPROVEN = 4
+"""Clients of one address that have not proved theirs: requests can name it with any token."""
 REACH_S = 0.25
 """Time allowed to an address where nothing listens: workers listen before they state theirs."""
 CLOSE_S = 1.0
@@ -197,7 +199,8 @@ class RemoteLoads:
             ended, self._ended = self._ended, []
             for pending, reason in ended:
                 self._settle(pending, reason)
-            return {pending.load.request_id for pending, _ in ended}
+        self._make_room()
+        return {pending.load.request_id for pending, _ in ended}
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that loads named by `take_received` have not loaded, each once."""
@@ -249,12 +252,14 @@ class RemoteLoads:
         client = self._clients.pop(where, None)
         if client is None or not client.submit(pending):
             self._clients = {key: each for key, each in self._clients.items() if each.is_alive}
-            if len(self._clients) >= MAX_CLIENTS:
-                # Requests can name any address: they must not end the loads of others.
-                idle = next((key for key, each in self._clients.items() if each.is_idle), None)
-                if idle is None:
-                    return "lost"
-                self._clients.pop(idle).fail(ClosedError("another instance needs its place"))
+            # Requests can name any address and token: they must not end the loads of others, nor
+            # take the places of workers that have proved theirs.
+            unproven = [key for key, each in self._clients.items() if not each.is_proven]
+            num_busy = sum(each.is_proven and not each.is_idle for each in self._clients.values())
+            num_here = sum(key[0] == address for key in unproven)
+            if num_here >= MAX_UNPROVEN or max(len(unproven), num_busy) >= MAX_CLIENTS:
+                self.warn("crowded", "no more clients for %s", address)
+                return "lost"
             client = self._client_cls(address, token, self)
             try:
                 client.submit(pending)
@@ -263,6 +268,13 @@ class RemoteLoads:
                 return "lost"
         self._clients[where] = client
         return ""
+
+    def _make_room(self) -> None:
+        """Close clients beyond `MAX_CLIENTS` that have proved their token, as far as none loads."""
+        proven = [key for key, each in self._clients.items() if each.is_proven]
+        idle = [key for key in proven if self._clients[key].is_idle]
+        for key in idle[: max(0, len(proven) - MAX_CLIENTS)]:
+            self._clients.pop(key).fail(ClosedError("another instance needs its place"))
 
     def _settle(self, pending: PendingLoad, reason: str | None) -> None:
         load = pending.load
@@ -301,6 +313,8 @@ class P2PClient:
         self._message: msgspec.Struct | None = None
         self._error: BaseException | None = None
         self._dialer: Dialer | None = None
+        self.is_proven = False
+        """Whether the other side has proved the token, and fits."""
 
     @property
     def is_alive(self) -> bool:
@@ -453,6 +467,7 @@ class P2PClient:
                 field="rank",
             )
         self.open_transport(hello)
+        self.is_proven = True
         return self._dialer
 
     def _load(self, dialer: Dialer, job: PendingLoad) -> str | None:

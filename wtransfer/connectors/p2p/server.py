@@ -74,10 +74,23 @@ class P2PServer:
         """Close all connections. A second call does nothing."""
         self._listener.close()
 
+    def say_hello(self, connection: Connection, transport: dict[str, int | str]) -> None:
+        """Send the first message. Any thread may call it.
+
+        Args:
+            connection: The new client's.
+            transport: How it gets at the bytes.
+
+        Raises:
+            PeerLostError: It is gone.
+        """
+        instance = self._instance
+        connection.send(Hello(instance.engine_id, instance.rank, self.buffer.geometry, transport))
+
     # -- for subclasses; on the channel's thread, must not block
 
-    def open_transport(self, connection: Connection) -> dict[str, int | str]:
-        """Return how a new client gets at the bytes."""
+    def open_transport(self, connection: Connection) -> None:
+        """Get ready for a new client, then `say_hello`, here or on another thread."""
         raise NotImplementedError
 
     def send_slots(self, connection: Connection, slots: list[int]) -> None:
@@ -90,8 +103,7 @@ class P2PServer:
 
     def _on_open(self, connection: Connection) -> None:
         self._request_ids[connection] = ""
-        instance, transport = self._instance, self.open_transport(connection)
-        connection.send(Hello(instance.engine_id, instance.rank, self.buffer.geometry, transport))
+        self.open_transport(connection)
 
     def _on_message(self, connection: Connection, message: msgspec.Struct) -> None:
         if isinstance(message, Lookup):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 
+from wtransfer.testing.mini_engine.contract import KVCacheBlock
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -85,6 +87,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.blocks = [KVCacheBlock(number) for number in range(num_blocks)]
+        """All blocks, as connectors hold them."""
         self._num_pins = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._blocks: dict[OffloadKey, int] = {}
@@ -106,6 +110,14 @@ class BlockPool:
             if key is not None:
                 del self._blocks[key]
         return blocks
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Pin blocks once more, under vLLM's name."""
+        self.pin([each.block_id for each in blocks])
+
+    def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Unpin blocks, under vLLM's name."""
+        self.release([each.block_id for each in blocks])
 
     def pin(self, blocks: Sequence[int]) -> None:
         """Pin blocks once more."""

@@ -73,6 +73,8 @@ class Request:
         """Those of them that are being loaded."""
         self.bad_blocks: set[int] = set()
         """Those of its blocks that could not be loaded."""
+        self.begins_anew = False
+        """Whether bytes may still arrive in its blocks once its load is over."""
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         """Blocks that the prefix cache has the keys of."""
@@ -113,7 +115,7 @@ class Request:
         self.state = "waiting"
         self.num_computed_tokens = self.num_external_tokens = self.num_cached_blocks = 0
         self.block_ids, self.bad_blocks = [], set()
-        self.wrote_blocks = False
+        self.wrote_blocks = self.begins_anew = False
         self.versions = None
 
 
@@ -242,6 +244,8 @@ class ConnectorOutput(msgspec.Struct, frozen=True):
 
     finished_sending: set[str] = set()
     finished_recving: set[str] = set()
+    failed_recving: set[str] = set()
+    """Received requests that begin anew in other blocks."""
     invalid_block_ids: set[int] = set()
     """Blocks that could not be loaded."""
     worker_metadata: Any = None

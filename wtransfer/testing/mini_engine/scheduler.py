@@ -58,6 +58,8 @@ class Scheduler:
     ) -> None:
         self.pool = BlockPool(config.cache.num_blocks)
         self.connector = connector
+        if connector is not None:
+            connector.bind_gpu_block_pool(self.pool)
         self._num_ranks = config.num_ranks
         self._block_size = config.cache.block_size
         hashing = {"hash_function": hash_function} if hash_function else {}
@@ -349,6 +351,9 @@ class Scheduler:
             for each in outputs
             if each.worker_metadata is not None
         ]
+        for each in set().union(*(each.failed_recving for each in outputs)) & self._loading.keys():
+            request = self._loading[each]
+            request.begins_anew, request.bad_blocks = True, set(request.block_ids)
         failing = {each for each, request in self._loading.items() if request.bad_blocks}
         self.connector.update_connector_output(
             KVConnectorOutput(
@@ -416,6 +421,9 @@ class Scheduler:
         before = request.num_computed_tokens
         if request.bad_blocks and not self._rewind(request):
             return False
+        if request.begins_anew:
+            self._requeue(request, "restarts")
+            return True
         self.counts["tokens_loaded"] += num_external - (before - request.num_computed_tokens)
         self._cache_full_blocks(request)
         if request.state == "loading":

@@ -173,11 +173,12 @@ class Worker:
         self, connector: KVConnectorBase_V1, finished_req_ids: set[str]
     ) -> ConnectorOutput:
         sent, received = connector.get_finished(finished_req_ids)
+        failed = connector.get_failed_recving()
         self.has_load_errors()
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         metadata = serialize(connector.build_connector_worker_meta())
         connector.clear_connector_metadata()
-        return ConnectorOutput(sent or set(), received or set(), bad_blocks, metadata)
+        return ConnectorOutput(sent or set(), received or set(), failed, bad_blocks, metadata)
 
 
 def make_worker(

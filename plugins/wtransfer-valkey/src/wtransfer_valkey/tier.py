@@ -68,6 +68,7 @@ class ValkeyTier(Tier):
 
     example_options: ClassVar[Mapping[str, Any]] = {"url": "redis://127.0.0.1:6379"}
     options_cls = ValkeyOptions
+    writes_after_get = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         try:

@@ -111,6 +111,7 @@ class WTransferConnector(KVConnectorBase_V1):
         self._awaited_received: set[str] = set()
         self._awaited_sent: set[str] = set()
         self._early: set[str] = set()
+        self._failed: set[str] = set()
         self._load_errors: set[int] = set()
         self._is_judged = False
         # A step may be planned before the scheduler learns of the failed load of an earlier step on
@@ -223,6 +224,11 @@ class WTransferConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._inner.has_pending_push_work()
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Pass vLLM's block pool on, where vLLM can let a request begin anew in other blocks."""
+        if hasattr(KVConnectorBase_V1, "get_transfer_results"):
+            self._inner.bind_gpu_block_pool(gpu_block_pool)
+
     def get_finished_count(self) -> int | None:
         return self._inner.get_finished_count()
 
@@ -263,6 +269,7 @@ class WTransferConnector(KVConnectorBase_V1):
         self._step, self._is_judged = connector_metadata, False
         # A request id may be used again: an early report was of the request before.
         self._early -= connector_metadata.loading
+        self._failed -= connector_metadata.loading
         self._awaited_received |= connector_metadata.loading
         self._awaited_sent |= connector_metadata.ended
         self._inner.bind_connector_metadata(connector_metadata.inner)
@@ -317,6 +324,14 @@ class WTransferConnector(KVConnectorBase_V1):
         # has ended, the metadata's `ended` tells whether vLLM waits for it.
         self._early = named - done_receiving - done_sending - finished_req_ids
         return done_sending, done_receiving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the same, and which of the received requests begin anew in other blocks."""
+        results = super().get_transfer_results(finished_req_ids)
+        self._failed |= self._inner.get_failed_recving()
+        results.failed_recving = self._failed & results.finished_recving
+        self._failed -= results.failed_recving
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         errors = self._load_errors | self._inner.get_block_ids_with_load_errors()

@@ -7,6 +7,8 @@ from wtransfer.specs.cpu import CPUOffloadingOptions, CPUOffloadingSpec
 
 class HeldOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     gate: str
+    spoils: bool = False
+    """Whether a load that was held writes other bytes just before it ends."""
 
 
 class HeldSpec(CPUOffloadingSpec):
@@ -15,14 +17,17 @@ class HeldSpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches):
         worker = super().get_worker(kv_caches)
         gate = Path(self.options.gate)
-        loads, held = set(), []
+        loads, held = {}, []
         submit_load, get_finished = worker.submit_load, worker.get_finished
 
         def submit(job_id, source, target):
-            loads.add(job_id)
+            loads[job_id] = target.block_ids
             return submit_load(job_id, source, target)
 
         def finished():
+            for each in held if self.options.spoils and not gate.exists() else ():
+                for tensor in kv_caches.tensors:
+                    tensor.tensor[loads[each.job_id]] = 0x3F
             results = [*held, *get_finished()]
             held.clear()
             if gate.exists():
