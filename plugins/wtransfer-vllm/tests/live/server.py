@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 from engines import python_path
@@ -132,7 +133,7 @@ class ServerOfWords(Server):
 
 def environment():
     """Return an environment in which a guide's commands are found, and little is computed with."""
-    found = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**os.environ, "PATH": found, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
