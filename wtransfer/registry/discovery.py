@@ -259,10 +259,11 @@ def _read(distribution: Distribution) -> tuple[Iterable[Record], list[Diagnostic
     problems: list[Diagnostic] = []
     for point in points:
         if point.group not in kinds:
-            meant = difflib.get_close_matches(point.group, kinds, n=1, cutoff=0.8)
-            if meant or (point.group.startswith(f"{CORE}.") and point.group != HOSTS):
+            groups = [*kinds, HOSTS]
+            meant = difflib.get_close_matches(point.group, groups, n=1, cutoff=0.8)
+            if point.group != HOSTS and (meant or point.group.startswith(f"{CORE}.")):
                 problem = f"{point.name!r} is in the group {point.group!r}, which is not read: "
-                problem += f"did you mean {meant[0] if meant else ', '.join(kinds)}?"
+                problem += f"did you mean {meant[0] if meant else ', '.join(groups)}?"
                 problems.append(Diagnostic(name, problem))
             continue
         # A colon would let one distribution pose as "another:name".

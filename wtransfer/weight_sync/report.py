@@ -48,7 +48,8 @@ class WorkerReport:
     """Rank within the instance."""
     outcome: str
     """``committed``; ``verified`` (a dry run: dropped after its proof); ``pending`` (verified, this
-    or an earlier update, and not applied yet); ``restored``, ``reverted`` or ``discarded`` (on its
+    or an earlier update, and not applied yet; or applied, and its serving engine has not returned
+    from the call in which it was); ``restored``, ``reverted`` or ``discarded`` (on its
     old version, whole); ``empty`` (must not serve); ``lost`` (gone after the commit was sent, so
     nobody knows); ``dropped`` (left out of the round, because it or a rank of its instance was lost
     before the commit, or because its host, which is named instead, has not joined); ``behind``

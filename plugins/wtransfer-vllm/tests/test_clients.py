@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import wtransfer
+from wtransfer.errors import StallError
 
 from wtransfer_vllm.clients import AsyncLLMClient, LLMClient
 from wtransfer_vllm.ray_client import RayClient
@@ -83,6 +84,21 @@ def test_async_engine_is_called_in_its_loop():
     asyncio.run(serve())
     assert engine.calls == CALLS[0][1]
     assert threads == {threading.get_ident()}
+
+
+def test_async_engine_that_does_not_answer_is_named_as_one_that_stalls():
+    class Silent(CurrentEngine):
+        async def start_weight_update(self):
+            await asyncio.sleep(60)
+
+    async def serve():
+        client = AsyncLLMClient(Silent(), asyncio.get_running_loop(), timeout_s=0.05)
+        with pytest.raises(StallError, match=r"did not answer start_weight_update within 0\.05 s"):
+            await asyncio.to_thread(client.start_weight_update)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    asyncio.run(serve())
 
 
 def test_request_for_an_actor_unpickles_as_vllms(monkeypatch):

@@ -252,6 +252,27 @@ def test_next_start_ends_an_abandoned_update(make):
     assert (core.label, core.resets) == ("b", [("prefix", True, False), "encoder"])
 
 
+@pytest.mark.parametrize("outcome", ["nothing left", "failed commit", "not carried out"])
+def test_finish_whose_order_the_start_before_it_has_carried_out_is_no_error(make, outcome):
+    core, workers = make()
+    # Its trainer ends here; the next one's workers have its order when its start comes.
+    core.collective_rpc("start_weight_update")
+    nothing = {"state": "serving", "version": "b", "error": "no verified update was there"}
+    for worker in workers:
+        done = {"applied": True, "touched": True, "state": "serving", "version": "b"}
+        worker.will(**nothing if outcome == "not carried out" else done)
+    core.collective_rpc("start_weight_update")
+    for worker in workers:
+        worker.will(**nothing | {"touched": outcome == "failed commit"})
+    if outcome == "nothing left":
+        core.collective_rpc("finish_weight_update")
+        assert core.label == "b"
+        # Of that finish only.
+        core.collective_rpc("start_weight_update")
+    with pytest.raises(RuntimeError, match="nothing was committed: no verified update was there"):
+        core.collective_rpc("finish_weight_update")
+
+
 def test_shutdown_ends_a_started_update(make):
     core, workers = make()
     core.collective_rpc("start_weight_update")

@@ -89,6 +89,17 @@ def test_an_update_gives_the_tokens_of_a_fresh_engine_and_back_again(
         assert engine.do("label") == f"step-{name}"
 
 
+def test_update_after_one_that_was_left_started_is_committed_without_an_error(
+    engine, trainer, weights, fresh
+):
+    publisher, held = trainer
+    engine.do("start")  # and its trainer is gone
+    become(held, weights["B"])
+    report = publish(publisher, engine, "b")
+    assert [worker.outcome for worker in report.workers] == ["committed"]
+    assert (engine.tokens(PROMPTS), engine.do("label")) == (fresh["B"], "b")
+
+
 def test_a_request_that_runs_at_the_commit_leaves_nothing_stale(engine, trainer, weights, fresh):
     publisher, held = trainer
     engine.do("begin", "running", PROMPTS[0], 40)

@@ -346,7 +346,7 @@ def test_unreachable_endpoint_is_named_with_what_to_do():
         port = listener.getsockname()[1]
     client = HttpClient(f"http://u:s3cret@127.0.0.1:{port}")
     with pytest.raises(
-        PeerLostError, match=r"cannot reach http://127.*wtransfer worker.*vllm serve"
+        PeerLostError, match=r"cannot reach http://127.*wtransfer worker.*openai\.api_server"
     ) as caught:
         client.weight_info()
     assert "s3cret" not in str(caught.value)

@@ -313,6 +313,83 @@ def test_serving_engine_applies_when_it_is_called(engines, weights):
         assert contents(each.replicas[0]) == contents(weights)
 
 
+class LateEngine(Engine):
+    """A serving engine with work left after its workers have committed, as vLLM's caches are."""
+
+    def __init__(self, name, weights):
+        super().__init__(name, weights)
+        self.may_return = threading.Event()
+        self.has_returned = False
+
+    def finish_weight_update(self, weight_version=None):
+        super().finish_weight_update(weight_version)
+        assert self.may_return.wait(PATIENCE_S)
+        self.has_returned = True
+
+
+@pytest.fixture
+def late(weights):
+    engine = LateEngine("late", weights)
+    yield engine
+    engine.may_return.set()
+    for session in engine.sessions:
+        session.close()
+
+
+def _has_committed(publisher, version="v1"):
+    return all(each.version == version for each in publisher.workers())
+
+
+@pytest.mark.parametrize("how", ["publish", "catch-up"])
+def test_round_ends_when_the_call_in_which_its_workers_commit_has_returned(
+    late, weights, until, how
+):
+    with Publisher(weights, hosts=[late], deadline_s=600) as publisher:
+        if how == "catch-up":
+            late.may_return.set()
+            assert publisher.publish("v1").ok
+            late.may_return.clear()
+            late.has_returned = False
+            late.sessions.pop().close()
+            until(lambda: not publisher.workers())
+            late.bring(0)
+            until(lambda: publisher.workers() and _has_committed(publisher))
+            round_ = publisher._active
+            assert round_.is_resend
+        else:
+            round_ = publisher.publish("v1", wait=False)
+            until(lambda: _has_committed(publisher))
+        # The worker holds it, and its engine may still compute with KV cache of the weights before.
+        assert not late.may_return.wait(0.3)
+        assert not round_.done
+        late.may_return.set()
+        assert round_.result(PATIENCE_S).ok
+        assert late.has_returned
+
+
+def test_call_that_does_not_return_is_reported_though_its_worker_has_committed(
+    late, serve, weights, judged
+):
+    with Publisher(weights, hosts=[late, serve()]) as publisher:
+        with judged(publisher, 0.5):
+            report = publisher.publish("v1")
+        other, left = sorted(report.workers, key=lambda each: each.worker)
+        assert (report.outcome, other.outcome, left.outcome) == ("mixed", "committed", "pending")
+        assert (left.version, left.fingerprint) == ("v1", report.fingerprint)
+        assert isinstance(left.error, StallError)
+        with pytest.raises(CommitError, match=r"late-0 pending: late did not return within 0\.5 s"):
+            report.raise_unless_ok()
+        # It has nothing left to apply, so it takes the next update.
+        late.may_return.set()
+        assert publisher.publish("v2").ok
+
+
+def test_no_publish_returns_of_an_engine_that_does_not_return(late, weights, judged, report_of):
+    with Publisher(weights, hosts=[late]) as publisher, judged(publisher, 0.5):
+        report = report_of(publisher.publish, "v1")
+    assert [each.outcome for each in report.workers] == ["pending"]
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_failed_call_of_an_engine_blocks_no_later_round(engines, weights, judged, times):
     with Publisher(weights, hosts=engines) as publisher:
@@ -420,8 +497,15 @@ def test_round_goes_on_while_a_worker_may_still_be_let_commit(
         assert not go_on.wait(0.3)
         assert not round_.done
         assert slow.sessions[0].commit_pending(5)
-        outcomes = {each.outcome for each in round_.result(PATIENCE_S).workers}
-    assert outcomes == ({"committed"} if waits_for == "the host" else {"committed", "pending"})
+        try:
+            report = round_.result(PATIENCE_S)
+        except CommitError as error:
+            report = error.report
+        held = next(each for each in report.workers if each.worker == slow.sessions[0].name)
+        assert (held.version, held.fingerprint) == ("v1", report.fingerprint)
+    outcomes = {each.outcome for each in report.workers}
+    # Of a host that has not answered it is not known that it computes with the version.
+    assert outcomes == ({"committed", "pending"} if "without" in waits_for else {"pending"})
 
 
 def test_rank_that_rolls_back_is_waited_for_though_its_host_has_failed(

@@ -287,8 +287,8 @@ class HttpClient:
             )
         return PeerLostError(
             f"cannot reach {self.name} for {request}: {error}; start the server there (wtransfer "
-            "worker --listen ..., or vllm serve with VLLM_SERVER_DEV_MODE=1), or correct the "
-            "address",
+            "worker --listen ..., or VLLM_SERVER_DEV_MODE=1 python -m "
+            "vllm.entrypoints.openai.api_server --model ...), or correct the address",
             worker=self.name,
         )
 
@@ -322,7 +322,7 @@ class HttpClient:
             # Workers check the token of the request; only serving engines lack their own.
             text += (
                 "; a serving engine reads the token from its own environment, not from requests: "
-                "start it (vllm serve) with the publisher's WTRANSFER_TOKEN"
+                "start it with the publisher's WTRANSFER_TOKEN"
             )
         return RemoteError(
             f"{self.name} answered {request} with {status}: {text}", worker=self.name

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from wtransfer.calls import check_process
-from wtransfer.deadline import checked_timeout
+from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     CommitError,
     NonfiniteError,
@@ -142,7 +142,7 @@ class Round:
         dry_run: Whether to end when every worker has verified, without a commit.
         missing: Hosts whose workers should take part and have not joined, and why.
         apply: Lets the hosts of these workers apply what was committed, where that takes a call;
-            returns the errors of the hosts whose call has failed.
+            says of each when it has answered, and returns the errors of those whose call failed.
         on_packed: Called once when the trainer may change its weights again.
         on_done: Called when the round is over, on its thread.
     """
@@ -160,7 +160,7 @@ class Round:
         instead: WeightSource | None = None,
         dry_run: bool = False,
         missing: Mapping[str, WTransferError],
-        apply: Callable[[str, set[str]], dict[str, WTransferError]],
+        apply: Callable[[str, set[str], Callable[[str], None]], dict[str, WTransferError]],
         on_packed: Callable[[], None],
         on_done: Callable[[Round], None],
     ) -> None:
@@ -184,6 +184,8 @@ class Round:
         self._origin = origin
         self._missing = missing
         self._apply = apply
+        self._unanswered: set[str] = set()
+        """Hosts that have not answered the call in which their workers apply the update."""
         self._apply_errors: dict[str, WTransferError] = {}
         self._on_packed = on_packed
         self._on_done = on_done
@@ -583,6 +585,8 @@ class Round:
         def over() -> bool:
             return self.state.settled or self._is_left_alone()
 
+        # A host's call may take as long as its start and its finish.
+        answered_by = Deadline(2 * deadline_s)
         self._apply_by_hosts()
         with self._lock:
             self._changed.wait_for(over, deadline_s)
@@ -593,7 +597,18 @@ class Round:
             if not self.state.settled:
                 self.state.deadline(reason)
                 self._changed.wait_for(over, ROLLBACK_GRACE_S)
+            # An ack comes from within its host's call, before old KV cache is forgotten.
+            self._changed.wait_for(lambda: not self._awaited_hosts(), answered_by.remaining())
         self._note_pending()
+
+    def _awaited_hosts(self) -> set[str]:
+        """Return the hosts that are yet to answer, while all their ranks have; under the lock.
+
+        A host with a rank that is pending or lost may never answer, and is reported by that rank.
+        """
+        ranks = [each for each in self.state.ranks() if each.outcome in ("pending", "lost")]
+        silent = {rank.worker.hello.host or "" for rank in ranks}
+        return self._unanswered - self._apply_errors.keys() - silent
 
     def _is_left_alone(self) -> bool:
         """Return whether no pending rank will be let commit in this round; called under the lock.
@@ -619,8 +634,13 @@ class Round:
         """Let serving engines apply, on a thread of their own: their answer needs our finish."""
         hosts = {w.hello.host for w in self.members if w.hello.host is not None}
 
+        def answered(host: str) -> None:
+            with self._lock:
+                self._unanswered.discard(host)
+                self._changed.notify_all()
+
         def call() -> None:
-            failed = self._apply(self.version, hosts)
+            failed = self._apply(self.version, hosts, answered)
             for error in failed.values():
                 # Acks decide. This says why one does not come, in the host's own words.
                 logger.warning("round %s: %s", self.round_id, error)
@@ -629,6 +649,8 @@ class Round:
                 self._changed.notify_all()
 
         if hosts:
+            # Before any ack: the round must not end between it and its host's answer.
+            self._unanswered = set(hosts)
             threading.Thread(target=call, name="wtransfer-apply", daemon=True).start()
 
     def _drop_verified(self) -> None:
@@ -802,9 +824,13 @@ class Round:
             outcome = "empty"
         if ack is not None and ack.error is not None:
             error = ack.error.rebuild(worker=worker.name)
+        host = worker.hello.host or ""
         if outcome == "pending" and error is None:
             # What its host said, to a worker that has not applied what it was ordered to.
-            error = self._apply_errors.get(worker.hello.host or "")
+            error = self._apply_errors.get(host)
+        elif outcome == "committed" and host in self._unanswered:
+            # The worker has it; that its engine has forgotten old KV cache is not known.
+            outcome, error = "pending", self._apply_errors.get(host) or self._no_answer(host)
         return WorkerReport(
             worker=worker.name,
             instance=worker.hello.instance,
@@ -817,6 +843,15 @@ class Round:
             seconds={**(vote.seconds if vote else {}), **(ack.seconds if ack else {})},
             notes=rank.accept.notes if rank.accept else [],
             error=error,
+        )
+
+    def _no_answer(self, host: str) -> StallError:
+        deadline_s = self._rules.deadline_s
+        return StallError(
+            f"{host} did not return within {deadline_s:g} s from the call in which its workers "
+            "commit; until it does, it may compute with KV cache of other weights",
+            seconds=deadline_s,
+            worker=host,
         )
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from wtransfer.calls import map_concurrently, raise_failed
-from wtransfer.errors import AddressError, HostsError, WTransferError
+from wtransfer.errors import AddressError, HostsError, StallError, WTransferError
 from wtransfer.transport.address import parse_address
 from wtransfer.weight_sync.http.client import HttpClient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from wtransfer.engines.interface import WeightSyncClient
     from wtransfer.weight_sync.messages import Hello
@@ -157,7 +157,12 @@ class Endpoints:
                 found.append(Incomplete(name, name in some, len(there), wanted))
         return found
 
-    def apply(self, version: str, names: Iterable[str]) -> dict[str, WTransferError]:
+    def apply(
+        self,
+        version: str,
+        names: Iterable[str],
+        on_answer: Callable[[str], None] = lambda _name: None,
+    ) -> dict[str, WTransferError]:
         """Let serving engines apply the update that their workers have verified, all at once.
 
         Returns when they have. The outcome is reported by the workers: an engine's route answers
@@ -167,20 +172,31 @@ class Endpoints:
             version: Label of the update.
             names: Endpoints; those that name a worker are left out. One that has answered too
                 late, and whose workers have joined, may be a serving engine.
+            on_answer: Called with each endpoint that has answered, be it with an error; at once
+                for one that is left out. A call that was given up has no answer.
 
         Returns:
             Endpoint -> its error, where the call has failed.
         """
 
-        def apply(client: Any) -> None:
-            client.start_weight_update()
-            client.finish_weight_update(version)
+        def apply(name: str) -> None:
+            answered = True
+            try:
+                self._clients[name].start_weight_update()
+                self._clients[name].finish_weight_update(version)
+            except StallError:
+                answered = False
+                raise
+            finally:
+                if answered:
+                    on_answer(name)
 
-        calls = {
-            name: functools.partial(apply, self._clients[name])
-            for name in names
-            if name in self._clients and self.workers.get(name) is None
-        }
+        calls = {}
+        for name in names:
+            if name in self._clients and self.workers.get(name) is None:
+                calls[name] = functools.partial(apply, name)
+            else:
+                on_answer(name)
         _, failed = map_concurrently(calls, 2 * self._timeout_s + _GRACE_S)
         return failed
 

@@ -6,9 +6,12 @@ A server needs no client, its URL is enough. For Ray actors see `wtransfer_vllm.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
+
+from wtransfer.errors import StallError
 
 from wtransfer_vllm.messages import KEY
 
@@ -95,9 +98,9 @@ def update_request(update_info: dict[str, Any]) -> Any:
 class LLMClient(EngineClient):
     """Reaches an ``LLM``.
 
-    An ``LLM`` is for one thread at a time, and a publisher calls it from threads of its own: when
-    you publish, and when an engine that could not commit is brought up to date afterwards. So hold
-    `lock` around your own calls::
+    An ``LLM`` is for one thread at a time, and a publisher calls it from threads of its own: within
+    a round, whose end `publish` waits for, and after a round in which it could not commit, to bring
+    it up to date. So hold `lock` around your own calls, in a program of one thread as well::
 
         with client.lock:
             outputs = llm.generate(prompts)
@@ -137,10 +140,21 @@ class AsyncLLMClient(EngineClient):
         self._loop = loop
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Call a method in the event loop."""
+        """Call a method in the event loop.
+
+        Raises:
+            StallError: It did not answer in time.
+        """
+        limit = timeout_s or self.timeout_s
         answer = getattr(self._engine, method)(*arguments)
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        return future.result(timeout_s or self.timeout_s)
+        try:
+            return future.result(limit)
+        except concurrent.futures.TimeoutError as error:
+            if future.done():
+                raise
+            text = f"{self.name} did not answer {method} within {limit:g} s"
+            raise StallError(text, seconds=limit, worker=self.name) from error
 
     def get_world_size(self) -> int | None:
         """Return how many ranks the engine has, its replicas' included."""

@@ -163,6 +163,8 @@ class Watch:
         self._commits_anytime = commits_in == FINISH
         self._has_our_engine = _has_our_engine(core)
         self._started = False
+        self._carried_out = False
+        """Whether the start under way found an order of its update, and has committed it."""
         self._falling_asleep = False
         self._held: str | None = None
         self._instance = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -210,7 +212,8 @@ class Watch:
             # A session may give the weights another name than they had before it was there.
             tell_connector(self._core)
         if method in (INIT, self._commits_in):
-            error = self._settle()
+            error = self._settle(carried_out=method == FINISH and self._carried_out)
+            self._carried_out = False
             if error is not None:
                 what = "the worker cannot join" if method == INIT else "nothing was committed"
                 raise RuntimeError(f"{what}: {error}")
@@ -248,14 +251,18 @@ class Watch:
             )
         if method in (START, SHUTDOWN) and self._started:
             # The trainer that began the update before is gone, or it would have ended it.
+            # What its workers were ordered to commit, be it by the next trainer, is committed.
             self._started = False
             self._call(FINISH)
-            self._settle()
+            self._carried_out = self._settle() is None and method == START
         if method == FINISH and not self._started:
             raise RuntimeError(f"{FINISH} without {START} before it")
 
-    def _settle(self) -> str | None:
-        """Act on the workers' outcomes of the call before; return the first error."""
+    def _settle(self, *, carried_out: bool = False) -> str | None:
+        """Act on the workers' outcomes of the call before; return the first error.
+
+        Where the order was carried out before, a worker that had nothing left to do made none.
+        """
         outcomes = self._call(outcome_of)
         if any(outcome["touched"] for outcome in outcomes):
             forget_kv(self._core)
@@ -264,7 +271,8 @@ class Watch:
             self._label(EMPTY_LABEL if is_empty or len(labels) > 1 else labels.pop())
             if is_empty and _ends_when_empty():
                 self._end()
-        return next((outcome["error"] for outcome in outcomes if outcome["error"]), None)
+        failed = [each for each in outcomes if each["touched"] or not carried_out]
+        return next((outcome["error"] for outcome in failed if outcome["error"]), None)
 
     def _end(self) -> None:
         """End the engine once the call under way is answered.

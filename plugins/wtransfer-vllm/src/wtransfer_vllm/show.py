@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def describe(kind: str, name: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return a backend's name in vLLM's factory, and an argument of ``vllm serve`` to copy.
+    """Return a backend's name in vLLM's factory, and an argument of its server to copy.
 
     Args:
         kind: ``engines``, ``connectors`` or ``specs``.

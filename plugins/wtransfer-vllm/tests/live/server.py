@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import httpx
 from engines import python_path
@@ -55,6 +56,9 @@ class Server:
             "OMP_NUM_THREADS": "1",
             **(env or {}),
         }
+        self._start(command, environ)
+
+    def _start(self, command, environ):
         with self.log.open("w") as out:
             # A group of their own: an engine core outlives a front end that had to be killed.
             self.process = subprocess.Popen(
@@ -106,6 +110,31 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(20)
+
+
+class ServerOfWords(Server):
+    """A server that a line of a guide starts, by its words and a few more.
+
+    Args:
+        folder: Where its log goes.
+        words: The line.
+        env: Further environment.
+    """
+
+    def __init__(self, folder, words, env):
+        self.log = folder / "server.log"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        # What the model's size, and other tests, ask for.
+        more = f"--port {port} --served-model-name tiny --max-model-len 512 --enforce-eager"
+        more += f" --kv-cache-memory-bytes {64 << 20}"
+        self._start(["bash", "-c", f"{words} {more}"], environment() | env)
+
+
+def environment():
+    """Return an environment in which a guide's commands are found, and little is computed with."""
+    found = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": found, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def free_port():
