@@ -21,6 +21,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
+from wtransfer.weight_sync.trainer.gather_group import GatherGroup
 from wtransfer.weight_sync.trainer.publisher import Publisher
 
 OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/coordinator.py")
@@ -226,6 +227,25 @@ def test_publish_interrupted_at_any_instruction_leaves_the_publisher_free(fleet,
         stepping.set()
         server.join()
     assert fired > 20
+
+
+@pytest.mark.parametrize("method", ["post", "pause", "wake", "start", "flush"])
+def test_publisher_without_other_ranks_enters_no_lock_of_their_group(
+    fleet, weights, monkeypatch, method
+):
+    """Those locks are Python code: a signal handler that raises there would leave them taken."""
+    entered = []
+    monkeypatch.setattr(GatherGroup, method, lambda *_: entered.append(method))
+    made = fleet(weights)
+    with pytest.raises(NoWorkersError):
+        made.publisher.publish("v0")
+    made.join()
+    assert made.publish("v1").ok
+    round_ = made.publisher.publish("v2", wait=False)
+    round_.abort("called off")
+    with pytest.raises(RoundAbortedError):
+        round_.result()
+    assert entered == []
 
 
 # -- what engines and people are told

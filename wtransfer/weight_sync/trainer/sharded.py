@@ -215,7 +215,8 @@ class ShardedSource:
         """End a pass that waits for other ranks: its round has failed."""
         # Also one that is only about to wait.
         self._stopped = True
-        self._group.wake()
+        if self._met:
+            self._group.wake()
 
     def packed(self) -> None:
         """Let the other ranks change their weights again."""
@@ -278,12 +279,18 @@ class ShardedSource:
         except Exception as unmet:
             # The round has an error of its own, and this is not it.
             logger.info("the other ranks cannot be told: %s", unmet)
-        if not in_round:
+        if not in_round and self._met:
             self._group.pause()
 
     def _post(self, **changes: Any) -> None:
+        """Change the state, and let the other ranks have it, once they are met.
+
+        Before that the group is left alone: this runs on the caller's thread, and a signal handler
+        that raises within the group's locks, which are Python code, would leave them taken.
+        """
         self._state = msgspec.structs.replace(self._state, **changes)
-        self._group.post(self._state, PUBLISHER)
+        if self._met:
+            self._group.post(self._state, PUBLISHER)
 
     def _meet(self, others: frozenset[int]) -> None:
         """Begin to hear of the other ranks, if there are any."""
