@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from wtransfer.testing.connector import ConnectorConformance
+from wtransfer.deadline import Deadline
+from wtransfer.testing.connector import ConnectorConformance, ConnectorTestBed
 
 # The processes of the kit find what this one does.
 sys.path.append(str(Path(__file__).parent))
@@ -66,6 +68,30 @@ class TestTieringOffloadingSpec(ConnectorConformance):
 
     def options_in(self, folder):
         return {"tier": "file", "shared_storage_path": str(folder), "cpu_bytes_to_use": 2**23}
+
+    @pytest.fixture(autouse=True)
+    def written_behind(self, monkeypatch):
+        """Requests have ended when what lies behind the arena is written, too."""
+        run, all_free = ConnectorTestBed.run, {}
+
+        def run_to_the_end(bed, *requests):
+            workers = [each.side.side for i in bed.instances for each in i.workers]
+            for worker in workers:
+                all_free.setdefault(worker, worker.get_stats().get("buffers_free"))
+            run(bed, *requests)
+            deadline, quiet = Deadline(bed.deadline_s), 0
+            # Twice: between the queue and its buffer a block is in neither.
+            while quiet < 2:
+                deadline.check("puts behind the arena")
+                stats = [(all_free[each], each.get_stats()) for each in workers]
+                is_quiet = all(
+                    (free, 0) == (now.get("buffers_free"), now.get("puts_waiting", 0))
+                    for free, now in stats
+                )
+                quiet = quiet + 1 if is_quiet else 0
+                time.sleep(0.0005)
+
+        monkeypatch.setattr(ConnectorTestBed, "run", run_to_the_end)
 
     def damage(self, bed):
         bed.producer.workers[0].side.side._made.part.slots[:, 100] ^= 1
