@@ -79,9 +79,9 @@ def slow_down(seconds):
     """Let the engine core take its time between its workers' commit and what follows."""
     settle = engine_core.Watch._settle
 
-    def slowly(self):
+    def slowly(self, **keywords):
         time.sleep(seconds)
-        return settle(self)
+        return settle(self, **keywords)
 
     engine_core.Watch._settle = slowly
 
