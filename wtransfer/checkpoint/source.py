@@ -324,10 +324,9 @@ class CheckpointSource:
 
         Cost: the file's header is read each time; `iter_full` reads it once per file.
         """
-        ((_, tensor),) = (
-            (name, unread.load())
-            for name, unread in self._open_tensors(self._file_of[name], [self._metas[name]])
-        )
+        found = self._open_tensors(self._file_of[name], [self._metas[name]])
+        # Read while its file is open.
+        (tensor,) = (unread.load() for _, unread in found)
         return tensor
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
