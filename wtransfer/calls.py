@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import contextvars
 import logging
@@ -13,10 +14,9 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from wtransfer.deadline import Deadline
+from wtransfer.deadline import LONGEST_S, Deadline
 from wtransfer.errors import (
     ClosedError,
     ForkedError,
@@ -38,7 +38,134 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CHECK_S = 0.1
-"""Time between two checks of whether a call is still worth waiting for."""
+"""Longest time between two looks at what is waited for, in seconds."""
+INTERRUPT_GRACE_S = 1.0
+"""Seconds that an interrupted caller waits for what it has called off to wind down."""
+
+
+class Changed(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
+    """A lock, and notice to other threads that what it guards has changed.
+
+    The one means by which threads here wait for each other wherever one of them may be a caller's:
+    on the main thread a signal handler may raise at almost any place, as Ctrl-C does.
+
+    Why that leaves no lock taken. CPython runs handlers as a Python function is entered, after a
+    call of a C function has returned, and at a jump back. It runs none between entering ``with``
+    and the block, nor between the block's end and the exit, if both are C: this class inherits
+    them. Where they are Python code (`threading.Event`, `threading.Condition`, futures, generators
+    as context managers), a handler can raise as that code returns, with the lock taken and no block
+    that would release it. A condition moreover gives its lock up within the block while it waits,
+    and a handler that raises there makes the block release a lock that it does not hold.
+
+    So a wait holds nothing. It leaves a ticket under the lock, a lock of its own that is taken, and
+    sleeps on that; the next notification releases every ticket. One that comes between the look
+    and the sleep finds the ticket and makes the sleep end at once. A wait that is interrupted
+    leaves a ticket behind at most, which the next notification takes away. A notification that is
+    interrupted leaves tickets in place, and a signal that comes just before a sleep does not end
+    it: so every wait looks again after `CHECK_S`.
+
+    CPython 3.10 also runs handlers as an error reaches the end of its block, before the exit. No
+    method raises within the block on a caller's thread, so this takes two signals at once.
+
+    What is guarded may be half changed when a handler raises. What has to be done whole is made a
+    call of its own on another thread (`call_apart`), or is one assignment.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: deque[_thread.LockType] = deque()
+        self._watchers: list[Callable[[], object]] = []
+
+    def is_held_here(self) -> bool:
+        """Return whether the calling thread holds the lock."""
+        return bool(self._is_owned())  # type: ignore[attr-defined]  # as conditions ask it
+
+    def notify_all(self) -> None:
+        """Let every wait look again."""
+        with self:
+            while self._tickets:
+                self._tickets.pop().release()
+            for watcher in self._watchers:
+                watcher()
+
+    def wait_for(self, done: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Wait until `done` returns something true; return what it has returned last.
+
+        Args:
+            done: Called under the lock; may raise, but not on a caller's thread.
+            timeout_s: Longest wait, in seconds; None: no limit. The lock must not be held: whatever
+                is waited for could not come.
+        """
+        assert not self.is_held_here()
+        deadline = Deadline(LONGEST_S if timeout_s is None else timeout_s)
+        ticket = _thread.allocate_lock()
+        ticket.acquire()
+        is_left = False
+        try:
+            while True:
+                with self:
+                    if (found := done()) or deadline.expired:
+                        return found
+                    if not is_left:
+                        self._tickets.append(ticket)
+                is_left = not ticket.acquire(timeout=min(deadline.remaining(), CHECK_S))
+        finally:
+            if is_left:
+                with self, contextlib.suppress(ValueError):  # released since
+                    self._tickets.remove(ticket)
+
+    async def wait_for_async(self, done: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Wait as `wait_for`, without blocking the event loop."""
+        deadline = Deadline(LONGEST_S if timeout_s is None else timeout_s)
+        loop, come = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            # A loop that was closed in the middle of the wait has no task left to wake.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(come.set)
+
+        try:
+            with self:
+                self._watchers.append(wake)
+            while True:
+                with self:
+                    if (found := done()) or deadline.expired:
+                        return found
+                # `asyncio.wait_for` drops a cancellation that comes along with the event.
+                timer = loop.call_later(min(deadline.remaining(), CHECK_S), come.set)
+                try:
+                    await come.wait()
+                finally:
+                    timer.cancel()
+                come.clear()
+        finally:
+            with self:
+                if wake in self._watchers:
+                    self._watchers.remove(wake)
+
+
+class Flag:
+    """A `threading.Event` for callers' threads; see `Changed`."""
+
+    def __init__(self) -> None:
+        self._changed = Changed()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Return whether it was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, for good, and end every wait."""
+        self._is_set = True
+        self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set, for at most `timeout_s` seconds; return whether it is."""
+        return self._changed.wait_for(self.is_set, timeout_s)
+
+    async def wait_async(self) -> None:
+        """Wait until it is set, without blocking the event loop."""
+        await self._changed.wait_for_async(self.is_set)
 
 
 class Call:
@@ -49,17 +176,20 @@ class Call:
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        self.done = threading.Event()
+        self.done = Flag()
         """Set when the call has returned or raised."""
         self.result: Any = None
         self.error: BaseException | None = None
-        self._function: Callable[[], Any] | None = function
+        self._function = [function]
 
     def run(self) -> None:
-        """Make the call; an error is kept, not raised."""
-        function, self._function = self._function, None
+        """Make the call, unless it was begun already; an error is kept, not raised."""
         try:
-            self.result = function() if function is not None else None
+            function = self._function.pop()
+        except IndexError:
+            return
+        try:
+            self.result = function()
         except BaseException as error:
             self.error = error
             # Translating formats the error, whose own code may raise.
@@ -70,9 +200,42 @@ class Call:
             del function
             self.done.set()
 
+    def start(self, name: str) -> None:
+        """Make the call on a daemon thread of its own.
+
+        The threads of executors and event loops are joined when the interpreter ends: there, a call
+        that waits for a peer would hold up the program for its whole deadline.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        start_thread(threading.Thread(target=self.run, name=name, daemon=True))
+
+    def call_off(self) -> bool:
+        """Return whether the call has not begun; it will not from here on."""
+        try:
+            self._function.pop()
+        except IndexError:
+            return False
+        return True
+
     def translate(self, error: BaseException) -> BaseException:
         """Return the error that is kept for one that was raised."""
         return error
+
+    def outcome(self) -> Any:
+        """Return the result, or raise the error; once, for neither is kept.
+
+        An error that is kept keeps the frames that it has passed through, and those this call.
+        """
+        error, self.error = self.error, None
+        result, self.result = self.result, None
+        try:
+            if error is not None:
+                raise error
+            return result
+        finally:
+            del error, result
 
 
 class SerialThread:
@@ -92,7 +255,7 @@ class SerialThread:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stopped = False
-        self._overdue: tuple[threading.Event, str] | None = None
+        self._overdue: tuple[Flag, str] | None = None
 
     def runs_here(self) -> bool:
         """Return whether the caller runs on this thread."""
@@ -109,10 +272,10 @@ class SerialThread:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread = thread
                 try:
-                    thread.start()
+                    start_thread(thread)
                 except BaseException:
                     # "can't start new thread", or an interrupt: the next call tries again.
-                    self._thread = thread if thread.is_alive() else None
+                    self._thread = None
                     raise
             self._calls.put(call)
         return call
@@ -188,37 +351,80 @@ class SerialThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        with self._starting:
+            if not self.runs_here():
+                return  # its start was interrupted; another one may have been started since
         while (call := self._calls.get()) is not None:
             call.run()
             # It may hold tensors: not kept during the next wait.
             del call
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread as `Thread.start` does, whatever a signal handler raises meanwhile.
+
+    That waits for the new thread by an event: interrupted there, it could keep the event's lock
+    from the new thread, which would never run. So it is made on a thread where no handler runs,
+    started by one call of C.
+
+    Raises:
+        RuntimeError: No thread can be started.
+    """
+    started, errors = Flag(), list[BaseException]()
+
+    def start() -> None:
+        try:
+            thread.start()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            started.set()
+
+    _thread.start_new_thread(start, ())
+    started.wait()
+    if errors:
+        raise errors.pop()
+
+
 def start_call(function: Callable[[], Any], name: str) -> Call:
-    """Make a call on a daemon thread of its own."""
+    """Make a call on a daemon thread of its own; see `Call.start`."""
     call = Call(function)
-    threading.Thread(target=call.run, name=name, daemon=True).start()
+    call.start(name)
     return call
 
 
-def start_future(function: Callable[[], T], name: str) -> Future[T]:
-    """Make a call on a daemon thread of its own; return its future.
+def call_apart(
+    function: Callable[[], T],
+    name: str,
+    on_interrupt: Callable[[BaseException], object] = lambda _error: None,
+) -> T:
+    """Make a call on a thread of its own and return its result.
 
-    The threads of executors and event loops are joined when the interpreter ends: there, a call
-    that waits for a peer would hold up the program for its whole deadline.
+    Signal handlers run on the main thread. One that raises while this waits ends the wait and not
+    the call: what it changes is never left half changed. Where no thread can be started, as at the
+    end of the interpreter, the call is made here.
+
+    Args:
+        function: The call; made in the caller's context.
+        name: Of the thread.
+        on_interrupt: Called with what has interrupted the wait, to let a call that has begun end;
+            it has `INTERRUPT_GRACE_S` for that.
     """
-    future: Future[T] = Future()
-    # From here on a cancelled waiter cannot cancel the call, whose result is set in any case.
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
+    context = contextvars.copy_context()
+    call = Call(lambda: context.run(function))
+    try:
         try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    start_call(run, name)
-    return future
+            call.start(name)
+        except RuntimeError:
+            call.run()
+        call.done.wait()
+    except BaseException as error:
+        on_interrupt(error)
+        if not call.call_off():
+            call.done.wait(INTERRUPT_GRACE_S)
+        raise
+    result: T = call.outcome()
+    return result
 
 
 def map_concurrently(
@@ -234,22 +440,21 @@ def map_concurrently(
     Returns:
         Host -> result, and host -> error.
     """
-    futures = {name: start_future(call, f"wtransfer-host {name}") for name, call in calls.items()}
+    begun = {name: start_call(call, f"wtransfer-host {name}") for name, call in calls.items()}
     deadline = Deadline(timeout_s)
-    # In slices: a signal that comes just before a wait, or to another thread, does not end it.
-    while not all(future.done() for future in futures.values()) and not deadline.expired:
-        concurrent.futures.wait(futures.values(), min(CHECK_S, deadline.remaining()))
+    results: dict[str, T] = {}
     failed: dict[str, WTransferError] = {}
-    for name, future in futures.items():
-        if not future.done():
+    for name, call in begun.items():
+        if not call.done.wait(deadline.remaining()):
             text = f"{name} did not answer within {timeout_s:g} s"
             failed[name] = StallError(text, seconds=timeout_s, worker=name)
-        elif isinstance(error := future.exception(), WTransferError):
+        elif isinstance(error := call.error, WTransferError):
             failed[name] = error
         elif error is not None:
             failed[name] = RemoteError(f"{name}: {type(error).__name__}: {error}", worker=name)
             failed[name].__cause__ = error
-    results = {name: future.result() for name, future in futures.items() if name not in failed}
+        else:
+            results[name] = call.result
     return results, failed
 
 
@@ -299,7 +504,7 @@ class Announcer:
 
     def __init__(self, tell: Callable[[dict[str, Any]], None], num_under_way: int = 1) -> None:
         self._tell = tell
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._queue: deque[tuple[contextvars.Context, dict[str, Any]]] = deque()
         self._num_open = 0
         self._error: BaseException | None = None
@@ -315,16 +520,15 @@ class Announcer:
         with self._changed:
             self._queue.append((contextvars.copy_context(), info))
             self._num_open += 1
-            self._changed.notify()
+        self._changed.notify_all()
         if self._num_threads:
             self._num_threads -= 1
             # Daemon: at the interpreter's exit nothing waits for a worker that has stalled.
-            threading.Thread(target=self._run, name="wtransfer-announce", daemon=True).start()
+            start_call(self._run, "wtransfer-announce")
 
     def wait(self) -> None:
         """Wait for every announcement; raise the first error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_open == 0 or self._error is not None)
+        self._changed.wait_for(lambda: self._num_open == 0 or self._error is not None)
         self.check()
 
     def check(self) -> None:
@@ -333,12 +537,11 @@ class Announcer:
             raise self._error
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._ended)
-                if not self._queue:
-                    return
-                context, info = self._queue.popleft()
+        def next_one() -> tuple[contextvars.Context, dict[str, Any]] | bool:
+            return self._queue.popleft() if self._queue else self._ended
+
+        while not isinstance(found := self._changed.wait_for(next_one), bool):
+            context, info = found
             error = None
             try:
                 context.run(self._tell, info)
@@ -347,7 +550,7 @@ class Announcer:
             with self._changed:
                 self._num_open -= 1
                 self._error = self._error or error
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -361,7 +564,7 @@ class Announcer:
                 self._ended = True
                 self._num_open -= len(self._queue)
                 self._queue.clear()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
 
 def forget_frames(error: BaseException | None) -> None:

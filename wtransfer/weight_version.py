@@ -403,11 +403,15 @@ class HeldWeights:
         Args:
             outcome: Returns the identity of what it consists of afterwards, however that went.
         """
-        self._process._enter(self, None)  # noqa: SLF001  # the two are one thing
+        self.change()
         try:
             yield
         finally:
             self.settle(outcome())
+
+    def change(self) -> None:
+        """Hold the model to have no name until `settle`."""
+        self._process._enter(self, None)  # noqa: SLF001  # the two are one thing
 
     def settle(self, fingerprint: str) -> None:
         """State what the model consists of from now on.

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wtransfer.calls import start_future
+from wtransfer.calls import start_call
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.collective import (
     CollectiveInitInfo,
@@ -257,8 +257,9 @@ def test_an_abort_ends_the_workers_wait():
     ended = aborted_soon_after(
         worker, lambda: worker.receive_weights(CollectiveUpdateInfo(), lambda pairs: None)
     )
+    assert ended.done.wait(5)
     with pytest.raises(GroupError, match="aborted"):
-        ended.result(5)
+        ended.outcome()
 
 
 def test_an_abort_ends_the_trainers_wait():
@@ -266,17 +267,19 @@ def test_an_abort_ends_the_trainers_wait():
     # Its worker never receives.
     transfer.engine.client.update_weights = lambda info: None
     transfer.source.plan("v")
+    ended = aborted_soon_after(transfer.engine, transfer.engine.send_weights)
+    assert ended.done.wait(5)
     with pytest.raises(GroupError, match="aborted"):
-        aborted_soon_after(transfer.engine, transfer.engine.send_weights).result(5)
+        ended.outcome()
 
 
 def aborted_soon_after(engine, call):
-    """Begin a call into an engine, abort the engine from here, and return the call's future."""
-    ended = start_future(call, "call")
+    """Begin a call into an engine, abort the engine from here, and return how the call ends."""
+    begun = start_call(call, "call")
     time.sleep(0.2)
-    assert not ended.done()
+    assert not begun.done.is_set()
     engine.abort_weight_update()
-    return ended
+    return begun
 
 
 @pytest.mark.parametrize("commit", ["adopt", "copy"])

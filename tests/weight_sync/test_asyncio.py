@@ -124,17 +124,17 @@ def test_a_task_that_is_cancelled_while_it_waits_for_its_turn_begins_no_round(
     slow = made.join()
     until(lambda: slow.session.pending)
     publisher, waits, errors = made.publisher, threading.Event(), []
-    await_turn = publisher._await_turn
+    turn = publisher._turn
 
     def noted(*args):
         waits.set()
         try:
-            return await_turn(*args)
+            return turn(*args)
         except Exception as error:
             errors.append(error)
             raise
 
-    monkeypatch.setattr(publisher, "_await_turn", noted)
+    monkeypatch.setattr(publisher, "_turn", noted)
 
     async def main():
         publishing = asyncio.create_task(publisher.publish_async("off"))
@@ -198,9 +198,8 @@ def test_a_task_that_is_cancelled_as_an_update_comes_applies_nothing(fleet, weig
         await asyncio.sleep(TICK_S)
         round_ = made.publisher.publish("v1", wait=False)
         # Blocks the loop, as a step of the model would: all that follows is ready at once.
-        changed = session.weight_state.changed
-        with changed:
-            assert changed.wait_for(lambda: session.weight_state.pending, PATIENCE_S)
+        state = session.weight_state
+        assert state.changed.wait_for(lambda: state.pending, PATIENCE_S)
         for _ in range(num_turns):
             await asyncio.sleep(0)
         if waiting.done():

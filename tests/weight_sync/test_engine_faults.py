@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from wtransfer.calls import CHECK_S
 from wtransfer.engines.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from wtransfer.engines.gloo import GlooTrainerEngine, GlooWeightTransferEngine
 from wtransfer.engines.interface import TrainerInitInfo
@@ -18,7 +19,6 @@ from wtransfer.testing.fakes import MemoryEngine, MemoryTrainerEngine
 from wtransfer.testing.faults import Fault
 from wtransfer.testing.leftovers import Leftovers
 from wtransfer.transport.rendezvous import host_rendezvous
-from wtransfer.weight_sync.trainer.coordinator import TICK_S
 
 BEFORE_A_COMMIT = ["trainer_init", "__init__", "init", "start", "send", "receive", "finish"]
 HARMLESS = ["round_finished", "shutdown", "trainer_shutdown"]
@@ -102,7 +102,7 @@ class UnhurriedTrainer(TroubledTrainer):
     def send_weights(self):
         super().send_weights()
         # The waits for workers are over, also for one that was given up at its deadline.
-        time.sleep(2 * TICK_S)
+        time.sleep(2 * CHECK_S)
 
 
 class UnhurriedEngine(TroubledEngine):
@@ -219,7 +219,7 @@ def test_what_hangs_before_the_commit_is_left_behind(
         round_ = two_workers.publisher.publish("v1", wait=False)
         until(lambda: trouble.step is None and (by_trainer or round_._num_waiting))
         later(8)
-        time.sleep(2 * TICK_S)  # the engine would be late by now, if it did not wait
+        time.sleep(2 * CHECK_S)  # the engine would be late by now, if it did not wait
         later(3)
         with pytest.raises(StallError) as caught:
             round_.result()

@@ -228,7 +228,8 @@ class Connection:
                 raise PeerLostError(f"the connection to {self.peer} is closed") from self._error
             nbytes = self._outbox_nbytes + len(frame)
             fits = nbytes <= MAX_OUTBOX_NBYTES
-            idle = fits and not self._queue(frame)
+            if fits:
+                self._queue(frame)
             self._closed = not fits
         if not fits:
             error = LimitError(
@@ -237,9 +238,9 @@ class Connection:
             )
             self._loop.call_soon(lambda: self.drop(error))
             raise error
-        if idle:
-            # While something waits, the loop knows already and goes on until nothing does.
-            self._loop.call_soon(self._flush)
+        # Also while something waits already: a signal handler may have raised here, and then the
+        # loop has not heard of that.
+        self._loop.call_soon(self._flush)
 
     def send_descriptor(self, message: msgspec.Struct, fd: int) -> bool:
         """Send a message and a descriptor now; only from a callback of this connection.
@@ -430,13 +431,10 @@ class Connection:
 
     # -- sending
 
-    def _queue(self, frame: bytes) -> bool:
-        """Queue a frame; return whether another one waits already."""
+    def _queue(self, frame: bytes) -> None:
         with self._lock:
-            waiting = bool(self._outbox)
             self._outbox.append(frame)
             self._outbox_nbytes += len(frame)
-            return waiting
 
     def _flush(self) -> None:
         """Send what the socket takes now, and be called again for the rest."""

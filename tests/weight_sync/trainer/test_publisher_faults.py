@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import sys
 import threading
 import time
 from typing import ClassVar
@@ -17,15 +15,11 @@ from wtransfer.errors import (
     NoWorkersError,
     PeerLostError,
     RoundAbortedError,
-    RoundBusyError,
 )
 from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.weight_sync.report import Report, WorkerReport
 from wtransfer.weight_sync.trainer.gather_group import GatherGroup
 from wtransfer.weight_sync.trainer.publisher import Publisher
-
-OURS = ("/weight_sync/trainer/publisher.py", "/weight_sync/trainer/coordinator.py")
-
 
 # -- own errors after the commit was sent
 
@@ -147,86 +141,6 @@ def test_catch_up_that_gets_no_thread_is_tried_again(fleet, weights, no_thread):
         made.step()
     assert joiner.session.version == "v1"
     assert made.publish("v2").ok
-
-
-class InterruptAt:
-    """Raises KeyboardInterrupt at the n-th place where a signal may strike our code on this thread.
-
-    The interpreter looks for signals around calls, but not around the one that leaves a lock.
-    """
-
-    LEAVES = (["LOAD_CONST"] * 3, ["LOAD_CONST", "DUP_TOP", "DUP_TOP"])
-
-    def __init__(self, number):
-        self.left = number
-        self.fired = False
-        self.last = {}
-
-    def __call__(self, frame, event, _arg):
-        if not frame.f_code.co_filename.endswith(OURS) or self.fired:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            opcode = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            before = self.last.setdefault(frame, [])
-            if opcode.startswith("CALL") and before[-3:] not in self.LEAVES:
-                self.left -= 1
-            if opcode != "PRECALL":
-                before.append(opcode)
-            if self.left < 0:
-                self.fired = True
-                self.last.clear()
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self):
-        sys.settrace(self)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-        self.last.clear()
-
-
-@pytest.mark.skipif(
-    sys.version_info[:2] == (3, 12), reason="its trace functions are not told of instructions"
-)
-@pytest.mark.timeout(60)
-def test_publish_interrupted_at_any_instruction_leaves_the_publisher_free(fleet, weights):
-    made = fleet(weights)
-    made.join()
-    number, fired = 0, 0
-    stepping = threading.Event()
-
-    def serve():
-        while not stepping.is_set():
-            made.step()
-
-    server = threading.Thread(target=serve)
-    server.start()
-    try:
-        while True:
-            interrupt = InterruptAt(number)
-            try:
-                with interrupt:
-                    made.publisher.publish("interrupted")
-            except KeyboardInterrupt:
-                pass
-            fired += interrupt.fired
-            deadline = time.monotonic() + 5
-            while True:
-                try:
-                    assert made.publisher.publish("next").ok
-                    break
-                except RoundBusyError:
-                    # The round that was interrupted may still wind down, for a second at most.
-                    assert time.monotonic() < deadline, f"busy for good after {number} places"
-            if not interrupt.fired:
-                break
-            number += 1
-    finally:
-        stepping.set()
-        server.join()
-    assert fired > 20
 
 
 @pytest.mark.parametrize("method", ["post", "pause", "wake", "start", "flush"])

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from wtransfer.calls import close_at_exit, start_future
+from wtransfer.calls import close_at_exit, start_call
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     AuthenticationError,
@@ -582,10 +582,13 @@ class _Routes:
 
 async def _in_thread(call: Callable[[], T]) -> T:
     """Return the result of a call that blocks."""
+    begun = start_call(call, "wtransfer-http-call")
     try:
-        return await asyncio.wrap_future(start_future(call, "wtransfer-http-call"))
+        await begun.done.wait_async()
     except asyncio.CancelledError as error:
         raise _closed() from error
+    result: T = begun.outcome()
+    return result
 
 
 def _closed() -> ClosedError:

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from wtransfer.calls import check_process
+from wtransfer.calls import INTERRUPT_GRACE_S, check_process
 from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     CommitError,
@@ -51,14 +51,10 @@ LostPolicy = Literal["abort", "drop"]
 NonfinitePolicy = Literal["allow", "warn", "reject"]
 """What NaN or infinity in the weights does."""
 
-TICK_S = 0.25
-"""Longest wait between two looks at the deadline."""
 CAUSE_GRACE_S = 0.3
 """Time in which the cause of a broken group must show, before the break itself counts as one."""
 ROLLBACK_GRACE_S = 1.0
 """Seconds that ranks get to go back before the report is made; they go on afterwards."""
-INTERRUPT_GRACE_S = 1.0
-"""Seconds that an interrupted caller waits for the round to wind down."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +170,6 @@ class Round:
         self.members = frozenset(worker for ranks in instances.values() for worker in ranks)
         self.called_off = False
         """Whether `abort` ended it."""
-        self.starter = threading.get_ident()
-        """The thread that has called `publish`, or that serves joiners."""
         self._instead = instead
         self._runner = runner
         self._membership = membership
@@ -209,9 +203,9 @@ class Round:
             # In a group the rest are lost with one; the next round gives them another.
             may_drop=rules.on_lost_worker == "drop" and not self._grouped,
         )
-        self._begun = False
-        self._given_up = False
-        self._done = threading.Event()
+        self._call_off: str | None = None
+        """Why `abort` was called; the round's thread acts on it."""
+        self._over = False
         # In the caller's context: observers may note in which trace the round was begun.
         run = functools.partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="wtransfer-round", daemon=True)
@@ -228,14 +222,8 @@ class Round:
         self._thread.start()
 
     def give_up(self) -> None:
-        """Let the round not begin, should its thread run yet; called under the lock."""
-        self._given_up = True
+        """Forget a round that has got no thread; called under the lock."""
         self._membership.close(self.state)
-
-    @property
-    def was_left(self) -> bool:
-        """Whether its starter was interrupted before it had a thread. Asked under the lock."""
-        return not self._begun and not self._thread.is_alive()
 
     def packed(self, timeout_s: float | None = None) -> None:
         """Wait until the trainer may change its weights again.
@@ -247,11 +235,7 @@ class Round:
         """
         timeout_s = checked_timeout(timeout_s, endless=True)
         self._check_caller("packed")
-        with self._lock:
-            ended = self._changed.wait_for(
-                lambda: self._packed_s is not None or self._done.is_set(), timeout_s
-            )
-        if not ended:
+        if not self._changed.wait_for(lambda: self._packed_s is not None or self._over, timeout_s):
             raise StallError(f"not packed within {timeout_s} s", round_id=self.round_id)
         if self._packed_s is None and self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -269,10 +253,10 @@ class Round:
         timeout_s = checked_timeout(timeout_s, endless=True)
         self._check_caller("result")
         try:
-            ended = self._done.wait(timeout_s)
+            ended = self._changed.wait_for(lambda: self._over, timeout_s)
         except BaseException as interruption:
             self.abort(f"interrupted by {type(interruption).__name__}")
-            self._done.wait(INTERRUPT_GRACE_S)
+            self._changed.wait_for(lambda: self._over, INTERRUPT_GRACE_S)
             raise
         if not ended:
             raise StallError(f"the round has not ended in {timeout_s} s", round_id=self.round_id)
@@ -290,17 +274,26 @@ class Round:
     def abort(self, reason: str = "aborted by the caller") -> None:
         """End the round before its commit. Later, or a second time, this does nothing."""
         check_process(self._pid, "Round")
-        with self._lock:
-            if self.state.ended is None and not self.state.committing:
-                self.called_off = True
-                self.state.abort(
-                    RoundAbortedError(f"the round was aborted: {reason}", **self._facts())
-                )
-            self._changed.notify_all()
+        # No more than that: this may be a thread on which a signal handler raises, and an abort
+        # that reaches half of the workers would be none.
+        self._call_off = self._call_off or reason
+        self._changed.notify_all()
+
+    def _obey(self) -> None:
+        """End the round if its abort was called for in time; called under the lock."""
+        if self._call_off and self.state.ended is None and not self.state.committing:
+            self.called_off = True
+            self.state.abort(
+                RoundAbortedError(f"the round was aborted: {self._call_off}", **self._facts())
+            )
+
+    def runs_on(self, thread: threading.Thread) -> bool:
+        """Return whether a thread is the round's own."""
+        return thread is self._thread
 
     def _check_caller(self, method: str) -> None:
         check_process(self._pid, "Round")
-        if threading.current_thread() is self._thread:
+        if self.runs_on(threading.current_thread()):
             raise RoundBusyError(
                 f"{method}() was called by an observer on the round's own thread, which would wait "
                 "for itself; call it from another thread",
@@ -320,7 +313,7 @@ class Round:
     @property
     def done(self) -> bool:
         """Whether the round is over."""
-        return self._done.is_set()
+        return self._over
 
     @property
     def failed(self) -> bool:
@@ -375,16 +368,11 @@ class Round:
 
     def wake(self) -> None:
         """Let the round look again: something that it waits for may have happened."""
-        with self._lock:
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     # -- the steps
 
     def _run(self) -> None:
-        with self._lock:
-            if self._given_up:
-                return
-            self._begun = True
         try:
             try:
                 self._take_steps()
@@ -465,7 +453,7 @@ class Round:
             # The round's outcome stands; a thread has nothing to raise to.
             logger.exception("what follows round %s broke", self.round_id)
         finally:
-            self._done.set()
+            self._over = True
             self.wake()
 
     def _take_steps(self) -> None:
@@ -588,17 +576,20 @@ class Round:
         # A host's call may take as long as its start and its finish.
         answered_by = Deadline(2 * deadline_s)
         self._apply_by_hosts()
+        self._changed.wait_for(over, deadline_s)
         with self._lock:
-            self._changed.wait_for(over, deadline_s)
-            if self._is_left_alone():
-                reason = "the host failed in the call that lets its ranks commit"
-                # An ack may be under way on another connection than the host's answer.
-                self._changed.wait_for(lambda: self.state.settled, ROLLBACK_GRACE_S)
-            if not self.state.settled:
+            is_left_alone = self._is_left_alone()
+        if is_left_alone:
+            reason = "the host failed in the call that lets its ranks commit"
+            # An ack may be under way on another connection than the host's answer.
+            self._changed.wait_for(lambda: self.state.settled, ROLLBACK_GRACE_S)
+        with self._lock:
+            if not (is_settled := self.state.settled):
                 self.state.deadline(reason)
-                self._changed.wait_for(over, ROLLBACK_GRACE_S)
-            # An ack comes from within its host's call, before old KV cache is forgotten.
-            self._changed.wait_for(lambda: not self._awaited_hosts(), answered_by.remaining())
+        if not is_settled:
+            self._changed.wait_for(over, ROLLBACK_GRACE_S)
+        # An ack comes from within its host's call, before old KV cache is forgotten.
+        self._changed.wait_for(lambda: not self._awaited_hosts(), answered_by.remaining())
         self._note_pending()
 
     def _awaited_hosts(self) -> set[str]:
@@ -681,18 +672,21 @@ class Round:
 
     def _await(self, done: Callable[[RankAnswers], bool], what: str) -> None:
         """Wait until every worker of the round has done something; raise what ends the round."""
+        begun = time.monotonic()
+
+        def all_done() -> bool:
+            self._check_state()
+            waiting = [rank for rank in self.state.ranks() if not done(rank)]
+            if waiting:
+                self._check_stall(waiting, begun, what)
+            return not waiting
+
         with self._lock:
             self._num_waiting += 1
-            try:
-                begun = time.monotonic()
-                while True:
-                    self._check_state()
-                    waiting = [rank for rank in self.state.ranks() if not done(rank)]
-                    if not waiting:
-                        return
-                    self._check_stall(waiting, begun, what)
-                    self._changed.wait(TICK_S)
-            finally:
+        try:
+            self._changed.wait_for(all_done)
+        finally:
+            with self._lock:
                 self._num_waiting -= 1
                 # Whatever was waited for, the engine is not late before it had time of its own.
                 self._waited_at = time.monotonic()
@@ -701,18 +695,20 @@ class Round:
         """Wait for a call into the trainer's engine; raise what ends the round."""
         self._call = call
         begun = time.monotonic()
-        with self._lock:
-            while not call.done.is_set():
-                self._check_state()
-                moved = (rank.moved_at for rank in self.state.ranks())
-                idle_s = _idle_s(begun, self._runner.source.moved_at, self._waited_at, *moved)
-                # An engine that waits for workers is not the one that stalls.
-                if not self._num_waiting and idle_s > self._rules.deadline_s:
-                    name, plugin = self._runner.name, self._runner.plugin
-                    raise self._stall(f"the trainer's engine {name!r}", what, plugin=plugin)
-                self._changed.wait(TICK_S)
+
+        def has_returned() -> bool:
+            is_done = call.done.is_set()
             # A worker's fault is the cause of what the engine then raises, not the other way round.
             self._check_state()
+            moved = (rank.moved_at for rank in self.state.ranks())
+            idle_s = _idle_s(begun, self._runner.source.moved_at, self._waited_at, *moved)
+            # An engine that waits for workers is not the one that stalls.
+            if not (is_done or self._num_waiting) and idle_s > self._rules.deadline_s:
+                name, plugin = self._runner.name, self._runner.plugin
+                raise self._stall(f"the trainer's engine {name!r}", what, plugin=plugin)
+            return is_done
+
+        self._changed.wait_for(has_returned)
         if call.error is not None:
             raise call.error
 
@@ -723,6 +719,7 @@ class Round:
         makes the others say that their group broke, and often before the killed one is known to be
         gone. So a broken group counts only when nothing else has shown for a while.
         """
+        self._obey()
         self.state.check()
         symptom = self.state.symptom
         if symptom is not None:

@@ -20,14 +20,13 @@ apart as well. What it holds is decoded as plain data and never as code.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch.distributed
 
-from wtransfer.calls import SerialThread
+from wtransfer.calls import Changed, SerialThread
 from wtransfer.errors import (
     ClosedError,
     NotInitializedError,
@@ -159,8 +158,11 @@ class GatherGroup:
         """Key of this rank, known from the first `start`."""
         self._store: Any = None
         self._thread = SerialThread("wtransfer-ranks")
-        self._wake = threading.Event()
-        self._changed = threading.Condition()
+        self.check: Callable[[], None] = lambda: None
+        """Called in every wait, which ends by what it raises."""
+        self._changed = Changed()
+        self._has_news = False
+        """Whether the thread has something to write, or to hear of."""
         self.polling = False
         """Whether the thread polls."""
         self._paused = False
@@ -204,7 +206,8 @@ class GatherGroup:
         """Let the store have a state of this rank, from `start` on."""
         with self._changed:
             self._mine[key or self.key] = state
-        self._wake.set()
+            self._has_news = True
+        self._changed.notify_all()
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until the store has what was posted.
@@ -249,46 +252,48 @@ class GatherGroup:
             PeerLostError: The store is gone.
             ClosedError: `close` was called.
         """
-        with self._changed:
-            while not (found := done()):
-                if self._closed:
-                    raise ClosedError("this rank of the trainer was closed")
-                if self._error is not None:
-                    raise self._error.with_traceback(None)
-                mute_s = time.monotonic() - self._polled_at
-                if mute_s > self.deadline_s or (deadline.expired and mute_s > STALLED_S):
-                    raise StallError(
-                        f"the trainer's store has not answered for {mute_s:.1f} s: its host is "
-                        "stopped or cannot be reached",
-                        seconds=mute_s,
-                    )
-                if deadline.expired:
-                    text = what if isinstance(what, str) else what()
-                    raise StallError(
-                        f"no progress on {text} within {deadline.seconds:g} s",
-                        seconds=deadline.seconds,
-                    )
-                # Silence makes no noise: it must be looked for.
-                self._changed.wait(min(deadline.remaining(), BEAT_S))
-            return found
+
+        def look() -> Any:
+            if found := done():
+                return found
+            self.check()
+            if self._closed:
+                raise ClosedError("this rank of the trainer was closed")
+            if self._error is not None:
+                raise self._error.with_traceback(None)
+            mute_s = time.monotonic() - self._polled_at
+            if mute_s > self.deadline_s or (deadline.expired and mute_s > STALLED_S):
+                raise StallError(
+                    f"the trainer's store has not answered for {mute_s:.1f} s: its host is "
+                    "stopped or cannot be reached",
+                    seconds=mute_s,
+                )
+            if deadline.expired:
+                text = what if isinstance(what, str) else what()
+                raise StallError(
+                    f"no progress on {text} within {deadline.seconds:g} s",
+                    seconds=deadline.seconds,
+                )
+            return None
+
+        # A missing sign of life raises no event: the wait looks again by itself.
+        return self._changed.wait_for(look)
 
     def wake(self) -> None:
         """Let every wait look again."""
-        with self._changed:
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     def pause(self) -> None:
         """Stop polling once the store has what was posted."""
         with self._changed:
-            self._paused = True
-        self._wake.set()
+            self._paused = self._has_news = True
+        self._changed.notify_all()
 
     def close(self) -> None:
         """Stop polling and let go of the store; every wait ends."""
         with self._changed:
-            self._closed = self._paused = True
-            self._changed.notify_all()
-        self._wake.set()
+            self._closed = self._paused = self._has_news = True
+        self._changed.notify_all()
         self._thread.stop()
         self._thread.join(STALLED_S)
         self._store = self._shared = None
@@ -302,8 +307,8 @@ class GatherGroup:
             if self._store is None:
                 self._connect()
             while True:
-                self._wake.clear()
                 with self._changed:
+                    self._has_news = False
                     mine, others = self._mine.copy(), self._others
                 now = time.monotonic()
                 due = now - written_at > BEAT_S
@@ -322,7 +327,7 @@ class GatherGroup:
                         return
                 # Something that changes is mostly followed by something else.
                 pause_s = MIN_PAUSE_S if changed or stale else min(2 * pause_s, MAX_PAUSE_S)
-                self._wake.wait(pause_s)
+                self._changed.wait_for(lambda: self._has_news, pause_s)
         except msgspec.MsgspecError as raised:
             error = ProtocolError(
                 f"the trainer's store holds something else under {self._prefix!r}: {raised}"
@@ -337,7 +342,7 @@ class GatherGroup:
         if error is not None:
             with self._changed:
                 self.polling, self._error, self._store = False, error, None
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _connect(self) -> None:
         # A clone would try for minutes to reach a host that has ended.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wtransfer.calls import Changed
 from wtransfer.errors import PeerError, PeerLostError, ProtocolError, WTransferError
 from wtransfer.weight_sync.messages import CODEC, Ack, Hello, Lost, Ready, Refused
 from wtransfer.weight_sync.report import WorkerInfo
@@ -104,11 +104,8 @@ class Membership:
     """
 
     def __init__(self, on_join: Callable[[Worker], None]) -> None:
-        # Taken by itself, not by way of the condition, whose methods are Python: an interrupt at
-        # the entry of its `__exit__` would leave it locked for good.
-        self.lock = threading.RLock()
+        self.lock = self.changed = Changed()
         """The one lock of a publisher: held for whatever is said here of workers and rounds."""
-        self.changed = threading.Condition(self.lock)
         self.num_dropped = 0
         self._on_join = on_join
         self._workers: dict[Connection, Worker] = {}

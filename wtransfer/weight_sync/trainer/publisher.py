@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import functools
 import logging
@@ -11,7 +10,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from wtransfer.calls import check_process, close_at_exit, on_callers_stream, start_future
+from wtransfer.calls import (
+    INTERRUPT_GRACE_S,
+    Call,
+    call_apart,
+    check_process,
+    close_at_exit,
+    on_callers_stream,
+)
 from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     ClosedError,
@@ -26,7 +32,6 @@ from wtransfer.transport.channel import Listener
 from wtransfer.transport.handshake import new_token, resolve_token
 from wtransfer.weight_sync.messages import CODEC
 from wtransfer.weight_sync.trainer.coordinator import (
-    INTERRUPT_GRACE_S,
     LostPolicy,
     NonfinitePolicy,
     ProvenUpdate,
@@ -39,7 +44,7 @@ from wtransfer.weight_sync.trainer.membership import Membership, Worker
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import msgspec
     import torch
@@ -65,6 +70,38 @@ CATCH_UP_ATTEMPTS = 3
 """Attempts in a row before a worker stays behind until the next round."""
 CATCH_UP_RETRY_S = 0.2
 """Wait after a failed attempt, times the number of failures, in seconds."""
+
+
+class Attempt:
+    """A round that a caller wants, on its way to begin on a thread of its own.
+
+    Args:
+        method: What the caller has called, for errors.
+    """
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.cancelled: str | None = None
+        self.round: Round | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no round of it is under way."""
+        return self.round is None or self.round.done
+
+    def begun(self, round_: Round) -> Round:
+        """Note the round."""
+        # In this order, and the other way round in `cancel`: one of the two sees the other.
+        self.round = round_
+        if self.cancelled is not None:
+            round_.abort(self.cancelled)
+        return round_
+
+    def cancel(self, error: BaseException) -> None:
+        """Let no round begin, and abort the one that has."""
+        self.cancelled = f"interrupted by {type(error).__name__}"
+        if self.round is not None:
+            self.round.abort(self.cancelled)
 
 
 class Publisher:
@@ -131,6 +168,8 @@ class Publisher:
         self._endpoints.add(hosts)
         self._pid = os.getpid()
         self._closed = False
+        self._closing = threading.Lock()
+        self._is_shut = False
         self._origin = Origin.of(engine, trainer)
         self._source = (
             model_or_source
@@ -213,11 +252,8 @@ class Publisher:
         """
         timeout_s = checked_timeout(timeout_s)
         self._check_usable()
-        with self._lock:
-            if not self._changed.wait_for(
-                lambda: len(self._membership.instances()) >= n, timeout_s
-            ):
-                raise self._too_few(len(self._membership.instances()), n) from self._refusal
+        if not self._changed.wait_for(lambda: len(self._membership.instances()) >= n, timeout_s):
+            raise self._too_few(len(self._membership.instances()), n) from self._refusal
 
     @property
     def hosts(self) -> dict[str, str | None]:
@@ -241,10 +277,14 @@ class Publisher:
                 With ``on_lost_worker="drop"`` it is logged and reported, as long as one has joined.
         """
         self._check_usable()
-        self._endpoints.add(hosts)
-        may_drop = self._rules.on_lost_worker == "drop"
-        self._endpoints.register(self.address, self.token, may_drop=may_drop)
-        self._await_invited()
+
+        def invite() -> None:
+            self._endpoints.add(hosts)
+            may_drop = self._rules.on_lost_worker == "drop"
+            self._endpoints.register(self.address, self.token, may_drop=may_drop)
+            self._await_invited()
+
+        call_apart(invite, "wtransfer-invite")
 
     @overload
     def publish(
@@ -277,8 +317,7 @@ class Publisher:
         """
         self._check_usable()
         _check_version(version)
-        _settle_device()
-        return self._run(version, None, wait=wait, dry_run=dry_run)
+        return self._run("publish", version, wait=wait, dry_run=dry_run)
 
     async def publish_async(self, version: str, *, dry_run: bool = False) -> Report:
         """Send the weights as they are now, without blocking the event loop.
@@ -298,35 +337,22 @@ class Publisher:
         """
         self._check_usable()
         _check_version(version)
-        begun: list[Round] = []
-        cancelled = threading.Event()
-
-        def run() -> Report:
-            _settle_device()
-            round_ = self._run(version, None, wait=False, dry_run=dry_run, cancelled=cancelled)
-            # In this order, and the other way round below: one of the two sees the other.
-            begun.append(round_)
-            if cancelled.is_set():
-                round_.abort("interrupted by CancelledError")
-            return round_.result()
-
+        attempt = Attempt("publish_async")
         # With the caller's context: a round is a part of the trace that it was begun in.
-        run_here = functools.partial(contextvars.copy_context().run, on_callers_stream(run))
-        ended = start_future(run_here, "wtransfer-publish")
+        run = contextvars.copy_context().run
+        call = Call(functools.partial(run, self._beginning(attempt, version, dry_run)))
         try:
-            return await asyncio.wrap_future(ended)
-        except asyncio.CancelledError:
-            cancelled.set()
-            with self._lock:
-                # It may be waiting for its turn.
-                self._changed.notify_all()
-            for round_ in begun:
-                round_.abort("interrupted by CancelledError")
-            waiting = asyncio.wrap_future(ended)
-            # Why it failed is of no interest any more, and would be logged if nobody asked.
-            waiting.add_done_callback(lambda each: each.cancelled() or each.exception())
-            await asyncio.wait([waiting], timeout=INTERRUPT_GRACE_S)
-            waiting.cancel()
+            call.start("wtransfer-publish")
+            await call.done.wait_async()
+            round_: Round = call.outcome()
+            await self._changed.wait_for_async(lambda: round_.done)
+            return round_.result()
+        except BaseException as error:
+            attempt.cancel(error)
+            is_off = call.call_off()
+            await self._changed.wait_for_async(
+                lambda: (is_off or call.done.is_set()) and attempt.is_over, INTERRUPT_GRACE_S
+            )
             raise
 
     def kept(self) -> Sequence[KeptVersion]:
@@ -336,7 +362,7 @@ class Publisher:
             VersionNotKeptError: The engine keeps none.
         """
         self._check_usable()
-        return self._runner.kept()
+        return call_apart(self._runner.kept, "wtransfer-kept")
 
     @overload
     def rollback(
@@ -360,36 +386,39 @@ class Publisher:
             VersionNotKeptError: The engine keeps none, or no such version.
             WTransferError: As `publish`.
         """
-        found = [each for each in self.kept() if each.version == version]
-        if not found:
-            there = ", ".join(repr(each.version) for each in self.kept()) or "none"
-            raise VersionNotKeptError(
-                f"there is no version {version!r} to go back to; kept are: {there}", version=version
-            )
-        source = self._runner.kept_source(found[-1])
-        return self._run(version, source, wait=wait, dry_run=dry_run)
+        self._check_usable()
+        return self._run("rollback", version, wait=wait, dry_run=dry_run)
 
     def close(self) -> None:
         """End what is under way and let the workers go; they keep what they have."""
-        if self._closed or os.getpid() != self._pid:
+        if self._is_shut or os.getpid() != self._pid:
             return
-        with self._lock:
-            self._closed = True
-            active = self._active
+        caller = threading.current_thread()
+        call_apart(lambda: self._close(caller), "wtransfer-close")
+
+    def _close(self, caller: threading.Thread) -> None:
+        with self._closing:
+            if self._is_shut:
+                return
+            with self._lock:
+                self._closed = True
+                active = self._active
             self._changed.notify_all()
-        if active is not None:
-            active.abort("the publisher was closed")
-        if self._catch_up.is_alive():
-            self._catch_up.join(CLOSE_GRACE_S)
-        self._endpoints.deregister(self.address)
-        self._listener.close()
-        if active is not None:
-            try:
-                active.result(CLOSE_GRACE_S)
-            except WTransferError as error:
-                logger.info("round %s ended with its publisher: %s", active.round_id, error)
-        self._source.close()
-        self._runner.shutdown()
+            if active is not None:
+                active.abort("the publisher was closed")
+            if self._catch_up.is_alive() and self._catch_up is not caller:
+                self._catch_up.join(CLOSE_GRACE_S)
+            self._endpoints.deregister(self.address)
+            self._listener.close()
+            # An observer that closes it, on the round's thread, would be waited for by itself.
+            if active is not None and not active.runs_on(caller):
+                try:
+                    active.result(CLOSE_GRACE_S)
+                except WTransferError as error:
+                    logger.info("round %s ended with its publisher: %s", active.round_id, error)
+            self._source.close()
+            self._runner.shutdown()
+            self._is_shut = True
 
     def __enter__(self) -> Self:
         return self
@@ -402,12 +431,11 @@ class Publisher:
             named = set(filter(None, self.hosts.values())) - {w.worker for w in self.workers()}
             return [*sorted(named), *map(str, self._incomplete_hosts())]
 
-        with self._lock:
-            if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
-                raise NoWorkersError(
-                    f"{', '.join(absent())} did not join within "
-                    f"{self._rules.deadline_s:g} s, though asked to; look at the workers' logs"
-                ) from self._refusal
+        if not self._changed.wait_for(lambda: not absent(), self._rules.deadline_s):
+            raise NoWorkersError(
+                f"{', '.join(absent())} did not join within "
+                f"{self._rules.deadline_s:g} s, though asked to; look at the workers' logs"
+            ) from self._refusal
 
     def _incomplete_hosts(self) -> list[Incomplete]:
         whole = [worker for ranks in self._membership.instances().values() for worker in ranks]
@@ -415,27 +443,6 @@ class Publisher:
             [worker.hello for worker in self._membership.workers()],
             [worker.hello for worker in whole],
         )
-
-    def _await_whole_hosts(self, deadline: Deadline, cancelled: threading.Event) -> None:
-        """Wait for the rest of engines that are there in part: ranks dial again by themselves.
-
-        Of one that is gone as a whole nobody is served old weights; it is left out as any worker.
-        """
-
-        def torn() -> list[Incomplete]:
-            return [each for each in self._incomplete_hosts() if each.some]
-
-        if self._rules.on_lost_worker == "drop":
-            return
-        if not self._changed.wait_for(
-            lambda: cancelled.is_set() or not torn(), deadline.remaining()
-        ):
-            raise NoWorkersError(
-                f"{', '.join(map(str, torn()))}: the rest was lost and did not come back within "
-                f"{self._rules.deadline_s:g} s; a round would leave it on old weights behind the "
-                "same address. Restart that host and call invite(), or let rounds go on without "
-                "what is lost (on_lost_worker='drop')"
-            ) from self._refusal
 
     def _apply_what_is_left(self) -> None:
         """Have serving engines apply what they still hold, verified: they take no plan before."""
@@ -451,80 +458,90 @@ class Publisher:
 
     # -- rounds
 
-    @overload
-    def _run(
-        self,
-        version: str,
-        instead: None,
-        *,
-        wait: Literal[False],
-        dry_run: bool,
-        cancelled: threading.Event,
-    ) -> Round: ...
-
-    @overload
-    def _run(
-        self, version: str, instead: WeightSource | None, *, wait: bool, dry_run: bool
-    ) -> Report | Round: ...
-
-    def _run(
-        self,
-        version: str,
-        instead: WeightSource | None,
-        *,
-        wait: bool,
-        dry_run: bool,
-        cancelled: threading.Event | None = None,
-    ) -> Report | Round:
-        before, round_ = self._active, None
+    def _run(self, method: str, version: str, *, wait: bool, dry_run: bool) -> Report | Round:
+        attempt = Attempt(method)
+        begin = self._beginning(attempt, version, dry_run)
         try:
-            round_ = self._begin(
-                version, instead, dry_run=dry_run, cancelled=cancelled or threading.Event()
-            )
-            return round_.result() if wait else round_
+            round_ = call_apart(begin, "wtransfer-publish", attempt.cancel)
+            if not wait:
+                return round_
+            self._changed.wait_for(lambda: round_.done)
         except BaseException as error:
-            # An interrupt may come when the round is under way and nobody has hold of it yet: it
-            # is this thread's by its starter, and not an earlier one of the same thread.
-            active = self._active
-            if active not in (None, before) and active.starter == threading.get_ident():
-                round_ = active
-            if round_ is not None:
-                round_.abort(f"interrupted by {type(error).__name__}")
-            elif instead is None:
-                # Ranks that hold parts of the weights may be waiting for it.
-                self._source.refuse(version, error)
+            # An interrupt may come when the round is under way and no caller has hold of it yet.
+            attempt.cancel(error)
+            self._changed.wait_for(lambda: attempt.is_over, INTERRUPT_GRACE_S)
             raise
+        return round_.result()
+
+    def _beginning(self, attempt: Attempt, version: str, dry_run: bool) -> Callable[[], Round]:
+        """Return what begins a round; to be called on another thread than the caller's."""
+
+        def begin() -> Round:
+            _settle_device()
+            source = None
+            try:
+                if attempt.method == "rollback":
+                    source = self._kept_source(version)
+                return attempt.begun(self._begin(attempt, version, source, dry_run=dry_run))
+            except BaseException as error:
+                if attempt.method != "rollback":
+                    # Ranks that hold parts of the weights may be waiting for it.
+                    self._source.refuse(version, error)
+                raise
+
+        return on_callers_stream(begin)
+
+    def _kept_source(self, version: str) -> WeightSource:
+        kept = self._runner.kept()
+        found = [each for each in kept if each.version == version]
+        if not found:
+            there = ", ".join(repr(each.version) for each in kept) or "none"
+            raise VersionNotKeptError(
+                f"there is no version {version!r} to go back to; kept are: {there}", version=version
+            )
+        return self._runner.kept_source(found[-1])
 
     def _begin(
-        self,
-        version: str,
-        instead: WeightSource | None,
-        *,
-        dry_run: bool,
-        cancelled: threading.Event,
+        self, attempt: Attempt, version: str, instead: WeightSource | None, *, dry_run: bool
     ) -> Round:
         deadline = Deadline(self._rules.deadline_s)
         patience = Deadline(min(JOINER_PATIENCE_S, self._rules.deadline_s))
         self._apply_what_is_left()
-        while True:
-            with self._lock:
-                instances = self._await_turn(deadline, patience, cancelled)
-                self._check_usable()
-                members = frozenset(w for ranks in instances.values() for w in ranks)
-                if not self._is_stale(members):
-                    return self._new_round(version, instances, instead=instead, dry_run=dry_run)
+
+        def begun() -> Round | bool:
+            instances = self._turn(attempt, deadline, patience)
+            if instances is None:
+                return False
+            self._check_usable()
+            members = frozenset(w for ranks in instances.values() for w in ranks)
+            if self._is_stale(members):
+                return True
+            return self._new_round(version, instances, instead=instead, dry_run=dry_run)
+
+        while isinstance(round_ := self._changed.wait_for(begun), bool):
             # Without the lock: an engine may take its time to shut down.
             self._drop_runner()
+        return round_
 
-    def _await_turn(
-        self, deadline: Deadline, patience: Deadline, cancelled: threading.Event
-    ) -> dict[str, list[Worker]]:
-        """Wait until a round may begin, and return who takes part; called under the lock."""
-        self._await_whole_hosts(deadline, cancelled)
-        while not cancelled.is_set() and (active := self._active) is not None:
-            if active.was_left:
-                self._give_up(active)
-                continue
+    def _turn(
+        self, attempt: Attempt, deadline: Deadline, patience: Deadline
+    ) -> dict[str, list[Worker]] | None:
+        """Return who takes part in a round that may begin; None: not yet. Called under the lock."""
+        if attempt.cancelled is not None:
+            raise RoundAbortedError(f"{attempt.method} was cancelled before its round began")
+        # Ranks dial again by themselves. An engine that is gone entirely serves nothing; it is left
+        # out as any worker.
+        torn = [each for each in self._incomplete_hosts() if each.some]
+        if torn and self._rules.on_lost_worker != "drop":
+            if not deadline.expired:
+                return None
+            raise NoWorkersError(
+                f"{', '.join(map(str, torn))}: the rest was lost and did not come back within "
+                f"{self._rules.deadline_s:g} s; a round would leave it on old weights behind the "
+                "same address. Restart that host and call invite(), or let rounds go on without "
+                "what is lost (on_lost_worker='drop')"
+            ) from self._refusal
+        if (active := self._active) is not None:
             if not active.is_resend:
                 age = time.monotonic() - self._active_since
                 raise RoundBusyError(
@@ -533,16 +550,12 @@ class Publisher:
                     round_id=active.round_id,
                 )
             late = active.committing and patience.expired
-            if late and self._enough_without(active.members):
-                self._set_aside(active)
-                break
-            # A joiner that is being served can wait.
-            active.abort("a new round begins")
-            deadline.check("a joiner's catch-up", round_id=active.round_id)
-            self._changed.wait(patience.remaining() or deadline.remaining())
-            self._await_whole_hosts(deadline, cancelled)
-        if cancelled.is_set():
-            raise RoundAbortedError("publish_async was cancelled before its round began")
+            if not (late and self._enough_without(active.members)):
+                # A joiner that is being served can wait.
+                active.abort("a new round begins")
+                deadline.check("a joiner's catch-up", round_id=active.round_id)
+                return None
+            self._set_aside(active)
         instances = self._taking_part()
         if len(instances) < self._rules.min_workers:
             raise self._too_few(len(instances), self._rules.min_workers) from self._refusal
@@ -646,7 +659,7 @@ class Publisher:
                             worker.set_aside = worker.state == "pending"
                     else:
                         self._current, self._current_runner = round_.proven, self._runner
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _drop_runner(self) -> None:
         """Let go of the engine, and of a group that it has; the next round makes another."""
@@ -678,26 +691,27 @@ class Publisher:
 
     def _run_catch_up(self) -> None:
         """Serve instances that are behind, one after the other, between rounds."""
-        while True:
-            round_ = None
-            with self._lock:
-                while not self._closed and (found := self._next_behind()) is None:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                assert found is not None
-                name, ranks, proven = found
-                try:
-                    round_ = self._new_round(proven.version, {name: ranks}, proven=proven)
-                except WTransferError as error:
-                    logger.warning("catch-up of %s could not begin: %s", name, error)
+
+        def begun() -> tuple[str, list[Worker], Round | None] | bool:
+            if self._closed or (found := self._next_behind()) is None:
+                return self._closed
+            name, ranks, proven = found
+            try:
+                return name, ranks, self._new_round(proven.version, {name: ranks}, proven=proven)
+            except WTransferError as error:
+                logger.warning("catch-up of %s could not begin: %s", name, error)
+                return name, ranks, None
+
+        while not isinstance(found := self._changed.wait_for(begun), bool):
+            name, ranks, round_ = found
+            del found
             if round_ is not None and self._was_brought(name, round_):
                 continue
             with self._lock:
                 for worker in ranks:
                     worker.num_failed += 1
                 delay_s = CATCH_UP_RETRY_S * max(worker.num_failed for worker in ranks)
-                self._changed.wait_for(lambda: self._closed, delay_s)
+            self._changed.wait_for(lambda: self._closed, delay_s)
 
     def _was_brought(self, name: str, round_: Round) -> bool:
         """Wait for a catch-up; return whether it did what it could."""

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import xxhash
 
-from wtransfer.calls import SerialThread, check_process, close_at_exit, on_callers_stream
+from wtransfer.calls import (
+    SerialThread,
+    call_apart,
+    check_process,
+    close_at_exit,
+    on_callers_stream,
+)
 from wtransfer.deadline import Deadline
 from wtransfer.errors import (
     ClosedError,
@@ -283,12 +289,8 @@ class ShardedSource:
             self._group.pause()
 
     def _post(self, **changes: Any) -> None:
-        """Change the state, and let the other ranks have it, once they are met.
-
-        Before that the group is left alone: this runs on the caller's thread, and a signal handler
-        that raises within the group's locks, which are Python code, would leave them taken.
-        """
         self._state = msgspec.structs.replace(self._state, **changes)
+        # `_meet` posts what others have missed; where there are none, none reads it.
         if self._met:
             self._group.post(self._state, PUBLISHER)
 
@@ -296,8 +298,9 @@ class ShardedSource:
         """Begin to hear of the other ranks, if there are any."""
         with self._lock:
             self._met = others
-            if others and not self._group.polling:
-                self._group.start()
+            if others:
+                if not self._group.polling:
+                    self._group.start()
                 self._post(rank=own_rank())
             self._group.add(_keys(others))
 
@@ -410,6 +413,10 @@ class ShardedSource:
         return cause
 
 
+class Interrupted(BaseException):
+    """The caller whose call this is was interrupted, and waits for it no longer."""
+
+
 class TrainerRank:
     """Takes part in publishing a sharded model, on the ranks that do not publish themselves.
 
@@ -454,7 +461,7 @@ class TrainerRank:
         self._group = GatherGroup(name, store, publishing=False, deadline_s=deadline_s)
         self._deadline_s = deadline_s
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = self._is_shut = False
         self._busy = threading.Lock()
         self._thread = SerialThread("wtransfer-gather")
         self._epoch = ""
@@ -487,24 +494,40 @@ class TrainerRank:
             WTransferError: The round was aborted; the error is the publishing rank's.
         """
         check_process(self._pid, "TrainerRank")
-        if not self._busy.acquire(blocking=False):
-            raise RoundBusyError("this rank is publishing already; wait for the other call")
-        try:
-            if self._closed:
-                raise ClosedError("this TrainerRank is closed")
-            self._group.start((PUBLISHER, str(own_rank())))
-            return self._publish(version, wait=wait)
-        finally:
-            self._group.pause()
-            self._busy.release()
+        interruptions: list[BaseException] = []
+
+        def check() -> None:
+            if interruptions:
+                # Once: what follows is told to the other ranks, which is a wait as well.
+                error = interruptions.pop()
+                raise Interrupted(f"{type(error).__name__}: {error}")
+
+        def publish() -> str:
+            if not self._busy.acquire(blocking=False):
+                raise RoundBusyError("this rank is publishing already; wait for the other call")
+            try:
+                if self._closed:
+                    raise ClosedError("this TrainerRank is closed")
+                self._group.check = check
+                self._group.start((PUBLISHER, str(own_rank())))
+                return self._publish(version, wait=wait)
+            finally:
+                self._group.pause()
+                self._busy.release()
+
+        return call_apart(on_callers_stream(publish), "wtransfer-publish", interruptions.append)
 
     def close(self) -> None:
         """Let go of the publishing rank; a second call does nothing."""
-        if self._closed or os.getpid() != self._pid:
+        if self._is_shut or os.getpid() != self._pid:
             return
+        call_apart(self._close, "wtransfer-close")
+
+    def _close(self) -> None:
         self._closed = True
         self._group.close()
         self._thread.stop()
+        self._is_shut = True
 
     def __enter__(self) -> Self:
         return self
@@ -628,9 +651,10 @@ class TrainerRank:
                 mine = msgspec.structs.replace(mine, ready=mine.ready + bool(bucket))
                 group.post(mine)
         except BaseException as error:
-            # Also a KeyboardInterrupt: the others must not wait for this rank.
-            if not isinstance(error, WTransferError):
-                text = f"interrupted by {type(error).__name__}: {error}"
+            # Also when the caller was interrupted: the others must not wait for this rank.
+            text = f"interrupted by {type(error).__name__}: {error}"
+            if isinstance(error, Interrupted):
+                text = f"interrupted by {error}"
             known = error if isinstance(error, WTransferError) else RoundAbortedError(text)
             group.post(msgspec.structs.replace(mine, left=True, error=ErrorInfo.of(known)))
             with contextlib.suppress(WTransferError):
@@ -690,6 +714,7 @@ class TrainerRank:
         """Take part in gathering a bucket; what comes of it is the publishing rank's."""
 
         def over() -> WTransferError | None:
+            self._group.check()
             try:
                 end = self._end_of(joined)
             except WTransferError as error:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wtransfer.calls import SerialThread, start_call
+from wtransfer.calls import Flag, SerialThread, start_call
 from wtransfer.config import ParallelConfig, WeightTransferConfig
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import (
@@ -63,16 +63,16 @@ class EngineRunner:
         self._lock = threading.Lock()
         self._closed = False
         self._mover = SerialThread("wtransfer-engine")
-        self._given_up: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+        self._given_up: weakref.WeakSet[Flag] = weakref.WeakSet()
 
     # -- from any thread
 
-    def submit(self, task: Callable[[], None]) -> threading.Event:
+    def submit(self, task: Callable[[], None]) -> Flag:
         """Run `task` on the engine's thread; the event is set when it has run."""
         with self._lock:
             return self._mover.submit(lambda: guarded("a step of a round", task)).done
 
-    def abort_in_background(self, running: threading.Event) -> None:
+    def abort_in_background(self, running: Flag) -> None:
         """Do what `abort` does on a thread of its own: it may take a while."""
         if running.is_set():
             return
@@ -82,7 +82,7 @@ class EngineRunner:
             # A process that ends gets no more threads; what it closes then must not stop here.
             logger.warning("engine %s is not aborted: %s", self.name, error)
 
-    def abort(self, running: threading.Event) -> None:
+    def abort(self, running: Flag) -> None:
         """Unblock the engine; if it does not return in time, leave its thread behind.
 
         Args:
@@ -116,7 +116,7 @@ class EngineRunner:
         if left is not None:
             _shutdown_in_background(left)
 
-    def leave_group(self, making: threading.Event) -> None:
+    def leave_group(self, making: Flag) -> None:
         """Let go of an engine whose group has lost a rank, or its round: there will be another.
 
         Args:

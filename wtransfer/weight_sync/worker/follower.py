@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wtransfer.calls import forget_frames
+from wtransfer.calls import Flag, forget_frames
 from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
 from wtransfer.errors import AddressError, WTransferError
 from wtransfer.weight_sync.messages import (
@@ -127,7 +127,7 @@ class Follower:
         self._runner = EngineRunner(0, 1, None, VersionReader())
         self._participant = Participant(session, self, self._runner, self._refuse)
         self._attempts: Attempts | None = None
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._thread = threading.Thread(target=self._run, name="wtransfer-follow", daemon=True)
 
     def start(self) -> None:

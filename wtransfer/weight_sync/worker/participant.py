@@ -7,12 +7,11 @@ judged, received, verified. `PublisherConnection` is a publisher that is dialed.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from wtransfer.calls import forget_frames
+from wtransfer.calls import Flag, forget_frames
 from wtransfer.errors import PeerError, ProtocolError, RoundAbortedError, WTransferError
 from wtransfer.manifest import Manifest
 from wtransfer.registry import hooks
@@ -78,7 +77,7 @@ class StagedUpdate:
         self.seconds: dict[str, float] = {}
         self.dropped: str | None = None
         """Why the round has ended without a commit."""
-        self.running = threading.Event()
+        self.running = Flag()
         """Set when the engine's thread has nothing more to do for it."""
         self._participant = participant
         self._named = plan.manifest if isinstance(plan.manifest, str) else None
@@ -365,7 +364,7 @@ class PublisherConnection:
         self._runner = EngineRunner(session.rank, session.num_ranks, engines)
         self._participant = Participant(session, self, self._runner, session.note_error)
         self._connection: Connection | None = None
-        self._making = threading.Event()
+        self._making = Flag()
         self._making.set()
         self._token = token
         self._dialer: Dialer | None = None

@@ -16,8 +16,6 @@ machine is `wtransfer.weight_sync.worker.weight_state`.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -29,7 +27,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from wtransfer.calls import check_process, close_at_exit, forget_frames
+from wtransfer.calls import Changed, call_apart, check_process, close_at_exit, forget_frames
 from wtransfer.deadline import Deadline, checked_timeout
 from wtransfer.errors import (
     AuthenticationError,
@@ -60,7 +58,7 @@ from wtransfer.weight_sync.worker.weight_state import WeightState
 from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     import msgspec
@@ -156,8 +154,7 @@ class WorkerSession:
         # Held while a publisher is joined or left.
         self._joining = threading.RLock()
         # Held by the thread that changes the model, or decides not to: one thing at a time.
-        self._model = threading.Lock()
-        self._model_thread: int | None = None
+        self._model = Changed()
         model = getattr(self._target, "vouched_as", model_or_target)
         self._weights = process_weights.hold(self.weight_state.held.fingerprint, model)
         self._forget_weights = weakref.finalize(self, self._weights.close)
@@ -272,8 +269,7 @@ class WorkerSession:
         self._check_usable()
         self._check_not_within()
         state = self.weight_state
-        with state.changed:
-            state.changed.wait_for(lambda: state.pending is not None or state.closed, timeout_s)
+        state.changed.wait_for(lambda: state.pending is not None or state.closed, timeout_s)
         return self._commit_now()
 
     async def commit_pending_async(self, timeout_s: float = 0.0) -> bool:
@@ -295,30 +291,17 @@ class WorkerSession:
             RoundBusyError: As `commit_pending`.
             ValueError: As `commit_pending`.
         """
-        deadline = Deadline(checked_timeout(timeout_s))
+        timeout_s = checked_timeout(timeout_s)
         self._check_usable()
         self._check_not_within()
         state = self.weight_state
-        loop, come = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            # A loop that was closed in the middle of the wait has nobody to wake.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(come.set)
-
-        with state.changed.watched(wake):
-            while state.pending is None and not state.closed and not deadline.expired:
-                # `asyncio.wait_for` drops a cancellation that comes along with the event.
-                timer = loop.call_later(deadline.remaining(), come.set)
-                try:
-                    await come.wait()
-                finally:
-                    timer.cancel()
-                come.clear()
+        await state.changed.wait_for_async(
+            lambda: state.pending is not None or state.closed, timeout_s
+        )
         return self._commit_now()
 
     def _commit_now(self) -> bool:
-        with self._changing_model():
+        with self._model:
             done, failure = self._do_pending()
         if failure is None:
             return done
@@ -362,7 +345,7 @@ class WorkerSession:
         """Drop a verified update that waits for `commit_pending`; return whether there was one."""
         self._check_usable()
         self._check_not_within()
-        with self._changing_model():
+        with self._model:
             pending = self.weight_state.discard()
         if pending is not None:
             declined = RoundAbortedError("the host of the model declined the version")
@@ -390,7 +373,7 @@ class WorkerSession:
         self._check_usable()
         self._check_not_within()
         logger.warning("%s is empty: %s", self.name, reason)
-        with self._changing_model():
+        with self._model:
             with self.weight_state.changed:
                 self.weight_state.weights_lost(reason)
                 self._weights.settle(self.weight_state.held.fingerprint)
@@ -472,7 +455,7 @@ class WorkerSession:
         """
         self._check_usable()
         self._check_not_within()
-        with self._changing_model():
+        with self._model:
             return {name: digest(tensor) for name, tensor in (self._present() or {}).items()}
 
     @property
@@ -482,8 +465,10 @@ class WorkerSession:
 
     def close(self) -> None:
         """Leave the publisher. The model keeps the weights that it has."""
-        if os.getpid() != self._pid:
-            return
+        if os.getpid() == self._pid:
+            call_apart(self._close, "wtransfer-close")
+
+    def _close(self) -> None:
         with self._joining:
             if self.weight_state.closed:
                 return
@@ -549,27 +534,27 @@ class WorkerSession:
 
     # -- applying
 
-    @contextlib.contextmanager
-    def _changing_model(self) -> Iterator[None]:
-        with self._model:
-            self._model_thread = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._model_thread = None
-
     def _do_pending(self) -> tuple[bool, Failure | None]:
-        pending = self.weight_state.begin()
-        if pending is None:
-            return False, None
-        # KV cache of the old weights is not served from here on, nor any that is not surely new.
-        with self._weights.changing(self._kv_name):
-            if pending.rollback_reason is not None:
-                return False, self._restore_previous(pending, pending.held)
-            failure = self._apply(pending)
-            if failure is None and self.num_ranks > 1:
-                failure = self._await_finish(pending)
-            return True, failure
+        try:
+            pending = self.weight_state.begin()
+            if pending is None:
+                return False, None
+            # KV cache of the old weights is not served from here on, nor any that is not surely
+            # new.
+            self._weights.change()
+            try:
+                if pending.rollback_reason is not None:
+                    return False, self._restore_previous(pending, pending.held)
+                failure = self._apply(pending)
+                if failure is None and self.num_ranks > 1:
+                    failure = self._await_finish(pending)
+                return True, failure
+            finally:
+                self._weights.settle(self._kv_name())
+        except BaseException:
+            # An interrupt: what the target and the model raise has become a failure.
+            self.weight_state.interrupted()
+            raise
 
     def _kv_name(self) -> str:
         # A host that cannot prove that its model computes with what it was given shares no KV.
@@ -600,6 +585,8 @@ class WorkerSession:
             # Observers come after: the publisher waits for the ack, with a deadline.
             state.applied(pending, previous, keep=self._keep_previous)
         except BaseException as error:
+            if state.has_applied(pending):
+                raise
             return self._restore_previous(
                 pending, previous, cause=error, touched=touched, last_read=handed.last_read
             )
@@ -692,8 +679,9 @@ class WorkerSession:
         def settled() -> bool:
             return state.finished or state.pending is not None or state.closed
 
+        is_settled = state.changed.wait_for(settled, self._deadline_s)
         with state.changed:
-            if not state.changed.wait_for(settled, self._deadline_s):
+            if not is_settled:
                 # Others may not have committed: this rank must not serve new weights alone.
                 reason = f"not released within {self._deadline_s:g} s"
                 state.rollback(committed.update.round_id, reason)
@@ -705,7 +693,7 @@ class WorkerSession:
         return self._restore_previous(rollback, rollback.held)
 
     def _check_not_within(self) -> None:
-        if self._model_thread == threading.get_ident():
+        if self._model.is_held_here():
             raise RoundBusyError(
                 "this thread is applying an update already: do not call commit_pending or "
                 "discard_pending from a hook or a target; call them between two steps"

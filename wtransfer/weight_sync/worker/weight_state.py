@@ -33,20 +33,19 @@ close               any                                       everything is drop
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from wtransfer.calls import Changed
 from wtransfer.errors import RoundBusyError
 from wtransfer.manifest import Manifest, local_fingerprint
 from wtransfer.weight_sync.messages import Ack, ErrorInfo, Lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import msgspec
     import torch
@@ -55,31 +54,6 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.worker.participant import StagedUpdate
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
-
-
-class Changed(threading.Condition):
-    """A condition that calls watchers as well, for those that wait on another thing than a lock."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watchers: list[Callable[[], object]] = []
-
-    @contextlib.contextmanager
-    def watched(self, watcher: Callable[[], object]) -> Iterator[None]:
-        """Have a function called with every notification; it must neither wait nor raise."""
-        with self:
-            self._watchers.append(watcher)
-        try:
-            yield
-        finally:
-            with self:
-                self._watchers.remove(watcher)
-
-    def notify_all(self) -> None:
-        """Wake every waiter, and call every watcher."""
-        super().notify_all()
-        for watcher in self._watchers:
-            watcher()
 
 
 @dataclass(frozen=True)
@@ -181,6 +155,10 @@ class WeightState:
         self._previous: WeightSet | None = None
         """What the model had before that commit."""
         self._behind = False
+        self._applied = ""
+        """The last round whose commit stands."""
+        self._unsaid: tuple[Pending, str, Exception | None] | None = None
+        """The outcome that the publisher has yet to be told."""
 
     @property
     def state(self) -> str:
@@ -360,19 +338,33 @@ class WeightState:
             keep: Whether the set may be needed again, should the next one fail.
         """
         with self.changed:
-            self.held = pending.held
+            held, round_id = pending.held, pending.update.round_id
             if self.closed or not keep:
-                self.held = self.held.without_tensors()
+                held = held.without_tensors()
+            # From here to the last assignment nothing is called: a signal handler that raises does
+            # so before all of this or after it (see `Changed`).
+            self.held = held
             if self._num_ranks > 1 and not self.closed:
                 # Only another rank's failure can make a publisher order a rollback.
                 self._previous, self._unfinished = previous, pending
             self._behind = self.empty = self._applying = False
             self.pending = None
-            self._ack(pending, "committed")
-            reason, self._rollback_after = self._rollback_after, None
-            if reason is not None:
-                self._order_rollback(reason)
-            self.changed.notify_all()
+            self._applied = round_id
+            self._unsaid = (pending, "committed", None)
+            self._follow_up()
+
+    def has_applied(self, pending: Pending) -> bool:
+        """Return whether `applied` was recorded: whatever is raised since, the commit stands."""
+        return self._applied == pending.update.round_id
+
+    def interrupted(self) -> None:
+        """Let go of what was being applied, after an interrupt in between.
+
+        What was recorded is told the publisher, who waits for it; what was not is still pending.
+        """
+        with self.changed:
+            self._applying = False
+            self._follow_up()
 
     def not_applied(
         self, pending: Pending, previous: WeightSet, error: Exception, *, restored: bool
@@ -386,17 +378,19 @@ class WeightState:
             restored: Whether it has that again, whole.
         """
         with self.changed:
-            self.held = previous if restored else previous.lost()
+            held = previous if restored else previous.lost()
             if self.closed:
-                self.held = self.held.without_tensors()
+                held = held.without_tensors()
+            outcome = "restored" if pending.rollback_reason is None else "reverted"
+            # As in `applied`: all of this or nothing.
+            self.held = held
             self.pending = self._rollback_after = None
+            self._unfinished = self._previous = None
             self._applying = False
-            self._finish()
             self._behind = True
             self.empty = not restored
-            outcome = "restored" if pending.rollback_reason is None else "reverted"
-            self._ack(pending, outcome if restored else "empty", error)
-            self.changed.notify_all()
+            self._unsaid = (pending, outcome if restored else "empty", error)
+            self._follow_up()
 
     def discard(self) -> Pending | None:
         """Drop a set that is pending; return it. A rollback cannot be dropped."""
@@ -428,6 +422,20 @@ class WeightState:
             self.held = self.held.without_tensors()
             self.changed.notify_all()
             return None if self._applying else pending
+
+    def _follow_up(self) -> None:
+        """Say what was recorded, and order the rollback that was waiting for it.
+
+        Each only once: a step that an interrupt has cut short is taken again by the next call. An
+        ack that is sent twice says the same.
+        """
+        if self._unsaid is not None:
+            self._ack(*self._unsaid)
+            self._unsaid = None
+        if self._rollback_after is not None and self.pending is None:
+            self._order_rollback(self._rollback_after)
+            self._rollback_after = None
+        self.changed.notify_all()
 
     def _order_rollback(self, reason: str) -> None:
         commit, previous = self._unfinished, self._previous
