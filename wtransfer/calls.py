@@ -261,6 +261,12 @@ class SerialThread:
         """Return whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
+    def given_up(self) -> str | None:
+        """Return what a call does that was given up and has not returned; None: there is none."""
+        if self._overdue is None or self._overdue[0].is_set():
+            return None
+        return self._overdue[1]
+
     def submit(self, function: Callable[[], Any]) -> Call:
         """Make a call after those submitted before."""
         return self.resubmit(Call(function))

@@ -24,6 +24,8 @@ def watch_gathers():
 
     def gathered_when_let(meta, shard):
         flow_stage.witness.enter("between")
+        if FaultySource.divergence == "inside a gather":
+            raise torch.OutOfMemoryError("no memory for the whole tensor")
         return gathered(meta, shard)
 
     sharded.gathered = gathered_when_let
@@ -96,7 +98,7 @@ class RankPuppet(TrainerPuppet):
         return self.publisher.publish(f"v{number}")
 
     def diverge(self, how):
-        self.source.divergence = how
+        FaultySource.divergence = how
 
     def distribute(self, number):
         """Have a tensor more or less: a model of another size on this rank."""

@@ -158,6 +158,35 @@ def test_a_rank_that_diverges_in_mid_pass_is_named_and_nobody_hangs(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_rank_that_fails_inside_a_gather_is_named_long_before_the_deadline(
+    flow, failing, ranks, which
+):
+    puppets = first, *others = ranks(3, engine="gloo")
+    worker = flow.worker()
+    first.ask("wait", n=1)
+    puppets[which].ask("diverge", how="inside a gather")
+    begun = time.monotonic()
+    begin(first, others, 1)
+    for puppet in puppets:
+        with failing("EngineError") as failed:
+            puppet.answer()
+        assert f"failed on trainer rank {which}: OutOfMemoryError: no memory" in failed.error.text
+        assert "that mesh is no longer in step: rebuild it" in failed.error.text
+        assert failed.ended - begun < EARLY_S
+    flow.holds(worker, 0)
+    # A gather of the next version would be one with those that hang in the last.
+    for puppet in puppets:
+        puppet.ask("diverge", how=None)
+    begin(first, others, 2)
+    for puppet in puppets:
+        with failing("StallError") as stalled:
+            puppet.answer()
+        assert "that mesh is no longer in step: rebuild it" in stalled.error.text
+    flow.holds(worker, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "how"),
     [

@@ -279,13 +279,14 @@ class Round:
         self._call_off = self._call_off or reason
         self._changed.notify_all()
 
-    def _obey(self) -> None:
-        """End the round if its abort was called for in time; called under the lock."""
-        if self._call_off and self.state.ended is None and not self.state.committing:
-            self.called_off = True
-            self.state.abort(
-                RoundAbortedError(f"the round was aborted: {self._call_off}", **self._facts())
-            )
+    def end_if_called_off(self) -> None:
+        """End the round if its abort was called for in time."""
+        with self._lock:
+            if self._call_off and self.state.ended is None and not self.state.committing:
+                self.called_off = True
+                self.state.abort(
+                    RoundAbortedError(f"the round was aborted: {self._call_off}", **self._facts())
+                )
 
     def runs_on(self, thread: threading.Thread) -> bool:
         """Return whether a thread is the round's own."""
@@ -719,7 +720,7 @@ class Round:
         makes the others say that their group broke, and often before the killed one is known to be
         gone. So a broken group counts only when nothing else has shown for a while.
         """
-        self._obey()
+        self.end_if_called_off()
         self.state.check()
         symptom = self.state.symptom
         if symptom is not None:

@@ -94,6 +94,8 @@ class GatherRound(msgspec.Struct, frozen=True):
     """Pass of the round; 0: none has begun."""
     go: int = 0
     """Buckets of this pass that may be gathered."""
+    torn: int = 0
+    """The last attempt in which this rank left a gather on an error: others wait in vain there."""
     ended: tuple[Ended, ...] = ()
     """The last attempts that have ended."""
 

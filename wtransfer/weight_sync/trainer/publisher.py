@@ -406,6 +406,8 @@ class Publisher:
             self._changed.notify_all()
             if active is not None:
                 active.abort("the publisher was closed")
+                # Before its workers are let go, which the round would take for their loss.
+                active.end_if_called_off()
             if self._catch_up.is_alive() and self._catch_up is not caller:
                 self._catch_up.join(CLOSE_GRACE_S)
             self._endpoints.deregister(self.address)

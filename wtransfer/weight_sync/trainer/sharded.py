@@ -83,11 +83,11 @@ REBUILD = (
     "; the process group of that mesh is no longer in step: rebuild it, and with it Publisher and "
     "TrainerRank"
 )
-"""What to do when a rank was lost inside a gather."""
+"""What to do after an error inside a gather."""
 FLUSH_S = 1.0
 """Seconds for what a rank that fails still has to say."""
 GRACE_S = 0.4
-"""Seconds that a gather may go on when its round is over, or one of its ranks was lost."""
+"""Seconds that a gather may go on when one of its ranks was lost, or has failed there."""
 
 
 class ShardedSource:
@@ -183,16 +183,22 @@ class ShardedSource:
             tensors = bucket
             if any(is_sharded(meta) for meta, _ in bucket):
                 num_gathered += 1
+                check_in_step(self._thread)
                 if others:
                     self._agree(begun, others, num_gathered, bucket)
                 # The round that is ended meanwhile waits for this, as for all that its engine does.
-                tensors = gather_bucket(
-                    bucket,
-                    self._thread,
-                    self.deadline_s * OWN_SHARE,
-                    lambda: self._lost(others),
-                    lambda failed: self._cause(others, failed),
-                )
+                try:
+                    tensors = gather_bucket(
+                        bucket,
+                        self._thread,
+                        self.deadline_s * OWN_SHARE,
+                        lambda: self._lost(others) or self._failed_inside(others),
+                        lambda failed: self._cause(others, failed),
+                    )
+                except BaseException:
+                    with self._lock:
+                        self._post(torn=begun.attempt)
+                    raise
             while tensors:
                 meta, tensor = tensors.pop(0)
                 yield meta.name, tensor
@@ -397,6 +403,11 @@ class ShardedSource:
             if state is not None and _is_in(state, self._state) and state.error is not None:
                 return state.error.rebuild(worker=f"trainer rank {rank}")
         return None
+
+    def _failed_inside(self, others: Iterable[int]) -> WTransferError | None:
+        """Return why another rank has left a gather that this one may be in."""
+        # A rank that fails outside of one leaves the round, and its gathers have ended.
+        return self._failed(r for r in others if _takes_part(self._group.heard(str(r)), self._state))
 
     def _cause(self, others: frozenset[int], failed: WTransferError) -> WTransferError:
         """Return why a gather has failed: a lost rank breaks it for all, and shows only later."""
@@ -648,6 +659,8 @@ class TrainerRank:
                 else:
                     self._gather(bucket, joined, mine)
                 bucket = next(buckets, [])
+                if bucket:
+                    check_in_step(self._thread)
                 mine = msgspec.structs.replace(mine, ready=mine.ready + bool(bucket))
                 group.post(mine)
         except BaseException as error:
@@ -721,6 +734,14 @@ class TrainerRank:
                 return error
             return None if end is None or end.error is None else end.error.rebuild()
 
+        def torn() -> WTransferError | None:
+            if isinstance(error := over(), PeerLostError):
+                return error
+            state: GatherRound = self._group.heard(PUBLISHER)
+            if state.torn != joined.attempt:
+                return None
+            return EngineError(f"trainer rank {joined.rank} has left the gather on an error")
+
         def cause(failed: WTransferError) -> WTransferError:
             why: WTransferError
             self._group.post(msgspec.structs.replace(mine, error=ErrorInfo.of(failed)))
@@ -733,7 +754,7 @@ class TrainerRank:
                 why = failed
             return why
 
-        gather_bucket(bucket, self._thread, self._deadline_s, over, cause, publishing=joined.rank)
+        gather_bucket(bucket, self._thread, self._deadline_s, torn, cause, publishing=joined.rank)
 
 
 # -- how a tensor lies on the ranks, and how it becomes whole
@@ -839,11 +860,25 @@ def iter_buckets(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
         yield bucket
 
 
+def check_in_step(thread: SerialThread) -> None:
+    """Check that this rank hangs in no earlier gather, which the next one of another would end.
+
+    That one would get this rank's part of an earlier version.
+
+    Raises:
+        StallError: It does.
+    """
+    if (what := thread.given_up()) is not None:
+        raise StallError(
+            f"trainer rank {own_rank()} still hangs in {what}, which was given up{REBUILD}"
+        )
+
+
 def gather_bucket(
     bucket: list[Shard],
     thread: SerialThread,
     timeout_s: float,
-    over: Callable[[], WTransferError | None],
+    torn: Callable[[], WTransferError | None],
     cause: Callable[[WTransferError], WTransferError],
     *,
     publishing: int | None = None,
@@ -854,13 +889,14 @@ def gather_bucket(
         bucket: What this rank holds.
         thread: Makes the collectives, one bucket after the other.
         timeout_s: Longest time for the bucket, in seconds.
-        over: Returns why the round is over; if a rank was lost, the collectives may never end.
+        torn: Returns why the collectives may never end: a rank was lost, or has failed there. Any
+            other end of the round waits for its gathers.
         cause: Returns why they have failed, given what was raised here.
         publishing: The rank that publishes; None: this one. Any other gathers what lies on the
             publishing rank as well, and keeps nothing of it.
     """
     name = _first_name(bucket)
-    over_since: Deadline | None = None
+    torn_since: Deadline | None = None
 
     def gather() -> list[Shard]:
         whole = []
@@ -872,11 +908,10 @@ def gather_bucket(
         return whole
 
     def check() -> None:
-        # Any other end of the round waits for its gathers.
-        nonlocal over_since
-        if isinstance(error := over(), PeerLostError):
-            over_since = over_since or Deadline(GRACE_S)
-            if over_since.expired:
+        nonlocal torn_since
+        if (error := torn()) is not None:
+            torn_since = torn_since or Deadline(GRACE_S)
+            if torn_since.expired:
                 raise error
 
     try:
@@ -884,11 +919,14 @@ def gather_bucket(
     except ClosedError:
         raise
     except Exception as error:
-        text = f"gathering {name!r} failed on {type(error).__name__}: {error}"
+        what = f"{type(error).__name__}: {error}"
+        text = f"gathering {name!r} failed on trainer rank {own_rank()}: {what}"
         ours = error if isinstance(error, WTransferError) else EngineError(text, piece=name)
         found = cause(ours)
         if isinstance(found, PeerLostError) and REBUILD not in found.message:
-            found.message += f", while it gathered {name!r}{REBUILD}"
+            found.message += f", while it gathered {name!r}"
+        if REBUILD not in found.message:
+            found.message += REBUILD
         raise found from (None if found is error else error)
 
 
