@@ -407,7 +407,9 @@ class ShardedSource:
     def _failed_inside(self, others: Iterable[int]) -> WTransferError | None:
         """Return why another rank has left a gather that this one may be in."""
         # A rank that fails outside of one leaves the round, and its gathers have ended.
-        return self._failed(r for r in others if _takes_part(self._group.heard(str(r)), self._state))
+        return self._failed(
+            r for r in others if _takes_part(self._group.heard(str(r)), self._state)
+        )
 
     def _cause(self, others: frozenset[int], failed: WTransferError) -> WTransferError:
         """Return why a gather has failed: a lost rank breaks it for all, and shows only later."""

@@ -679,9 +679,9 @@ class WorkerSession:
         def settled() -> bool:
             return state.finished or state.pending is not None or state.closed
 
-        is_settled = state.changed.wait_for(settled, self._deadline_s)
+        state.changed.wait_for(settled, self._deadline_s)
         with state.changed:
-            if not is_settled:
+            if not settled():
                 # Others may not have committed: this rank must not serve new weights alone.
                 reason = f"not released within {self._deadline_s:g} s"
                 state.rollback(committed.update.round_id, reason)
