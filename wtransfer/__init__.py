@@ -33,10 +33,8 @@ if TYPE_CHECKING:
         WeightTransferTrainerFactory,
     )
     from wtransfer.engines.interface import (
-        ParamMeta,
         TrainerInitInfo,
         TrainerWeightTransferEngine,
-        WeightSource,
         WeightSyncClient,
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -60,6 +58,13 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.trainer.sharded import ShardedSource, TrainerRank
     from wtransfer.weight_sync.worker.session import WorkerSession
     from wtransfer.weight_version import process_weights
+    from wtransfer.weights import (
+        LoadWeights,
+        ParamMeta,
+        TensorSpec,
+        WeightSource,
+        WeightTarget,
+    )
 
     __version__: str
 
@@ -74,6 +79,7 @@ __all__ = [
     "KVConnectorFactory",
     "KVConnectorRole",
     "KVTransferConfig",
+    "LoadWeights",
     "ModelConfig",
     "OffloadingConfig",
     "OffloadingManager",
@@ -85,6 +91,7 @@ __all__ = [
     "Publisher",
     "ServingConfig",
     "ShardedSource",
+    "TensorSpec",
     "Tier",
     "TrainerInitInfo",
     "TrainerRank",
@@ -92,6 +99,7 @@ __all__ = [
     "WTransferError",
     "WeightSource",
     "WeightSyncClient",
+    "WeightTarget",
     "WeightTransferConfig",
     "WeightTransferEngine",
     "WeightTransferEngineFactory",
@@ -131,10 +139,8 @@ _MEMBERS = {
     ),
     "wtransfer.engines.factory": ("WeightTransferEngineFactory", "WeightTransferTrainerFactory"),
     "wtransfer.engines.interface": (
-        "ParamMeta",
         "TrainerInitInfo",
         "TrainerWeightTransferEngine",
-        "WeightSource",
         "WeightSyncClient",
         "WeightTransferEngine",
         "WeightTransferInitInfo",
@@ -151,6 +157,13 @@ _MEMBERS = {
     "wtransfer.registry.hooks": ("hookimpl",),
     "wtransfer.manifest": ("DTYPES",),
     "wtransfer.weight_version": ("process_weights",),
+    "wtransfer.weights": (
+        "LoadWeights",
+        "ParamMeta",
+        "TensorSpec",
+        "WeightSource",
+        "WeightTarget",
+    ),
     "wtransfer.specs.factory": ("OffloadingSpecFactory",),
     "wtransfer.specs.interface": (
         "OffloadingManager",

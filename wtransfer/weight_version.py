@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from wtransfer.engines.interface import WeightSource
+    from wtransfer.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from wtransfer.checkpoint.source import (
     check,
     seal,
 )
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import ManifestError, SourceError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents, random_tensor
@@ -29,6 +28,7 @@ from wtransfer.transport.files import Folder
 from wtransfer.transport.tensors import dtype_name
 from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
+from wtransfer.weights import ParamMeta
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
 

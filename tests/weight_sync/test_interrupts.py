@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import wtransfer
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import (
     ClosedError,
     CommitError,
@@ -33,6 +32,7 @@ from wtransfer.errors import (
 )
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.trainer.sharded import ShardedSource, TrainerRank
+from wtransfer.weights import ParamMeta
 
 PATIENCE_S = 10.0
 STDLIB = Path(threading.__file__).parent

@@ -26,15 +26,9 @@ import torch
 from wtransfer import OffloadingConfig, OffloadingSpecFactory
 from wtransfer.bench.harness import BESIDE_NBYTES, MIB, Goal, Result, Row, Spread, format_nbytes
 from wtransfer.errors import DigestMismatchError
+from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.keys import fence_key, make_offload_key
-from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-    LookupResult,
-    ReqContext,
-)
+from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ReqContext
 from wtransfer.specs.manager import CPUOffloadingManager
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from wtransfer.checkpoint.safetensors import (
     read_tensor,
     stored_form,
 )
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import ManifestError, SourceError, StorageError, TruncatedError
 from wtransfer.manifest import (
     DIGEST_LENGTH,
@@ -37,6 +36,7 @@ from wtransfer.manifest import (
 from wtransfer.transport.digests import digest
 from wtransfer.transport.files import Folder
 from wtransfer.transport.tensors import dtype_name, torch_dtype
+from wtransfer.weights import ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

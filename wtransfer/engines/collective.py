@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.engines.interface import LoadWeights
     from wtransfer.transport.communicator import Communicator, Pending
     from wtransfer.transport.layout import Bucket
     from wtransfer.transport.tensors import ByteArray
+    from wtransfer.weights import LoadWeights
 
 JOIN_TIMEOUT_S = 30.0
 """Longest wait for all ranks to arrive."""

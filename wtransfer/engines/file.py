@@ -26,7 +26,6 @@ from wtransfer.checkpoint.source import ManifestFile
 from wtransfer.checkpoint.versions import MAX_RETAINED, Version, VersionStore, VersionWriter
 from wtransfer.engines.interface import (
     KeptVersion,
-    ParamMeta,
     RoundSource,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -39,13 +38,14 @@ from wtransfer.errors import NotInitializedError, StorageError
 from wtransfer.manifest import Piece
 from wtransfer.transport.files import Folder, plain_name
 from wtransfer.transport.tensors import dtype_name, own_memory
+from wtransfer.weights import ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from wtransfer.checkpoint.source import CheckpointSource
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.engines.interface import LoadWeights
+    from wtransfer.weights import LoadWeights
 
 ROOT_VARIABLE = "WTRANSFER_FILE_ROOT"
 """Path of the folder on this worker, where it is mounted elsewhere than on the trainer."""

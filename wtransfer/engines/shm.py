@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.engines.interface import LoadWeights
     from wtransfer.transport.layout import TensorLayout
     from wtransfer.transport.tensors import ByteArray
+    from wtransfer.weights import LoadWeights
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest wait for the trainer's process when a segment is attached."""

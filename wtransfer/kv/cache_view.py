@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from wtransfer.config import OffloadingConfig
-    from wtransfer.specs.interface import CanonicalKVCaches
+    from wtransfer.kv.canonical import CanonicalKVCaches
 
     Numbers = npt.NDArray[np.int64]
     """Numbers of blocks, slots or places in a slot."""

@@ -23,16 +23,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
 from wtransfer.errors import AlreadyRegisteredError, PluginTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from wtransfer.weight_sync.report import Report
+    from collections.abc import Iterator, Mapping, Sequence
 
 PROJECT = "wtransfer"
 LOAD = "wtransfer_load"
@@ -41,6 +39,38 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 logger = logging.getLogger(__name__)
+
+
+class Report(Protocol):
+    """What an observer reads of a round's report (`wtransfer.weight_sync.report.Report`)."""
+
+    @property
+    def version(self) -> str:
+        """Label of the update."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the weights that were sent."""
+
+    @property
+    def workers(self) -> Sequence[Any]:
+        """What became of each worker (`wtransfer.weight_sync.report.WorkerReport`)."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by phase, and their sum ``total``."""
+
+    @property
+    def packed_s(self) -> float:
+        """Seconds until the trainer could train on."""
+
+    @property
+    def nonfinite(self) -> Mapping[str, int]:
+        """Tensors with NaN or infinity -> how many of their elements."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every worker of the round has proven that it holds the update."""
 
 
 @hookspec(firstresult=True)

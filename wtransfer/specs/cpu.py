@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from wtransfer.config import OffloadingConfig
+    from wtransfer.kv.canonical import CanonicalKVCaches
     from wtransfer.kv.copier import Chunks
-    from wtransfer.specs.interface import CanonicalKVCaches
 
 logger = logging.getLogger(__name__)
 

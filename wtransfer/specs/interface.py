@@ -43,10 +43,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from wtransfer.config import tokens_per_block
 
+# What a spec copies; told here as well, where authors look.
+from wtransfer.kv.canonical import CanonicalKVCacheRef as CanonicalKVCacheRef
+from wtransfer.kv.canonical import CanonicalKVCaches as CanonicalKVCaches
+from wtransfer.kv.canonical import CanonicalKVCacheTensor as CanonicalKVCacheTensor
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    import torch
 
     from wtransfer.kv.keys import OffloadKey
 
@@ -221,43 +224,6 @@ class TransferResult:
     """Bytes."""
     transfer_time: float | None = None
     """Seconds."""
-
-
-# -- the cache of a worker --------------------------------------------------------------------
-
-
-@dataclass
-class CanonicalKVCacheTensor:
-    """Memory that holds one page of every block."""
-
-    tensor: torch.Tensor
-    """Shape ``(num_blocks, ...)``; the pages of a block lie together. `OffloadingConnector` gives
-    bytes: uint8, ``(num_blocks, page_size_bytes)``."""
-    page_size_bytes: int
-    """Bytes of a page, padding included."""
-
-
-@dataclass
-class CanonicalKVCacheRef:
-    """The page of one layer."""
-
-    tensor_idx: int
-    """Which of the tensors."""
-    page_size_bytes: int
-    """Bytes that are used."""
-    form: str = ""
-    """Layer, dtype, shape and order of the page's dimensions as text, equal where its bytes have
-    equal meaning; empty where the host does not say."""
-
-
-@dataclass
-class CanonicalKVCaches:
-    """A worker's whole KV cache, as far as copying it is concerned."""
-
-    tensors: list[CanonicalKVCacheTensor]
-    """The memory, each piece once."""
-    group_data_refs: list[list[CanonicalKVCacheRef]]
-    """For each group, the pages that a block of it consists of, in order."""
 
 
 # -- the scheduler's side ---------------------------------------------------------------------

@@ -62,13 +62,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from wtransfer.kv.canonical import CanonicalKVCaches
     from wtransfer.kv.keys import OffloadKey
-    from wtransfer.specs.interface import (
-        CanonicalKVCaches,
-        LoadStoreSpec,
-        ReqContext,
-        ScheduleEndContext,
-    )
+    from wtransfer.specs.interface import LoadStoreSpec, ReqContext, ScheduleEndContext
 
 logger = logging.getLogger(__name__)
 

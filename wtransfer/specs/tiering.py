@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
     from wtransfer.config import OffloadingConfig
     from wtransfer.kv.cache_view import GroupPages
+    from wtransfer.kv.canonical import CanonicalKVCaches
     from wtransfer.kv.copier import Chunks, Copier, Reason
     from wtransfer.kv.header import BlockGeometry
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.kv.slots import Headers, Numbers
     from wtransfer.specs.interface import (
-        CanonicalKVCaches,
         OffloadingEvent,
         ReqContext,
         RequestOffloadingContext,

@@ -47,10 +47,11 @@ if TYPE_CHECKING:
 
     from wtransfer.connectors.interface import KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
-    from wtransfer.engines.interface import LoadWeights
+    from wtransfer.kv.canonical import CanonicalKVCaches
     from wtransfer.kv.keys import OffloadKey
-    from wtransfer.specs.interface import CanonicalKVCaches, GPULoadStoreSpec
+    from wtransfer.specs.interface import GPULoadStoreSpec
     from wtransfer.weight_version import WeightVersions
+    from wtransfer.weights import LoadWeights
 
 # -- engine
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from wtransfer.config import HasBackend, ParallelConfig
-    from wtransfer.engines.interface import LoadWeights, ParamMeta, RoundSource
+    from wtransfer.engines.interface import RoundSource
     from wtransfer.transport.layout import Bucket
+    from wtransfer.weights import LoadWeights, ParamMeta
 
     Pair = tuple[str, torch.Tensor]
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
-    from wtransfer.engines.interface import WeightSource, WeightTarget
     from wtransfer.weight_sync.report import Report
     from wtransfer.weight_sync.trainer.coordinator import Round
+    from wtransfer.weights import WeightSource, WeightTarget
 
 STEP_S = 0.005
 _POLL_S = 0.001

@@ -44,16 +44,10 @@ from wtransfer.config import (
     OffloadingParallelConfig,
 )
 from wtransfer.errors import BlockNotKeptError
+from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.keys import fence_key, make_offload_key
 from wtransfer.specs.factory import OffloadingSpecFactory
-from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-    LookupResult,
-    ReqContext,
-)
+from wtransfer.specs.interface import GPULoadStoreSpec, LookupResult, ReqContext
 from wtransfer.specs.seed_adapter import SeedSpecAdapter
 from wtransfer.testing.kit import (
     ConformanceKit,

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from wtransfer.engines.interface import WeightSource
     from wtransfer.manifest import Algorithm
+    from wtransfer.weights import WeightSource
 
 
 def module_fingerprint(

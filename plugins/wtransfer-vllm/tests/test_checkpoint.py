@@ -6,8 +6,8 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import save_file
-from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import SourceError
+from wtransfer.weights import TensorSpec
 
 from wtransfer_vllm.checkpoint import Checkpoint, find_checkpoint
 

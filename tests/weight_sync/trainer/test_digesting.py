@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from wtransfer.checkpoint.source import CheckpointSource
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import ManifestError, RoundAbortedError, SourceError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.digests import digest
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
 from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weights import ParamMeta
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
 

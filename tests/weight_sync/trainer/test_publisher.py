@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import (
     AddressInUseError,
     ClosedError,
@@ -29,6 +28,7 @@ from wtransfer.testing.faults import Fault
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
+from wtransfer.weights import ParamMeta
 
 
 def like(tensors):

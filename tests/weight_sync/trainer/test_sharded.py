@@ -22,7 +22,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import wtransfer
 from wtransfer.deadline import Deadline
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import (
     ClosedError,
     NotInitializedError,
@@ -45,6 +44,7 @@ from wtransfer.weight_sync.trainer.sharded import (
     layout_of,
 )
 from wtransfer.weight_sync.trainer.source import StateDictSource
+from wtransfer.weights import ParamMeta
 
 SCRIPT = Path(__file__).parent / "sharded_ranks.py"
 DEADLINE_S = 10.0

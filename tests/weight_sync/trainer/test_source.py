@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync.trainer.source import ModuleSource, StateDictSource, as_source
+from wtransfer.weights import ParamMeta
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3), "c": torch.empty(0, 2)}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.weight_sync.worker.schema import check_fit
+from wtransfer.weights import TensorSpec
 
 SCHEMA = {
     "embed": TensorSpec(torch.bfloat16, (4, 2), aliases=("head",)),

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import SchemaError
 from wtransfer.testing.contents import contents
 from wtransfer.weight_sync import storages
@@ -17,6 +16,7 @@ from wtransfer.weight_sync.worker.target import (
     StateDictTarget,
     as_target,
 )
+from wtransfer.weights import TensorSpec
 
 
 def model():

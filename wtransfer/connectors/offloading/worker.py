@@ -17,13 +17,9 @@ from wtransfer.connectors.offloading.metadata import (
 from wtransfer.connectors.settings import Instance
 from wtransfer.errors import ConnectorRoleError, StallError
 from wtransfer.kv.cache_view import byte_rows, page_form
+from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from wtransfer.kv.fence import WorkerFence
 from wtransfer.specs.factory import DEFAULT, create_spec
-from wtransfer.specs.interface import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
 from wtransfer.specs.seed_adapter import adapt_spec
 
 if TYPE_CHECKING:

@@ -38,11 +38,11 @@ from wtransfer.weight_sync.trainer.round_state import RoundState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from wtransfer.engines.interface import WeightSource
     from wtransfer.transport.layout import TensorLayout
     from wtransfer.weight_sync.trainer.engine_runner import EngineCall, EngineRunner, Origin
     from wtransfer.weight_sync.trainer.membership import Membership, Worker
     from wtransfer.weight_sync.trainer.round_state import Instance, RankAnswers
+    from wtransfer.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 

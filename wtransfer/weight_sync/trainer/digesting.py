@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from wtransfer.engines.interface import ParamMeta
 from wtransfer.errors import RoundAbortedError, SourceError, WTransferError
 from wtransfer.manifest import Algorithm, Manifest, Piece
 from wtransfer.transport.digests import Digested, copy_digest, digest
@@ -17,14 +16,15 @@ from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.memory import is_out_of_memory
 from wtransfer.transport.nonfinite import count_nonfinite
 from wtransfer.transport.tensors import dtype_name, lacks_memory
+from wtransfer.weights import ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from wtransfer.engines.interface import WeightSource
     from wtransfer.transport.digests import Unread
     from wtransfer.transport.layout import Bucket
     from wtransfer.transport.tensors import ByteArray
+    from wtransfer.weights import WeightSource
 
     Memory: TypeAlias = memoryview | np.ndarray | torch.Tensor
 

@@ -26,9 +26,10 @@ from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S, engine_e
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from wtransfer.engines.interface import KeptVersion, WeightSource
+    from wtransfer.engines.interface import KeptVersion
     from wtransfer.weight_sync.trainer.coordinator import Round
     from wtransfer.weight_sync.trainer.membership import Worker
+    from wtransfer.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 

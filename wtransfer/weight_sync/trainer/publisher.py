@@ -51,9 +51,10 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
-    from wtransfer.engines.interface import KeptVersion, WeightSource, WeightSyncClient
+    from wtransfer.engines.interface import KeptVersion, WeightSyncClient
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.report import Report, WorkerInfo
+    from wtransfer.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 

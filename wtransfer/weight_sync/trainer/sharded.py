@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
-    from wtransfer.engines.interface import ParamMeta, WeightSource
+    from wtransfer.weights import ParamMeta, WeightSource
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wtransfer.engines.interface import ParamMeta, WeightSource
 from wtransfer.transport.tensors import PLAIN_TYPES
 from wtransfer.weight_sync.storages import group_storages, module_tensors, only_tensors
+from wtransfer.weights import ParamMeta, WeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -24,8 +24,8 @@ from wtransfer.transport.memory import is_out_of_memory, out_of_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from wtransfer.engines.interface import LoadWeights
     from wtransfer.weight_sync.messages import Init
+    from wtransfer.weights import LoadWeights
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import msgspec
 
     from wtransfer.checkpoint.versions import Version
-    from wtransfer.engines.interface import LoadWeights
     from wtransfer.weight_sync.worker.session import WorkerSession
+    from wtransfer.weights import LoadWeights
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import ManifestError, SchemaError
 from wtransfer.manifest import WHOLE, Manifest, Piece
 from wtransfer.transport.digests import digest
 from wtransfer.transport.tensors import dtype_name, torch_dtype
+from wtransfer.weights import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -66,9 +66,9 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import Self
 
-    from wtransfer.engines.interface import TensorSpec, WeightTarget
     from wtransfer.transport.address import Address
     from wtransfer.weight_sync.worker.weight_state import Pending, WeightSet
+    from wtransfer.weights import TensorSpec, WeightTarget
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from wtransfer.engines.interface import TensorSpec, WeightTarget
 from wtransfer.errors import SchemaError
 from wtransfer.transport.tensors import PLAIN_TYPES, byte_view, lacks_memory
 from wtransfer.weight_sync.storages import (
@@ -29,6 +28,7 @@ from wtransfer.weight_sync.storages import (
     unwrap,
 )
 from wtransfer.weight_sync.worker.schema import MAX_LISTED
+from wtransfer.weights import TensorSpec, WeightTarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

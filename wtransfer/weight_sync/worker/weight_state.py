@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
-    from wtransfer.engines.interface import TensorSpec
     from wtransfer.weight_sync.worker.participant import StagedUpdate
+    from wtransfer.weights import TensorSpec
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
 

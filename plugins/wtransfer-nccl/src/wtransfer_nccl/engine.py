@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from wtransfer.config import HasBackend, ParallelConfig
     from wtransfer.engines.collective import CollectiveUpdateInfo, RecvBuffers
-    from wtransfer.engines.interface import LoadWeights
     from wtransfer.transport.communicator import Communicator
     from wtransfer.transport.layout import TensorLayout
     from wtransfer.transport.rendezvous import Rendezvous
+    from wtransfer.weights import LoadWeights
 
     from wtransfer_nccl.devices import Lane
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from wtransfer.checkpoint.source import CheckpointSource
-from wtransfer.engines.interface import TensorSpec
 from wtransfer.errors import SourceError
+from wtransfer.weights import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -15,7 +15,7 @@ from wtransfer_vllm.messages import Invitation, Outcome, read_invitation
 from wtransfer_vllm.reload import ReloadError
 
 if TYPE_CHECKING:
-    from wtransfer.engines.interface import WeightTarget
+    from wtransfer.weights import WeightTarget
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-    from wtransfer.engines.interface import TensorSpec
+    from wtransfer.weights import TensorSpec
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 

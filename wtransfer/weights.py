@@ -1,0 +1,116 @@
+"""What a trainer offers and a worker takes: tensors by name, without a transfer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+LoadWeights = Callable[["Iterable[tuple[str, torch.Tensor]]"], object]
+"""Takes tensors that have arrived, as ``(name, tensor)``; raises once the round is over."""
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """One tensor of a source, known without transferring it."""
+
+    name: str
+    """Name as the workers know it."""
+    dtype: torch.dtype
+    """Dtype on the wire."""
+    shape: tuple[int, ...]
+    """Whole shape, also where ranks hold shards."""
+    owners: tuple[int, ...] | None = None
+    """Trainer ranks that hold a part; None: every rank holds all of it."""
+    mesh: Any = None
+    """Torch device mesh of a sharded tensor; it is gathered over the mesh's groups."""
+    placements: tuple[Any, ...] | None = None
+    """Torch placement per mesh axis of a sharded tensor; given together with `mesh`. Such a tensor
+    is gathered from what each rank's ``iter_local`` yields."""
+    digest: str | None = None
+    """xxh3-128 that its bytes must have, where the source knows it (a checkpoint that was sealed):
+    a round in which they come out otherwise is ended."""
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...] | None:
+        """Shape of the mesh over `owners`, as plain numbers; None: every rank holds all of it.
+
+        Source: vLLM 0.33's field of that name.
+        """
+        if self.mesh is not None:
+            return tuple(self.mesh.shape)
+        return None if self.owners is None else (len(self.owners),)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightSource(Protocol):
+    """The trainer's weights: what there is, and fresh passes over it.
+
+    A source whose tensors are not in memory may have a method ``iter_unread()`` as well: the pass
+    of `iter_full`, with an object in place of each tensor that has its ``dtype``, ``shape`` and
+    ``nbytes``, ``read(into, start)``, which fills a memoryview with its bytes from ``start`` on,
+    and ``load()``, which returns the tensor. Engines that copy then have it read into their own
+    memory (`CheckpointSource` is one).
+    """
+
+    @property
+    def metadata(self) -> Sequence[ParamMeta]:
+        """Every tensor, in the order in which the passes yield them. Moves no data."""
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors, one at a time, in the order of `metadata`."""
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what this rank holds. Without sharding the same as `iter_full`."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a target expects under one name."""
+
+    dtype: torch.dtype
+    """Dtype of the tensor as the target holds it."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same storage (tied weights); each of them covers it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightTarget(Protocol):
+    """What a worker session writes to: a model, a state dict, or a serving engine's model.
+
+    All methods run on the thread that owns the model, except `schema`, which may run on the
+    session's thread at any time.
+
+    Three more may be left out: ``forget()``, called when the model has lost its weights otherwise
+    than by a commit: a target that keeps what was applied last, for `capture`, drops it then;
+    ``vouched_as``, the object by which `process_weights` knows the model, where that is not the
+    target itself; and ``proven``, false where it is not known whether the model computes with what
+    it was given: its KV cache then has a name that only this process knows.
+    """
+
+    def schema(self) -> Mapping[str, TensorSpec] | None:
+        """Return name -> spec in the form in which updates arrive; None: the last whole update."""
+
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the model consist of these tensors.
+
+        May raise at any point; the session then applies the previous set, so a second call after
+        a failed one must work. The tensors stay valid until the next `apply` has returned.
+        """
+
+    def capture(self) -> Mapping[str, torch.Tensor] | None:
+        """Return what `apply` would need to restore the present state, or None if it cannot."""
