@@ -18,12 +18,12 @@ import msgspec
 import torch
 
 from wtransfer.errors import ManifestError, SourceError, TruncatedError
-from wtransfer.manifest import DTYPES, MAX_NBYTES, MAX_RANK, Piece
+from wtransfer.manifest import DTYPES, MAX_NBYTES, MAX_RANK, WIRE_DTYPES, Piece
 from wtransfer.transport.files import read_at, storage_errors, write_at
 from wtransfer.transport.tensors import byte_view, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from typing_extensions import Self
 
@@ -34,28 +34,8 @@ SINGLE_NAME = f"model{SUFFIX}"
 """Name of the file where there is only one."""
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
 """File that says which of several files has which tensor."""
-WIRE_DTYPES: Mapping[str, str] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
-"""The format's names of dtypes -> those of the wire."""
+_FORMAT_DTYPES = {name: each.safetensors for name, each in WIRE_DTYPES.items() if each.safetensors}
+_FROM_FORMAT = {theirs: name for name, theirs in _FORMAT_DTYPES.items()}
 MAX_HEADER_NBYTES = 100_000_000
 """Longest header, by the format."""
 MAX_SHARD_PIECES = 100_000
@@ -63,7 +43,6 @@ MAX_SHARD_PIECES = 100_000
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
-_FORMAT_DTYPES = {wire: name for name, wire in WIRE_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -155,13 +134,13 @@ def read_header(fd: int, shown: str) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     end = base = _LENGTH.size + length
     for name, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
-        if entry.dtype not in WIRE_DTYPES:
+        if entry.dtype not in _FROM_FORMAT:
             raise SourceError(
                 f"tensor {name!r} in {shown} has the unsupported dtype {entry.dtype[:80]!r}",
                 piece=name,
             )
         first, last = entry.data_offsets
-        stored = StoredTensor(Piece(name, WIRE_DTYPES[entry.dtype], entry.shape), base + first)
+        stored = StoredTensor(Piece(name, _FROM_FORMAT[entry.dtype], entry.shape), base + first)
         if stored.piece.nbytes != last - first:
             raise SourceError(
                 f"tensor {name!r} in {shown} lies from byte {first} to {last}, which is not what "

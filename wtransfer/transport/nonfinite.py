@@ -2,81 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from wtransfer.manifest import WIRE_DTYPES
 from wtransfer.transport.tensors import byte_view, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from wtransfer.manifest import WireDtype
     from wtransfer.transport.tensors import ByteArray
 
 _PART_NBYTES = 256 * 1024
 _DEVICE_PART = 1 << 22
 
 
-class Encoding(NamedTuple):
-    """How a float dtype spells what is not finite, in words of its bits.
+def _counter_of(form: WireDtype) -> Callable[[ByteArray], int]:
+    nbytes = form.itemsize // form.num_parts
+    signed, unsigned = np.dtype(f"i{nbytes}"), np.dtype(f"u{nbytes}")
+    greatest = np.iinfo(signed).max, np.iinfo(unsigned).max
+    # Read as signed integers, the words of the first run are the largest then, read as unsigned
+    # integers those of the second: two maxima, which numpy computes with SIMD and without a
+    # temporary, tell whether there are any.
+    largest = [
+        (signed if last == greatest[0] else unsigned, first) for first, last in form.nonfinite
+    ]
+    are_largest = all(last in greatest for _, last in form.nonfinite)
 
-    In all of these the non-finite patterns are the largest of their sign: read as signed integers
-    the positive ones are the largest words, read as unsigned integers the negative ones are. So two
-    maxima, which numpy computes with SIMD and without a temporary, tell whether there are any.
-    """
-
-    signed: type[np.signedinteger]
-    """Signed integer as wide as one part."""
-    unsigned: type[np.unsignedinteger]
-    """Unsigned integer as wide as one part."""
-    positive: int
-    """Least signed word that is not finite."""
-    negative: int
-    """Least unsigned word with the sign bit that is not finite."""
-    num_parts: int = 1
-    """Parts of an element: 2 for complex."""
-
-    def count(self, piece: ByteArray) -> int:
-        """Return how many elements of the piece are NaN or infinite.
-
-        Args:
-            piece: Whole elements of this encoding, best still in the cache.
-        """
-        signed = piece.view(self.signed)
-        unsigned = piece.view(self.unsigned)
+    def count(piece: ByteArray) -> int:
         if not piece.size or (
-            np.maximum.reduce(signed) < self.positive
-            and np.maximum.reduce(unsigned) < self.negative
+            are_largest
+            and all(np.maximum.reduce(piece.view(kind)) < first for kind, first in largest)
         ):
             return 0
-        bad = (signed >= self.positive) | (unsigned >= self.negative)
-        return int(np.count_nonzero(bad.reshape(-1, self.num_parts).any(axis=1)))
+        words = piece.view(unsigned)
+        bad = np.zeros(words.shape, bool)
+        for first, last in form.nonfinite:
+            # Words below the first one wrap around.
+            bad |= words - unsigned.type(first) <= last - first
+        return int(np.count_nonzero(bad.reshape(-1, form.num_parts).any(axis=1)))
+
+    return count
 
 
-def _count_fnuz(piece: ByteArray) -> int:
-    # These have one NaN, where others have minus zero, and no infinity.
-    return int(np.count_nonzero(piece == 0x80))  # noqa: PLR2004 - the bit pattern itself
-
-
-_FLOAT32 = Encoding(np.int32, np.uint32, 0x7F80_0000, 0xFF80_0000)
-_FLOAT64 = Encoding(np.int64, np.uint64, 0x7FF0_0000_0000_0000, 0xFFF0_0000_0000_0000)
-
-_COUNTERS: dict[str, Callable[[ByteArray], int]] = {
-    "float16": Encoding(np.int16, np.uint16, 0x7C00, 0xFC00).count,
-    "bfloat16": Encoding(np.int16, np.uint16, 0x7F80, 0xFF80).count,
-    "float32": _FLOAT32.count,
-    "float64": _FLOAT64.count,
-    "complex64": _FLOAT32._replace(num_parts=2).count,
-    "complex128": _FLOAT64._replace(num_parts=2).count,
-    "float8_e4m3fn": Encoding(np.int8, np.uint8, 0x7F, 0xFF).count,
-    "float8_e5m2": Encoding(np.int8, np.uint8, 0x7C, 0xFC).count,
-    # No sign: every word below 0x80 is finite, which 0x7F + 1 says to an int8.
-    "float8_e8m0fnu": Encoding(np.int8, np.uint8, 0x80, 0xFF).count,
-    "float8_e4m3fnuz": _count_fnuz,
-    "float8_e5m2fnuz": _count_fnuz,
+_BY_DTYPE = {
+    getattr(torch, name, None): _counter_of(form)
+    for name, form in WIRE_DTYPES.items()
+    if form.nonfinite
 }
-_BY_DTYPE = {getattr(torch, name, None): counter for name, counter in _COUNTERS.items()}
 
 
 def counter(dtype: torch.dtype) -> Callable[[ByteArray], int] | None:
