@@ -44,15 +44,12 @@ SPECS_SEEN_BY_CONNECTORS = {
     "wtransfer.specs.seed_adapter",
 }
 CIRCLES = [
-    {"wtransfer.registry.loading", "wtransfer.registry.registry"},
     {
         "wtransfer.weight_sync.worker.follower",
         "wtransfer.weight_sync.worker.participant",
         "wtransfer.weight_sync.worker.session",
         "wtransfer.weight_sync.worker.weight_state",
     },
-    {"wtransfer.weight_sync.trainer.membership", "wtransfer.weight_sync.trainer.round_state"},
-    {"wtransfer.weight_sync.trainer.coordinator", "wtransfer.weight_sync.trainer.engine_runner"},
 ]
 """Modules that know each other by their types; there shall be none."""
 
@@ -137,6 +134,17 @@ def test_connectors_see_of_specs_what_an_author_sees():
         if (room_of(name), room_of(target)) == ("connectors", "specs")
     }
     assert seen <= SPECS_SEEN_BY_CONNECTORS
+
+
+def test_trainer_and_worker_do_not_import_each_other():
+    sides = ["wtransfer.weight_sync.trainer", "wtransfer.weight_sync.worker"]
+    across = [
+        (name, target)
+        for name, target in inner_edges(with_types=True)
+        for one, other in (sides, sides[::-1])
+        if name.startswith(one) and target.startswith(other)
+    ]
+    assert across == []
 
 
 def test_an_interface_imports_nothing_of_its_room():

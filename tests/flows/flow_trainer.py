@@ -13,8 +13,8 @@ from wtransfer.transport.framing import FrameReader
 from wtransfer.weight_sync.messages import CODEC, Commit
 from wtransfer.weight_sync.trainer.coordinator import Round
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
-from wtransfer.weight_sync.trainer.membership import Worker
 from wtransfer.weight_sync.trainer.publisher import Publisher
+from wtransfer.weight_sync.trainer.workers import Worker
 
 PHASES_OF_ROUND = {"over": "idle"}
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from wtransfer.registry.discovery import Catalog, Kind
     from wtransfer.registry.hooks import PluginManager
-    from wtransfer.registry.registry import Registry
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Environment variable that keeps torch from loading device backends of other distributions."""
@@ -55,7 +54,7 @@ class Loader:
 
     Args:
         board: Asked and notified; modules of backends are registered with it.
-        registry: Returns the registry of a kind.
+        record: Returns what is declared of a kind under a name.
         timeout_s: Seconds that an import may take; 0: no deadline.
         catalog: What is installed: our own version, for what plug-ins require (None: not checked),
             and what could not be read.
@@ -64,12 +63,12 @@ class Loader:
     def __init__(
         self,
         board: PluginManager,
-        registry: Callable[[str], Registry],
+        record: Callable[[str, str], Record],
         timeout_s: float,
         catalog: Catalog,
     ) -> None:
         self._board = board
-        self._registry = registry
+        self._record = record
         self._timeout_s = timeout_s
         self._catalog = catalog
         self._outcomes: dict[Record, type | PluginError] = {}
@@ -80,7 +79,7 @@ class Loader:
     @hookimpl(trylast=True)
     def wtransfer_load(self, kind: str, name: str) -> type:
         """Load what is registered or installed under a name."""
-        cls = self.load(self._registry(kind).record(name))
+        cls = self.load(self._record(kind, name))
         self._own_answers[kind, name] = cls
         return cls
 

@@ -479,7 +479,11 @@ class Host:
                 from wtransfer.registry.loading import Loader
 
                 board, timeout_s = self._board or hooks.board, self.settings.load_timeout_s
-                self._loader = Loader(board, self.registry, timeout_s, self.catalog)
+
+                def record(kind: str, name: str) -> Record:
+                    return self.registry(kind).record(name)
+
+                self._loader = Loader(board, record, timeout_s, self.catalog)
                 board.register(self._loader)
             return self._loader
 

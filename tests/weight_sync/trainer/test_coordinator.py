@@ -10,7 +10,8 @@ from wtransfer.errors import GroupError, PeerLostError, StallError
 from wtransfer.weight_sync.messages import Hello, Progress
 from wtransfer.weight_sync.trainer.coordinator import Round, Rules
 from wtransfer.weight_sync.trainer.engine_runner import Origin
-from wtransfer.weight_sync.trainer.membership import Membership, Worker
+from wtransfer.weight_sync.trainer.membership import Membership
+from wtransfer.weight_sync.trainer.workers import Worker
 
 
 @pytest.fixture

@@ -32,16 +32,17 @@ from wtransfer.errors import (
 from wtransfer.registry import hooks
 from wtransfer.weight_sync.messages import Plan
 from wtransfer.weight_sync.report import Report, WorkerReport, commit_error
-from wtransfer.weight_sync.trainer.membership import send_to
 from wtransfer.weight_sync.trainer.round_state import RoundState
+from wtransfer.weight_sync.trainer.workers import send_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from wtransfer.transport.layout import TensorLayout
     from wtransfer.weight_sync.trainer.engine_runner import EngineCall, EngineRunner, Origin
-    from wtransfer.weight_sync.trainer.membership import Membership, Worker
+    from wtransfer.weight_sync.trainer.membership import Membership
     from wtransfer.weight_sync.trainer.round_state import Instance, RankAnswers
+    from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -305,6 +306,11 @@ class Round:
     def nbytes(self) -> int:
         """Bytes of the update; 0 until it is planned."""
         return 0 if self._layout is None else self._layout.manifest.nbytes
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take part; where it goes on without one that was lost, the others."""
+        return sum(1 for _ in self.state.ranks())
 
     @property
     def deadline_s(self) -> float:

@@ -7,28 +7,26 @@ import functools
 import logging
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from wtransfer.calls import Call, SerialThread, forget_frames, start_call
+from wtransfer.calls import Call, SerialThread, forget_frames
+from wtransfer.engines.border import UNBLOCK_GRACE_S, call_engine, guarded, shut_down_apart
 from wtransfer.engines.factory import WeightTransferTrainerFactory, listen
 from wtransfer.errors import (
     NotInitializedError,
     RoundAbortedError,
     VersionNotKeptError,
-    WTransferError,
 )
 from wtransfer.registry.registry import registry
 from wtransfer.weight_sync.messages import Init
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
-from wtransfer.weight_sync.trainer.membership import send_to
-from wtransfer.weight_sync.worker.engine_runner import UNBLOCK_GRACE_S, engine_error, guarded
+from wtransfer.weight_sync.trainer.workers import send_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from wtransfer.engines.interface import KeptVersion
-    from wtransfer.weight_sync.trainer.coordinator import Round
-    from wtransfer.weight_sync.trainer.membership import Worker
+    from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -91,10 +89,37 @@ class Origin:
         send_to([worker], init)
 
 
+class RoundSteps(Protocol):
+    """What an engine and its calls ask of a round."""
+
+    version: str
+    """Label."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Longest time in which nothing moves, in seconds."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that take part; where it goes on without one that was lost, the others."""
+
+    def init_workers(self, init_info: dict[str, Any]) -> None:
+        """Initialise the engine of every worker; returns when all are ready."""
+
+    def check(self) -> None:
+        """Raise what has ended the round."""
+
+    def deliver(self, update_info: dict[str, Any]) -> None:
+        """Let every worker receive; returns when all have."""
+
+    def wake(self) -> None:
+        """Let the round look again."""
+
+
 # The round that a thread sends for, so that a call which is late, as its round has failed, does not
 # reach the next one. A thread of the engine's own has it if it runs in a copy of the context of the
 # one that sends, as `Announcer` sees to; a plain `threading.Thread` begins with an empty one.
-_ROUND: contextvars.ContextVar[Round] = contextvars.ContextVar("wtransfer_round")
+_ROUND: contextvars.ContextVar[RoundSteps] = contextvars.ContextVar("wtransfer_round")
 
 
 class RoundClient:
@@ -105,16 +130,16 @@ class RoundClient:
     """
 
     def __init__(self) -> None:
-        self._round: Round | None = None
+        self._round: RoundSteps | None = None
 
-    def attach(self, round_: Round) -> None:
+    def attach(self, round_: RoundSteps) -> None:
         """Direct the calls to this round from now on."""
         self._round = round_
 
     @property
     def num_workers(self) -> int:
         """Workers of the round; where it goes on without one that was lost, the others."""
-        return sum(1 for _ in self._current().state.ranks())
+        return self._current().num_workers
 
     @property
     def deadline_s(self) -> float:
@@ -137,7 +162,7 @@ class RoundClient:
         """Check that the round is on; its label and its digests are the publisher's business."""
         self._current().check()
 
-    def _current(self) -> Round:
+    def _current(self) -> RoundSteps:
         round_ = _ROUND.get(None) or self._round
         if round_ is None:
             raise NotInitializedError("not initialized: the client has no round yet")
@@ -162,9 +187,10 @@ class EngineCall(Call):
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
         # In a context of its own: what one call sets there, the next one does not see.
-        super().__init__(lambda: contextvars.copy_context().run(function))
-        self._method = method
-        self._plugin = plugin
+        def call() -> object:
+            return contextvars.copy_context().run(function)
+
+        super().__init__(lambda: call_engine(method, call, plugin))
         self._on_done = on_done
 
     def run(self) -> None:
@@ -174,16 +200,10 @@ class EngineCall(Call):
         on_done, self._on_done = self._on_done, lambda: None
         on_done()
 
-    def translate(self, error: BaseException) -> WTransferError:
-        """Return the error as ours, with the engine's name and without frames."""
-        if isinstance(error, WTransferError):
-            error.add_facts(plugin=self._plugin)
-            kept = error
-        else:
-            kept = engine_error(self._method, error, self._plugin)
-            kept.__cause__ = error
-        forget_frames(kept)
-        return kept
+    def translate(self, error: BaseException) -> BaseException:
+        """Return the error without frames."""
+        forget_frames(error)
+        return error
 
 
 class EngineRunner:
@@ -262,7 +282,7 @@ class EngineRunner:
             )
         return functools.partial(found, self._info)
 
-    def start(self, round_: Round) -> EngineCall:
+    def start(self, round_: RoundSteps) -> EngineCall:
         """Make the engine, which initialises the workers of `round_`."""
         self._client.attach(round_)
 
@@ -278,13 +298,13 @@ class EngineRunner:
 
         return self._begin("trainer_init", start, round_.wake)
 
-    def plan(self, round_: Round, instead: WeightSource | None) -> EngineCall:
+    def plan(self, round_: RoundSteps, instead: WeightSource | None) -> EngineCall:
         """Read what the source has, or `instead` has; the result is what is planned."""
         # Here and not on the other thread: that may begin after a stop.
         self.source.begin(round_.version, instead)
         return self._begin("metadata", self.source.read, round_.wake)
 
-    def send(self, round_: Round) -> EngineCall:
+    def send(self, round_: RoundSteps) -> EngineCall:
         """Let the engine send to every worker of `round_`."""
         self._client.attach(round_)
         engine = self._engine
@@ -295,7 +315,7 @@ class EngineRunner:
 
         return self._begin("send_weights", send, round_.wake)
 
-    def resend(self, round_: Round) -> EngineCall:
+    def resend(self, round_: RoundSteps) -> EngineCall:
         """Let the engine send its last committed weights to the workers of `round_` only."""
         client = RoundClient()
         client.attach(round_)
@@ -333,11 +353,7 @@ class EngineRunner:
             engine, self._engine = self._engine, None
         self._thread.stop()
         if engine is not None:
-            # A thread of its own: an engine that hangs in a call may hang in shutdown as well.
-            call = start_call(
-                lambda: guarded("shutdown", getattr(engine, "shutdown", None)), "wtransfer-shutdown"
-            )
-            call.done.wait(UNBLOCK_GRACE_S)
+            shut_down_apart(engine).done.wait(UNBLOCK_GRACE_S)
 
     def _begin(
         self,

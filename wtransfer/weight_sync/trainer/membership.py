@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wtransfer.calls import Changed
-from wtransfer.errors import PeerError, PeerLostError, ProtocolError, WTransferError
-from wtransfer.weight_sync.messages import CODEC, Ack, Hello, Lost, Ready, Refused
-from wtransfer.weight_sync.report import WorkerInfo
+from wtransfer.errors import PeerLostError, ProtocolError, WTransferError
+from wtransfer.weight_sync.messages import Ack, Hello, Lost, Ready, Refused
+from wtransfer.weight_sync.trainer.workers import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import msgspec
 
@@ -22,76 +21,6 @@ if TYPE_CHECKING:
     from wtransfer.weight_sync.trainer.round_state import RoundState
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Worker:
-    """One joined worker: a connection, and what it said last."""
-
-    connection: Connection
-    hello: Hello
-    epoch: int = 0
-    """Epoch of the last `Init` that was sent to it; 0: what it answers to earlier ones is late."""
-    ready: int = 0
-    """Epoch that it has answered with `Ready`."""
-    refusal: WTransferError | None = None
-    """Why it refused the last `Init`."""
-    lost: WTransferError | None = None
-    """Set when the connection has ended."""
-    version: str | None = None
-    fingerprint: str = ""
-    place: int = 0
-    """Its instance's place among all, as its engine was last told."""
-    state: str = "fresh"
-    num_failed: int = 0
-    """Times in a row that it could not be brought up to date."""
-    planned: str | None = None
-    """Identity of the manifest that it was sent last, over this connection; None: it needs one."""
-    set_aside: bool = False
-    """Whether it was served between rounds and has not applied that yet: rounds go on without."""
-
-    def __post_init__(self) -> None:
-        self.version = self.hello.version
-        self.fingerprint = self.hello.fingerprint
-        self.state = self.hello.state
-
-    @property
-    def name(self) -> str:
-        """Name for people."""
-        return self.hello.worker
-
-    @property
-    def info(self) -> WorkerInfo:
-        """What a user may know of it."""
-        hello = self.hello
-        return WorkerInfo(
-            worker=hello.worker,
-            instance=hello.instance,
-            rank=hello.rank,
-            num_ranks=hello.num_ranks,
-            version=self.version,
-            fingerprint=self.fingerprint,
-            state=self.state,
-        )
-
-    def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message; that a worker is lost shows by its connection's end."""
-        try:
-            self.connection.send_frame(frame)
-        except PeerError as error:
-            logger.info("a message was not sent to %s: %s", self.name, error)
-
-
-def send_to(workers: Iterable[Worker], message: msgspec.Struct) -> None:
-    """Send one message to several workers.
-
-    Raises:
-        LimitError: It is larger than its type may be.
-    """
-    # Encoded once, and before the first is sent it: a plan of many pieces is the same for all.
-    frame = CODEC.encode(message)
-    for worker in workers:
-        worker.send_frame(frame)
 
 
 class Membership:

@@ -40,7 +40,7 @@ from wtransfer.weight_sync.trainer.coordinator import (
 )
 from wtransfer.weight_sync.trainer.endpoints import Endpoints, Incomplete
 from wtransfer.weight_sync.trainer.engine_runner import EngineRunner, Origin
-from wtransfer.weight_sync.trainer.membership import Membership, Worker
+from wtransfer.weight_sync.trainer.membership import Membership
 from wtransfer.weight_sync.trainer.sharded import ShardedSource
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from wtransfer.engines.interface import KeptVersion, WeightSyncClient
     from wtransfer.transport.channel import Connection
     from wtransfer.weight_sync.report import Report, WorkerInfo
+    from wtransfer.weight_sync.trainer.workers import Worker
     from wtransfer.weights import WeightSource
 
 logger = logging.getLogger(__name__)

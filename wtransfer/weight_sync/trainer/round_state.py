@@ -33,7 +33,7 @@ from wtransfer.weight_sync.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from wtransfer.weight_sync.trainer.membership import Worker
+    from wtransfer.weight_sync.trainer.workers import Worker
 
 
 @dataclass(eq=False)

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from wtransfer.calls import Flag, SerialThread, start_call
 from wtransfer.config import ParallelConfig, WeightTransferConfig
+from wtransfer.engines.border import (
+    UNBLOCK_GRACE_S,
+    call_engine,
+    engine_error,
+    guarded,
+    shut_down_apart,
+)
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import (
-    EngineError,
     NotInitializedError,
     PluginBlockedError,
     PluginError,
     RoundAbortedError,
-    WTransferError,
 )
 from wtransfer.registry.registry import registry
-from wtransfer.transport.memory import is_out_of_memory, out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -30,9 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-UNBLOCK_GRACE_S = 1.0
-"""Seconds an engine gets to return after ``abort_weight_update`` before its thread is abandoned."""
 
 
 class EngineRunner:
@@ -114,7 +115,7 @@ class EngineRunner:
                 # `shutdown` has stopped the thread that hangs, or is about to; this one is new.
                 self._mover.stop()
         if left is not None:
-            _shutdown_in_background(left)
+            shut_down_apart(left)
 
     def leave_group(self, making: Flag) -> None:
         """Let go of an engine whose group has lost a rank, or its round: there will be another.
@@ -237,14 +238,7 @@ class EngineRunner:
         return values if parse is None else self._call(method, lambda: parse(values))
 
     def _call(self, method: str, call: Callable[[], T]) -> T:
-        plugin = f"engines:{self.name}"
-        try:
-            return call()
-        except WTransferError as error:
-            error.add_facts(plugin=plugin)
-            raise
-        except BaseException as error:
-            raise engine_error(method, error, plugin) from error
+        return call_engine(method, call, f"engines:{self.name}")
 
     def _end_group(self) -> None:
         if getattr(self._own(), "needs_generation", False):
@@ -278,30 +272,6 @@ class EngineRunner:
                 kind="engines",
                 name=init.engine,
             )
-
-
-def engine_error(method: str, error: BaseException, plugin: str) -> WTransferError:
-    """Return our error for whatever an engine raised."""
-    if is_out_of_memory(error):
-        shortage = out_of_memory("the update's", error)
-        shortage.add_facts(plugin=plugin)
-        return shortage
-    return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)
-
-
-def guarded(what: str, call: Callable[[], object] | None) -> None:
-    """Call something of an engine whose failure must not stop us; it is logged."""
-    if call is None:
-        return
-    try:
-        call()
-    except BaseException:
-        logger.exception("an engine failed in %s", what)
-
-
-def _shutdown_in_background(engine: Any) -> None:
-    # Its own thread: an engine that hangs in receiving may hang in shutdown as well.
-    start_call(lambda: guarded("shutdown", engine.shutdown), "wtransfer-shutdown")
 
 
 def _with_origin(error: PluginError, init: Init) -> PluginError:

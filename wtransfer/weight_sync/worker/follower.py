@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wtransfer.calls import Flag, forget_frames
 from wtransfer.checkpoint.versions import CURRENT_NAME, VersionStore
+from wtransfer.engines.border import engine_error
 from wtransfer.errors import AddressError, WTransferError
 from wtransfer.weight_sync.messages import (
     Ack,
@@ -25,7 +26,7 @@ from wtransfer.weight_sync.messages import (
     Refuse,
     Vote,
 )
-from wtransfer.weight_sync.worker.engine_runner import EngineRunner, engine_error
+from wtransfer.weight_sync.worker.engine_runner import EngineRunner
 from wtransfer.weight_sync.worker.participant import Participant
 
 if TYPE_CHECKING:

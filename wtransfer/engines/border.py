@@ -1,0 +1,66 @@
+"""Calls into an engine, whichever side it is of: whatever it raises becomes an error of ours."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from wtransfer.calls import Call, start_call
+from wtransfer.errors import EngineError, WTransferError
+from wtransfer.transport.memory import is_out_of_memory, out_of_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+UNBLOCK_GRACE_S = 1.0
+"""Seconds an engine gets to return after ``abort_weight_update`` before its thread is abandoned."""
+
+
+def call_engine(method: str, call: Callable[[], T], plugin: str) -> T:
+    """Call a method of an engine.
+
+    Args:
+        method: Its name, for errors.
+        call: The call.
+        plugin: The engine, for errors.
+
+    Raises:
+        WTransferError: It has raised; what is not one of ours becomes one.
+    """
+    try:
+        return call()
+    except WTransferError as error:
+        error.add_facts(plugin=plugin)
+        raise
+    except BaseException as error:
+        raise engine_error(method, error, plugin) from error
+
+
+def engine_error(method: str, error: BaseException, plugin: str) -> WTransferError:
+    """Return our error for whatever an engine raised."""
+    if is_out_of_memory(error):
+        shortage = out_of_memory("the update's", error)
+        shortage.add_facts(plugin=plugin)
+        return shortage
+    return EngineError(f"{method} raised {type(error).__name__}: {error}", plugin=plugin)
+
+
+def guarded(what: str, call: Callable[[], object] | None) -> None:
+    """Call something of an engine whose failure must not stop us; it is logged."""
+    if call is None:
+        return
+    try:
+        call()
+    except BaseException:
+        logger.exception("an engine failed in %s", what)
+
+
+def shut_down_apart(engine: Any) -> Call:
+    """Shut an engine down on a thread of its own: one that hangs in a call may hang there too."""
+    return start_call(
+        lambda: guarded("shutdown", getattr(engine, "shutdown", None)), "wtransfer-shutdown"
+    )
