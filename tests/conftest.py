@@ -88,7 +88,7 @@ def unpickled():
 @pytest.fixture(scope="session")
 def zygote():
     """Forks processes that have torch, and the modules of all folders: to import it takes 2 s."""
-    from wtransfer.transport.zygote import Zygote
+    from wtransfer.testing.zygote import Zygote
 
     folders = (
         "",

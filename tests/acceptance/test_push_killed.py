@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.transport.zygote import Zygote
+from wtransfer.testing.zygote import Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from wtransfer.transport.zygote import Zygote
+from wtransfer.testing.zygote import Zygote
 
 PLAIN = "import pickle; pickle.loads(pickle.dumps([1]))"
 FILE = "import io, pickle; pickle.load(io.BytesIO(pickle.dumps([1])))"

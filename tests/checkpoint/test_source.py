@@ -23,10 +23,10 @@ from wtransfer.checkpoint.source import (
 from wtransfer.errors import ManifestError, SourceError
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents, random_tensor
+from wtransfer.testing.zygote import Zygote
 from wtransfer.transport.digests import digest
 from wtransfer.transport.files import Folder
 from wtransfer.transport.tensors import dtype_name
-from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_sync.trainer.digesting import DigestingSource
 from wtransfer.weights import ParamMeta
 

@@ -25,7 +25,7 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from wtransfer.connectors.progress import Progress
+from wtransfer.connectors.tracked_requests import TrackedRequests
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Scheduling:
 
     def begin_scheduling(self, config):
         self.read(config)
-        self.progress, self.first, self.loads = Progress(), {}, []
+        self.progress, self.first, self.loads = TrackedRequests(), {}, []
         self.calls, self.requests, self.steps, self.num_saved, self.met = [], {}, [], 0, None
 
     def read(self, config):

@@ -33,8 +33,8 @@ from wtransfer.errors import (
 from wtransfer.manifest import Piece
 from wtransfer.testing.contents import contents
 from wtransfer.testing.engine import EngineConformance
+from wtransfer.testing.zygote import Zygote
 from wtransfer.transport.address import random_address
-from wtransfer.transport.zygote import Zygote
 from wtransfer.weight_sync.trainer.publisher import Publisher
 from wtransfer.weight_sync.worker.session import WorkerSession
 

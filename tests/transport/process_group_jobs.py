@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from wtransfer.engines.collective import RecycledMemory
 from wtransfer.errors import GroupError
 from wtransfer.transport.process_group import GlooCommunicator
-from wtransfer.transport.recycling import RecycledMemory
 from wtransfer.transport.rendezvous import host_rendezvous, join_rendezvous
 
 MAX_DATAGRAM = 1 << 16

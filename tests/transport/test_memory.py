@@ -9,8 +9,13 @@ import pytest
 
 from wtransfer.errors import ClosedError, StagingMemoryError, TruncatedError
 from wtransfer.transport import memory
-from wtransfer.transport.mapping import HUGE_PAGE_NBYTES
-from wtransfer.transport.memory import Segment, available_memory, map_private, require_memory
+from wtransfer.transport.memory import (
+    HUGE_PAGE_NBYTES,
+    Segment,
+    available_memory,
+    map_private,
+    require_memory,
+)
 
 PAGE = memory.PAGE_NBYTES
 NBYTES = 3 * memory.ADVISE_NBYTES + 5 * PAGE + 123

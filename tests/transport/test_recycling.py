@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from wtransfer.transport.recycling import RecycledMemory
+from wtransfer.engines.collective import RecycledMemory
 
 NBYTES = 1 << 16
 

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from wtransfer.deadline import Deadline
 from wtransfer.errors import PeerLostError, StallError, WTransferError
-from wtransfer.transport.zygote import Zygote
+from wtransfer.testing.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from typing_extensions import Self
 
-    from wtransfer.transport.zygote import Child
+    from wtransfer.testing.zygote import Child
 
 MIB = 1 << 20
 """Bytes."""

@@ -11,9 +11,9 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from wtransfer.connectors.agreement import agree
 from wtransfer.connectors.fenced import fence
 from wtransfer.connectors.interface import KVConnectorBase, KVConnectorBase_V1
+from wtransfer.connectors.origins import agree
 from wtransfer.errors import ConnectorGenerationError, PluginTypeError, RegistrationError
 from wtransfer.registry import hooks
 from wtransfer.registry.registry import registry

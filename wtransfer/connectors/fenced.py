@@ -56,7 +56,7 @@ from wtransfer.connectors.interface import (
     KVConnectorWorkerMetadata,
 )
 from wtransfer.connectors.naming import request_root
-from wtransfer.connectors.settings import Instance
+from wtransfer.connectors.serving_config import Instance
 from wtransfer.kv.fence import SchedulerFence, WorkerFence
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ that vLLM gives them, and nothing else:
     ``num_computed_tokens``; ``scheduled_cached_reqs`` with ``req_ids``, ``resumed_req_ids``,
     ``new_block_ids``, ``num_computed_tokens``; ``num_scheduled_tokens``; ``preempted_req_ids``;
     and where a host guesses tokens ``scheduled_spec_decode_tokens``;
-*   the configuration: what `wtransfer.connectors.settings.Instance` names.
+*   the configuration: what `wtransfer.connectors.serving_config.Instance` names.
 
 Source: names and signatures are those of vLLM's connectors, of both generations.
 """

@@ -55,7 +55,7 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.connectors.serving_config import Instance, read_options
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.registry import registry
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from wtransfer.connectors.p2p.buffer import StagingBuffer
     from wtransfer.connectors.p2p.client import PendingLoad
     from wtransfer.connectors.p2p.protocol import Hello
-    from wtransfer.connectors.settings import Instance
+    from wtransfer.connectors.serving_config import Instance
     from wtransfer.transport.channel import Connection
     from wtransfer.transport.communicator import Pending
 

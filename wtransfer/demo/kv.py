@@ -14,11 +14,11 @@ from wtransfer.demo.output import Check, Progress, Result, cell
 from wtransfer.testing.mini_engine.config import CacheShape, EngineConfig, ModelShape
 from wtransfer.testing.mini_engine.instance import MODULES, Instance
 from wtransfer.testing.mini_engine.router import Router
-from wtransfer.transport.zygote import Zygote
+from wtransfer.testing.zygote import Zygote
 
 if TYPE_CHECKING:
     from wtransfer.testing.mini_engine.instance import Answer
-    from wtransfer.transport.zygote import Child
+    from wtransfer.testing.zygote import Child
 
 PREFILL, DECODE, FRESH = "prefill", "decode", "fresh"
 """The instances. The last one has no connector: it computes everything itself."""

@@ -20,7 +20,7 @@ from wtransfer.demo.output import Check, Progress, Result, cell
 from wtransfer.demo.worker import DEADLINE_S, REPORTS, Applied, Proof, Ready, Tokens
 from wtransfer.errors import PeerLostError, WTransferError
 from wtransfer.testing.mini_engine.channel import start_process, wait_for_end
-from wtransfer.transport.zygote import Child, Zygote
+from wtransfer.testing.zygote import Child, Zygote
 from wtransfer.weight_sync.trainer.source import ModuleSource
 
 if TYPE_CHECKING:

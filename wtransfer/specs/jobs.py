@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import threading
 import time
 from abc import abstractmethod
@@ -30,7 +31,6 @@ from wtransfer.deadline import Deadline
 from wtransfer.errors import StallError
 from wtransfer.kv.copier import Chunks, RefusedError
 from wtransfer.specs.interface import OffloadingWorker, TransferResult
-from wtransfer.transport.niceness import NICENESS, step_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +49,8 @@ Kind = Literal["store", "load"]
 Pool = Literal["store", "load", "fetch"]
 """Threads for a step: those of its kind, or those of loads that wait for a tier."""
 
+NICENESS = 10
+"""Priority of threads for whose work nobody waits: on busy processors they get about a tenth."""
 _COMMIT_S = 0.001
 SHUTDOWN_S = 0.8
 """How long the steps that run may still take when the worker is shut down."""
@@ -654,3 +656,19 @@ class JobWorker(OffloadingWorker):
             written=written,
         )
         return self._jobs.submit(job)
+
+
+def step_back(niceness: int = NICENESS) -> None:
+    """Let this thread have what processors the others leave.
+
+    Serving, and a trainer on the same host that wants to train on, come first.
+
+    Args:
+        niceness: How far to step back; 0: not at all.
+    """
+    # Only there do threads have priorities of their own, under the numbers of processes.
+    if sys.platform == "linux" and niceness:
+        thread = threading.get_native_id()
+        present = os.getpriority(os.PRIO_PROCESS, thread)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(present, niceness))

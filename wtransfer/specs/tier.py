@@ -53,9 +53,8 @@ from wtransfer.specs.interface import (
     Tier,
     options_of_spec,
 )
-from wtransfer.specs.jobs import SHUTDOWN_S, CopyThreads, Jobs, JobWorker
+from wtransfer.specs.jobs import NICENESS, SHUTDOWN_S, CopyThreads, Jobs, JobWorker
 from wtransfer.specs.payoff import Payoff
-from wtransfer.transport.niceness import NICENESS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -67,7 +67,7 @@ from wtransfer.testing.mini_engine.reference import reference_output, some_promp
 from wtransfer.testing.mini_engine.scheduler import Scheduler
 from wtransfer.testing.mini_engine.serialize import deserialize, serialize
 from wtransfer.testing.mini_engine.worker import Worker
-from wtransfer.transport.zygote import Zygote
+from wtransfer.testing.zygote import Zygote
 from wtransfer.weight_version import process_weights
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from wtransfer.connectors.interface import (
     KVConnectorMetadata,
 )
 from wtransfer.connectors.naming import BlockNaming
-from wtransfer.connectors.progress import Progress, Tracked, only_group
-from wtransfer.connectors.settings import Instance
+from wtransfer.connectors.serving_config import Instance
+from wtransfer.connectors.tracked_requests import Tracked, TrackedRequests, only_group
 from wtransfer.engines.interface import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -377,7 +377,7 @@ class MemoryScheduler(ConnectorScheduler):
         self.outlasts = bool(options.get("outlasts", False))
         self.fence = SchedulerFence(self.instance.num_ranks)
         self.naming = BlockNaming(self.instance.block_size, self.instance.root)
-        self.progress = Progress()
+        self.progress = TrackedRequests()
         self.names: dict[str, RequestNames] = {}
         self.first: dict[str, int] = {}
         self.loads: list[Item] = []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from wtransfer.specs.interface import Tier
-    from wtransfer.transport.zygote import Child
+    from wtransfer.testing.zygote import Child
 
 PROCESS_MAIN = f"{__name__}:run_tier"
 """Function that the process calls."""

@@ -14,7 +14,7 @@ from wtransfer.testing.mini_engine.contract import OVER
 from wtransfer.testing.mini_engine.instance import MODULES, Instance
 from wtransfer.testing.mini_engine.model import LocalWeights
 from wtransfer.testing.mini_engine.reference import reference_output
-from wtransfer.transport.zygote import Zygote
+from wtransfer.testing.zygote import Zygote
 from wtransfer.weight_version import process_weights
 
 PROMPT = list(range(30))

@@ -21,8 +21,8 @@ from wtransfer.connectors.offloading.metadata import (
     OffloadingMetadata,
     OffloadingWorkerMetadata,
 )
-from wtransfer.connectors.progress import Progress, only_group
-from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.connectors.serving_config import Instance, read_options
+from wtransfer.connectors.tracked_requests import TrackedRequests, only_group
 from wtransfer.deadline import Deadline
 from wtransfer.errors import BlockNotKeptError
 from wtransfer.kv.fence import InvalidatedKeys, SchedulerFence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from wtransfer.connectors.interface import KVConnectorHandshakeMetadata, KVConnectorOutput
     from wtransfer.connectors.naming import RequestNames
     from wtransfer.connectors.offloading.metadata import Outcome
-    from wtransfer.connectors.progress import Tracked
+    from wtransfer.connectors.tracked_requests import Tracked
     from wtransfer.kv.keys import OffloadKey
     from wtransfer.weight_version import WeightVersions
 
@@ -157,7 +157,7 @@ class OffloadingScheduler(ConnectorScheduler):
         self._blocks_per_chunk = blocks_per_chunk(extra, self._block_size)
         self._naming = self._name_blocks({})
         self._requests: dict[str, _Offered] = {}
-        self._progress = Progress()
+        self._progress = TrackedRequests()
         self._job_ids = itertools.count()
         # In the order of their deadlines, which are equally far away.
         self._in_flight: dict[int, _InFlight] = {}

@@ -14,7 +14,7 @@ from wtransfer.connectors.offloading.metadata import (
     OffloadingWorkerMetadata,
     Outcome,
 )
-from wtransfer.connectors.settings import Instance
+from wtransfer.connectors.serving_config import Instance
 from wtransfer.errors import ConnectorRoleError, StallError
 from wtransfer.kv.cache_view import byte_rows, page_form
 from wtransfer.kv.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor

@@ -21,8 +21,8 @@ from wtransfer.connectors.p2p.protocol import (
     TransferParams,
     read_params,
 )
-from wtransfer.connectors.progress import Progress, Tracked, only_group
-from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.connectors.serving_config import Instance, read_options
+from wtransfer.connectors.tracked_requests import Tracked, TrackedRequests, only_group
 from wtransfer.kv.fence import SchedulerFence
 from wtransfer.weight_version import instance_fingerprint
 
@@ -69,7 +69,7 @@ class P2PScheduler(ConnectorScheduler):
         self.instance = Instance.of(config)
         self._naming = BlockNaming(self.instance.block_size, self.instance.root)
         self._fence = SchedulerFence(self.instance.num_ranks)
-        self._progress = Progress()
+        self._progress = TrackedRequests()
         self._workers: dict[int, P2PHandshake] = {}
         self._requests: dict[str, _Request] = {}
         self._loading: set[str] = set()

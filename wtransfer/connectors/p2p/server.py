@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from wtransfer.connectors.p2p.buffer import StagingBuffer
     from wtransfer.connectors.p2p.protocol import P2POptions
-    from wtransfer.connectors.settings import Instance
+    from wtransfer.connectors.serving_config import Instance
     from wtransfer.errors import WTransferError
     from wtransfer.transport.channel import Connection
 

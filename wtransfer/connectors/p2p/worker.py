@@ -14,7 +14,7 @@ from wtransfer.connectors.p2p.buffer import StagingBuffer
 from wtransfer.connectors.p2p.client import P2PClient, RemoteLoads, start_threads
 from wtransfer.connectors.p2p.protocol import P2PHandshake, P2POptions, P2PWorkerMetadata
 from wtransfer.connectors.p2p.server import P2PServer
-from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.connectors.serving_config import Instance, read_options
 from wtransfer.kv.cache_view import CacheView
 from wtransfer.kv.copier import Chunks, Copier
 from wtransfer.kv.fence import WorkerFence

@@ -19,7 +19,7 @@ from wtransfer.transport.address import check_same_user
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from wtransfer.transport.zygote import Child
+    from wtransfer.testing.zygote import Child
 
 PATIENCE_S = 60.0
 """Longest wait for the peer, in seconds: to start, or to answer."""

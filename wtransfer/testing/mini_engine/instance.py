@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from wtransfer.testing.mini_engine.channel import Channel
     from wtransfer.testing.mini_engine.contract import Request
     from wtransfer.testing.mini_engine.engine import Executor, MiniEngine
-    from wtransfer.transport.zygote import Child
+    from wtransfer.testing.zygote import Child
 
 INSTANCE_MAIN = f"{__name__}:run_instance"
 """Function that the process of an instance calls."""

@@ -1,6 +1,6 @@
 """What happens inside a zygote: import, then fork on command and report how children end.
 
-The other half, and the reasons, are in `wtransfer.transport.zygote`.
+The other half, and the reasons, are in `wtransfer.testing.zygote`.
 """
 
 from __future__ import annotations

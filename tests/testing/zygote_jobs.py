@@ -46,7 +46,7 @@ def what_a_child_has():
 
 def make_a_zygote_and_sleep():
     """Also fork a child, whose copies of all descriptors hide the end of this process."""
-    from wtransfer.transport.zygote import Zygote
+    from wtransfer.testing.zygote import Zygote
 
     inner = Zygote(preload=[], paths=[Path(__file__).parent])
     child = inner.spawn("zygote_jobs:sleep", stdout="/dev/null")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from wtransfer.errors import ClosedError, ForkedError, LimitError, PeerLostError, StallError
-from wtransfer.transport.zygote import Zygote
+from wtransfer.testing.zygote import Zygote
 
 HERE = Path(__file__).parent
 PATIENCE_S = 20.0
@@ -113,7 +113,7 @@ def test_a_killed_zygote_takes_its_children_along(zygote):
 def test_a_stopped_zygote_can_be_closed(monkeypatch):
     zygote = Zygote(preload=["zygote_jobs"], paths=[HERE])
     child = zygote.spawn("zygote_jobs:sleep", stdout="/dev/null")
-    monkeypatch.setattr("wtransfer.transport.zygote.REPLY_DEADLINE_S", 0.3)
+    monkeypatch.setattr("wtransfer.testing.zygote.REPLY_DEADLINE_S", 0.3)
     os.kill(zygote.pid, signal.SIGSTOP)
     with pytest.raises(StallError, match="an answer of the zygote"):
         zygote.spawn("zygote_jobs:nothing")

@@ -37,7 +37,7 @@ from wtransfer.errors import (
     StallError,
     WTransferError,
 )
-from wtransfer.transport.nursery import MAX_DATAGRAM, Exited, Failed, Kill, Spawn, Started
+from wtransfer.testing.nursery import MAX_DATAGRAM, Exited, Failed, Kill, Spawn, Started
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,7 @@ _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # The import path is set before anything is imported, so that the zygote finds what its maker finds.
 _BOOT = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('path'); "
-    "from wtransfer.transport.nursery import main; main(**settings)"
+    "from wtransfer.testing.nursery import main; main(**settings)"
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from wtransfer import ServingConfig
 from wtransfer.config import KVCacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
-from wtransfer.connectors.settings import Instance, read_options
+from wtransfer.connectors.serving_config import Instance, read_options
 from wtransfer.errors import ConnectorOptionError
 
 CONFIG = ServingConfig(

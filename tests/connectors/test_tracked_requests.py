@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wtransfer.connectors.progress import Progress, only_group
+from wtransfer.connectors.tracked_requests import TrackedRequests, only_group
 from wtransfer.errors import ConnectorOptionError
 from wtransfer.testing.mini_engine.contract import (
     CachedRequestData,
@@ -18,7 +18,7 @@ REQUEST, OTHER = Request("r", [1, 2, 3], 1), Request("s", [4], 1)
 
 @pytest.fixture
 def progress():
-    made = Progress()
+    made = TrackedRequests()
     made.know(REQUEST)
     made.know(OTHER)
     return made

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Tracked:
-    """Progress of one request."""
+    """One request."""
 
     request: Any
     """The serving engine's own object."""
@@ -26,8 +26,8 @@ class Tracked:
     rejected."""
 
 
-class Progress:
-    """Progress of all requests."""
+class TrackedRequests:
+    """All requests, and how much of each is computed."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
