@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from wtransfer.checkpoint.source import CheckpointSource
-from wtransfer.checkpoint.versions import CURRENT_NAME, VersionWriter
+from wtransfer.checkpoint.versions import CURRENT_NAME, Version, VersionWriter
 from wtransfer.errors import (
     DigestMismatchError,
     ManifestError,
@@ -364,6 +365,63 @@ def test_closing_waits_for_every_removal(publishing, store, monkeypatch):
     made.close()
     assert [each.name for each in threading.enumerate() if each.name == "wtransfer-remove"] == []
     assert len(folders(store)) == 1
+
+
+@pytest.fixture
+def on_removal(monkeypatch):
+    """Call something before a thread that removes superseded versions is started."""
+    start = threading.Thread.start
+
+    def set_call(call):
+        def started(thread):
+            if thread.name == "wtransfer-remove":
+                call()
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", started)
+
+    return set_call
+
+
+def committable(store):
+    """Return a writer, and a version that it has written and not committed."""
+    made = VersionWriter(store.root, 1)
+    name, folder = made.begin()
+    folder.close()
+    found = made.publish(name, "0" * 32)
+    return made, Version("v1", "0" * 32, 0, 0.0, found)
+
+
+def test_closing_while_a_version_is_committed_waits_for_its_removals(store, on_removal):
+    # An engine that is left behind in a commit is closed from another thread.
+    made, version = committable(store)
+    starting, go_on = threading.Event(), threading.Event()
+    on_removal(lambda: (starting.set(), go_on.wait(5.0)))
+    with ThreadPoolExecutor(2) as pool:
+        committing = pool.submit(made.commit, version)
+        assert starting.wait(5.0)
+        closing = pool.submit(made.close)
+        wait([closing], 0.1)
+        go_on.set()
+        committing.result(5.0)
+        closing.result(5.0)
+    assert [each.name for each in threading.enumerate() if each.name == "wtransfer-remove"] == []
+    assert labels(store) == ["v1"]
+    assert not (store.root / LOCK_NAME).exists()
+
+
+def test_commit_whose_removal_gets_no_thread_keeps_no_other_publisher_out(store, on_removal):
+    made, version = committable(store)
+
+    def refuse():
+        raise RuntimeError("can't start new thread")
+
+    on_removal(refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        made.commit(version)
+    made.close()
+    assert labels(store) == ["v1"]
+    assert not (store.root / LOCK_NAME).exists()
 
 
 # -- leftovers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +19,7 @@ from wtransfer.connectors.interface import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from wtransfer.errors import ConnectorRoleError
+from wtransfer.errors import ConnectorOptionError, ConnectorRoleError
 from wtransfer.registry import hooks
 from wtransfer.registry import registry as registry_module
 from wtransfer.registry.hooks import PluginManager as Board
@@ -271,6 +272,14 @@ def test_hooks_of_a_side_are_heard(monkeypatch):
 def test_without_a_transfer_config_nothing_is_made():
     with pytest.raises(ValueError, match="Split needs kv_transfer_config"):
         Split(ServingConfig(), WORKER)
+
+
+def test_role_of_another_engine_is_refused_with_the_argument_to_write(cls):
+    foreign = enum.Enum("KVConnectorRole", "SCHEDULER WORKER", module="engine")
+    for role in (foreign.SCHEDULER, foreign.WORKER):
+        with pytest.raises(ConnectorOptionError, match='"kv_connector_module_path"') as caught:
+            cls(SERVING, role)
+        assert f"{cls.__name__} was made with a role of engine" in str(caught.value)
 
 
 def test_metadata_is_there_within_a_step_only(cls):

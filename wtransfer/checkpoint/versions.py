@@ -214,13 +214,15 @@ class VersionWriter:
             retained = {each.folder for each in index.versions}
             superseded = [each for each in self._numbered() if each not in retained]
             # On another thread: gigabytes take longer than the round's end may wait.
-            self._removal = threading.Thread(
+            removal = threading.Thread(
                 target=self._remove,
                 args=(superseded, self._removal),
                 name="wtransfer-remove",
                 daemon=True,
             )
-            self._removal.start()
+            removal.start()
+            # Not before: one that was not started cannot be waited for.
+            self._removal = removal
 
     def discard(self, name: str) -> None:
         """Remove a folder that was not committed."""
@@ -230,10 +232,11 @@ class VersionWriter:
 
     def close(self) -> None:
         """Let other processes write there; idempotent."""
-        if self._removal is not None:
-            # It is the last one, and waits for those before it.
-            self._removal.join(REMOVAL_GRACE_S)
         with self._writing:
+            # Under the lock, which no removal takes: a commit that goes on elsewhere comes first.
+            if self._removal is not None:
+                # It is the last one, and waits for those before it.
+                self._removal.join(REMOVAL_GRACE_S)
             self._lock.release()
             self._folder.close()
 

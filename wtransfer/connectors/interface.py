@@ -76,7 +76,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from wtransfer.errors import ConnectorRoleError
+from wtransfer.errors import ConnectorOptionError, ConnectorRoleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -386,6 +386,7 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
 
     Raises:
         ValueError: ``kv_transfer_config`` is missing.
+        ConnectorOptionError: The role is another engine's: it took the class by its module.
     """
 
     scheduler_cls: ClassVar[type[ConnectorScheduler] | str | None] = None
@@ -449,6 +450,13 @@ class KVConnectorBase_V1(ConnectorScheduler, ConnectorWorker, Connector):  # noq
     ) -> None:
         if vllm_config.kv_transfer_config is None:
             raise ValueError(f"{type(self).__name__} needs kv_transfer_config, and it is None")
+        if not isinstance(role, KVConnectorRole):
+            raise ConnectorOptionError(
+                f"{type(self).__name__} was made with a role of {type(role).__module__}, by an "
+                "engine that calls connectors of its own kind. With wtransfer's plug-in for that "
+                'engine, write only its name there as "kv_connector", without '
+                '"kv_connector_module_path"; `wtransfer plugins show` prints it'
+            )
         super().__init__(vllm_config, kv_cache_config)
         self._role = role
         # The field's names, which connectors in the style of the seed read.

@@ -125,6 +125,7 @@ def adapter(tmp_path, monkeypatch):
             side.register_kv_caches({layer: torch.zeros(4, 256) for layer in LAYERS})
         return side, side._inner
 
+    make.config = config
     return make
 
 
@@ -157,6 +158,17 @@ def step(worker, metadata, *, forward=True, finished=()):
     errors = worker.get_block_ids_with_load_errors()
     worker.clear_connector_metadata()
     return results, errors
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_class_that_vllm_takes_by_its_module_names_the_argument_to_write(adapter, role):
+    transfer = adapter.config.kv_transfer_config
+    transfer.kv_connector = "SharedStorageConnector"
+    transfer.kv_connector_module_path = "wtransfer.connectors.shared_storage"
+    transfer.kv_connector_extra_config = {"shared_storage_path": "/nowhere"}
+    text = 'write only its name there as "kv_connector", without "kv_connector_module_path"'
+    with pytest.raises(ConnectorOptionError, match=text):
+        KVConnectorFactory.create_connector(adapter.config, role, cache_config())
 
 
 def test_step_over_failed_loads_is_not_saved(adapter):

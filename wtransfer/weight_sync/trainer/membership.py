@@ -140,8 +140,9 @@ class Membership:
                         f"of {other.hello.num_ranks}"
                     )
             self._workers[connection] = worker
+            # Under the lock: no line about a round with this worker comes before its own.
+            logger.info("%s has joined, %s with %r", worker.name, worker.state, worker.version)
             self.changed.notify_all()
-        logger.info("%s has joined, %s with %r", worker.name, worker.state, worker.version)
         return worker
 
     def _take_engine_answer(self, worker: Worker, message: Ready | Refused) -> None:
