@@ -47,6 +47,7 @@ class Update:
         self.facts = {"round_id": self.round_id, "version": self.version, "worker": "w"}
         self.dropped = None
         self.next_seq, self.prepared, self.proven = 0, False, False
+        self.differs, self.asks = False, False
 
     def drop(self, reason):
         assert self.dropped is None, "dropped twice"
@@ -177,8 +178,26 @@ class WorkerMachine(RuleBasedStateMachine):
     def verified(self, age):
         update = self.update(age)
         current = update is self.state.update
-        assert self.state.verified(update) is current
-        update.proven |= current
+        if not update.differs:
+            assert self.state.verified(update) is current
+            update.proven |= current
+
+    @rule(age=st.integers(0, 1))
+    def differs(self, age):
+        update = self.update(age)
+        current = update is self.state.update
+        if not (update.proven or update.differs):
+            assert self.state.differs(update) is current
+            update.differs = update.asks = current
+
+    @rule(age=st.integers(0, 1))
+    def compare(self, age):
+        dropped, update = self.state.num_dropped, self.update(age)
+        found = self.state.compare(update.round_id)
+        assert (found is None) == (self.state.num_dropped == dropped + 1)
+        # Once, and none of a round that is over.
+        assert found is (update if update.asks and update is self.state.update else None)
+        update.asks = update.asks and found is None
 
     @rule(age=st.integers(0, 1))
     def failed(self, age):
