@@ -174,23 +174,21 @@ class WorkerMachine(RuleBasedStateMachine):
             assert not update.prepared
             update.prepared = True
 
-    @rule(age=st.integers(0, 1))
-    def verified(self, age):
+    @rule(age=st.integers(0, 1), as_sent=st.sampled_from([True, True, False]))
+    def verified(self, age, as_sent):
+        """Vote, once in a round; and hear the digests, which not every vote asks for."""
         update = self.update(age)
         current = update is self.state.update
-        if not update.differs:
+        if as_sent and not update.differs:
             assert self.state.verified(update) is current
             update.proven |= current
-
-    @rule(age=st.integers(0, 1))
-    def differs(self, age):
-        update = self.update(age)
-        current = update is self.state.update
-        if not (update.proven or update.differs):
+        elif not (as_sent or update.proven or update.differs):
             assert self.state.differs(update) is current
             update.differs = update.asks = current
+            self.commit(age)
+        else:
+            self.compare(age)
 
-    @rule(age=st.integers(0, 1))
     def compare(self, age):
         dropped, update = self.state.num_dropped, self.update(age)
         found = self.state.compare(update.round_id)
