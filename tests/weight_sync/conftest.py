@@ -13,8 +13,9 @@ import torch
 from wtransfer.errors import CommitError
 from wtransfer.testing.contents import contents
 from wtransfer.transport.channel import Listener
-from wtransfer.transport.framing import pack_frame
+from wtransfer.transport.framing import FrameReader, pack_frame
 from wtransfer.weight_sync.messages import CODEC, Hello, Init, Progress
+from wtransfer.weight_sync.trainer.membership import Worker
 from wtransfer.weight_sync.trainer.source import StateDictSource
 from wtransfer.weight_sync.worker.session import WorkerSession
 from wtransfer.weight_sync.worker.target import StateDictTarget
@@ -206,6 +207,20 @@ def play_publisher():
     yield make
     for each in made:
         each.listener.close()
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What publishers send, in order: (worker, message, bytes of its frame)."""
+    found, send_frame = [], Worker.send_frame
+
+    def record(worker, frame):
+        (message,) = FrameReader(CODEC).feed(frame)
+        found.append((worker.name, message, len(frame)))
+        send_frame(worker, frame)
+
+    monkeypatch.setattr(Worker, "send_frame", record)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from wtransfer.weight_sync.messages import (
     CODEC,
     MAX_TEXT_NBYTES,
     Abort,
+    Compare,
     ErrorInfo,
     Fault,
-    Prepare,
     Rollback,
     clipped,
 )
@@ -83,10 +83,10 @@ def test_lines_that_are_no_text_are_heard_as_text():
 
 # FAULTS 2
 def test_more_digests_than_pieces_may_be_are_refused_while_they_are_counted():
-    message = Prepare("r", ["" for _ in range(MAX_PIECES + 1)])
+    message = Compare("r", ["" for _ in range(MAX_PIECES + 1)])
     with pytest.raises(LimitError):
         CODEC.encode(message)
     # A liar announces one entry, and stays below the limit of bytes.
     body = msgspec.msgpack.encode(message)
     with pytest.raises(ProtocolError, match="Expected `array` of length <= 262144"):
-        list(FrameReader(CODEC).feed(pack_frame(27, 1, body)))
+        list(FrameReader(CODEC).feed(pack_frame(35, 1, body)))

@@ -26,6 +26,7 @@ from wtransfer.weight_sync.messages import (
     Accept,
     Ack,
     Commit,
+    Compare,
     Data,
     ErrorInfo,
     Fault,
@@ -80,13 +81,13 @@ def session(rogue, worker_model, shelf):
     session.close()
 
 
-def deliver(rogue, round_id, version, manifest=MANIFEST):
-    """Take a round up to its vote."""
+def deliver(rogue, round_id, version, manifest=MANIFEST, sent=FINGERPRINT):
+    """Take a round up to its vote, having announced `sent` as the set's fingerprint."""
     rogue.say(Plan(round_id, version, manifest))
     rogue.mail.expect(Accept)
     rogue.say(Data(round_id, 0, {"names": ["a", "b"]}))
     rogue.mail.expect(Received)
-    rogue.say(Prepare(round_id, DIGESTS))
+    rogue.say(Prepare(round_id, sent))
     return rogue.mail.expect(Vote)
 
 
@@ -143,7 +144,12 @@ def test_late_and_replayed_messages_are_dropped_and_counted(rogue, session, work
     held = contents(worker_model)
     rogue.say(Plan("r8", "v8", MANIFEST))
     rogue.mail.expect(Accept)
-    stale = [Data("r7", 1, {"names": ["a"]}), Prepare("r7", DIGESTS), Commit("r7")]
+    stale = [
+        Data("r7", 1, {"names": ["a"]}),
+        Prepare("r7", FINGERPRINT),
+        Compare("r7", DIGESTS),
+        Commit("r7"),
+    ]
     rogue.say(*stale, Data("r8", 1, {"names": ["a"]}), Data("r8", 0, {"names": ["a", "b"]}))
     assert rogue.mail.expect(Received).seq == 0
     rogue.say(Data("r8", 0, {"names": ["a", "b"]}), Commit("r8"))
@@ -151,6 +157,69 @@ def test_late_and_replayed_messages_are_dropped_and_counted(rogue, session, work
     assert session.num_dropped == len(stale) + 3
     assert session.state == "serving"
     assert contents(worker_model) == held
+
+
+# FAULTS 10
+def test_digests_are_compared_once_and_only_by_a_worker_that_has_asked_for_them(
+    rogue, session, worker_model
+):
+    asked_for = Compare("r1", [DIGESTS[0], DIGESTS[0]])
+    rogue.say(Plan("r1", "v1", MANIFEST), asked_for, Data("r1", 0, {"names": ["a", "b"]}))
+    rogue.mail.expect(Accept)
+    rogue.mail.expect(Received)
+    rogue.say(asked_for, Prepare("r1", FINGERPRINT))
+    assert rogue.mail.expect(Vote).fingerprint == FINGERPRINT
+    # It holds what was sent.
+    rogue.say(asked_for, Commit("r1"))
+    assert session.commit_pending(PATIENCE_S)
+    rogue.mail.expect(Ack)
+    assert session.num_dropped == 3
+    held = contents(worker_model)
+
+    assert deliver(rogue, "r2", "v2", sent="another set").fingerprint == FINGERPRINT
+    # Nothing that a publisher orders can make it commit that, and another round's is not its own.
+    rogue.say(Commit("r2"), Prepare("r2", FINGERPRINT), Compare("r1", DIGESTS), Commit("r2"))
+    rogue.say(Compare("r2", [DIGESTS[0], DIGESTS[0]]), Compare("r2", DIGESTS))
+    fault = rogue.mail.expect(Fault)
+    assert (fault.round_id, fault.error.kind) == ("r2", "DigestMismatchError")
+    assert fault.error.facts["pieces"] == ["b"]
+    rogue.mail.nothing()
+    assert session.num_dropped == 3 + 5
+    assert (session.state, session.version, contents(worker_model)) == ("serving", "v1", held)
+    deliver(rogue, "r3", "v3")
+
+
+@pytest.mark.parametrize(
+    ("digests", "kind"),
+    [(DIGESTS, "ProtocolError"), (DIGESTS[:1], "ManifestError"), ([], "ManifestError")],
+)
+def test_digests_that_prove_nothing_are_a_fault(rogue, session, digests, kind):
+    deliver(rogue, "r1", "v1", sent="")
+    rogue.say(Compare("r1", digests))
+    assert rogue.mail.expect(Fault).error.kind == kind
+    assert session.state == "fresh"
+    deliver(rogue, "r2", "v2")
+
+
+# FAULTS 13
+@pytest.mark.parametrize("end", ["abort", "lost", "superseded"])
+def test_worker_that_has_asked_for_digests_does_not_wait_for_them(
+    rogue, session, shelf, until, end
+):
+    deliver(rogue, "r1", "v1", sent="another set")
+    assert session.weight_state.busy
+    if end == "lost":
+        rogue.connection.close()
+        reconnect(rogue, shelf)
+    elif end == "abort":
+        rogue.say(Abort("r1", "another worker has failed"))
+    if end != "superseded":
+        until(lambda: not session.weight_state.busy)
+    rogue.say(*([Compare("r1", DIGESTS)] if end != "superseded" else []))
+    assert deliver(rogue, "r2", "v2").fingerprint == FINGERPRINT
+    assert session.num_dropped == (end != "superseded")
+    rogue.say(Commit("r2"))
+    assert session.commit_pending(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +238,7 @@ def test_update_infos_that_mislead_the_engine_are_a_fault(rogue, session, info, 
     rogue.say(Data("r1", 0, info))
     if kind == "IncompleteUpdateError":
         rogue.mail.expect(Received)
-        rogue.say(Prepare("r1", DIGESTS))
+        rogue.say(Prepare("r1", FINGERPRINT))
     assert rogue.mail.expect(Fault).error.kind == kind
     deliver(rogue, "r2", "v2")
 
@@ -309,6 +378,23 @@ def rogue_worker(publisher, mail):
 
 
 @pytest.fixture
+def rogue_worker_of(mail):
+    """Makes workers that have joined a publisher."""
+    workers = []
+
+    def make(publisher, name="rogue"):
+        others = len(publisher.workers())
+        workers.append(RogueWorker(publisher, mail(), worker=name, instance=name))
+        workers[-1].say(workers[-1].hello)
+        publisher.wait_for_workers(others + 1, PATIENCE_S)
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.dialer.close()
+
+
+@pytest.fixture
 def joined(publisher, rogue_worker):
     worker = rogue_worker()
     worker.say(worker.hello)
@@ -316,26 +402,45 @@ def joined(publisher, rogue_worker):
     return worker
 
 
-def through(worker, held=FINGERPRINT, *, first=True):
-    """Answer like a worker up to the vote; return the plan."""
+def through(worker, held=FINGERPRINT, *, first=True, others=()):
+    """Answer like a worker up to the vote, as others do that do not vote; return the plan."""
     if first:
         worker.say(Ready(worker.mail.expect(Init).epoch))
-    plan = worker.mail.expect(Plan)
-    round_id = plan.round_id
-    worker.say(Accept(round_id, []))
-    worker.mail.expect(Data)
-    worker.say(Received(round_id, 0))
-    worker.mail.expect(Prepare)
+    plans = [each.mail.expect(Plan) for each in (*others, worker)]
+    round_id = plans[-1].round_id
+    for each in (*others, worker):
+        each.say(Accept(round_id, []))
+    for each in (*others, worker):
+        each.mail.expect(Data)
+        each.say(Received(round_id, 0))
+    for each in (*others, worker):
+        each.mail.expect(Prepare)
     worker.say(Vote(round_id, held, 32, {}))
-    return plan
+    return plans[-1]
 
 
 # Promise 2: a vote is proof, and not a claim.
-def test_a_vote_about_other_bytes_ends_the_round(publisher, joined):
-    round_ = publisher.publish("v1", wait=False)
-    through(joined, fingerprint(MANIFEST, DIGESTS[::-1]))
-    with pytest.raises(DigestMismatchError, match="the vote of rogue is about other bytes"):
-        round_.result(PATIENCE_S)
+@pytest.mark.parametrize("policy", ["abort", "drop"])
+@pytest.mark.parametrize("then", ["is silent", "is lost", "names them", "votes again"])
+def test_a_vote_about_other_bytes_ends_the_round(engines, rogue_worker_of, then, policy):
+    options = {"deadline_s": 1.0 if then == "is silent" else 20.0, "on_lost_worker": policy}
+    with Publisher(WEIGHTS, engine=engines["memory"], **options) as publisher:
+        worker = rogue_worker_of(publisher)
+        round_ = publisher.publish("v1", wait=False)
+        round_id = through(worker, fingerprint(MANIFEST, DIGESTS[::-1])).round_id
+        assert worker.mail.expect(Compare) == Compare(round_id, DIGESTS)
+        text = "the vote of rogue is about other bytes"
+        if then == "is lost":
+            worker.dialer.close()
+        elif then == "names them":
+            text = "it is b"
+            worker.say(Fault(round_id, ErrorInfo("DigestMismatchError", text)))
+        elif then == "votes again":
+            # The connection ends, and the first vote stands.
+            worker.say(Vote(round_id, FINGERPRINT, 32, {}))
+        with pytest.raises(DigestMismatchError, match=text) as caught:
+            round_.result(PATIENCE_S)
+        assert (caught.value.worker, caught.value.round_id) == ("rogue", round_id)
 
 
 def test_a_ack_for_other_weights_is_no_success(publisher, joined, report_of):
@@ -423,7 +528,7 @@ def test_anything_but_one_hello_first_ends_the_connection(publisher, rogue_worke
     [
         (lambda r: [Ack(r, "committed", "v1", "f", "serving", {})], "an ack before the commit"),
         (lambda r: [Commit(r)], "a worker does not send Commit"),
-        (lambda r: [Vote(r, FINGERPRINT, 32, {})] * 2, "a second vote"),
+        (lambda r: [Vote(r, FINGERPRINT, 32, {})], "rogue votes before it was asked to"),
     ],
 )
 def test_message_out_of_place_ends_the_round_and_the_connection(publisher, joined, make, text):
@@ -433,6 +538,19 @@ def test_message_out_of_place_ends_the_round_and_the_connection(publisher, joine
     with pytest.raises(PeerError, match=text):
         round_.result(PATIENCE_S)
     assert publisher.workers() == []
+
+
+def test_second_vote_ends_the_round_and_the_connection(engines, rogue_worker_of):
+    with Publisher(WEIGHTS, engine=engines["memory"], deadline_s=20.0) as publisher:
+        worker, other = rogue_worker_of(publisher), rogue_worker_of(publisher, name="other")
+        round_ = publisher.publish("v1", wait=False)
+        other.say(Ready(other.mail.expect(Init).epoch))
+        round_id = through(worker, others=[other]).round_id
+        # The other's vote is still awaited.
+        worker.say(Vote(round_id, FINGERPRINT, 32, {}))
+        with pytest.raises(PeerError, match="rogue gives a second vote"):
+            round_.result(PATIENCE_S)
+        assert [each.worker for each in publisher.workers()] == ["other"]
 
 
 def test_lost_worker_is_named_by_the_url_that_it_was_invited_by(publisher, rogue_worker):

@@ -23,9 +23,11 @@ from wtransfer.errors import (
 from wtransfer.manifest import Manifest, Piece
 from wtransfer.testing.contents import contents, random_tensor
 from wtransfer.testing.faults import Fault
+from wtransfer.transport.digests import digest
 from wtransfer.transport.layout import TensorLayout
 from wtransfer.transport.lease import SegmentExporter
 from wtransfer.transport.memory import Segment
+from wtransfer.weight_sync.messages import Compare
 
 CAUGHT = {
     "drop": IncompleteUpdateError,
@@ -76,6 +78,17 @@ def test_both_workers_stay_on_the_old_version_bit_for_bit(two_workers, faults, a
 
     assert two_workers.publish("v3").ok
     assert [each.contents for each in two_workers.members] == [contents(two_workers.source)] * 2
+
+
+def test_digests_are_sent_once_to_the_worker_that_differs(two_workers, faults, sent):
+    faults.arm(Fault("flip", tensor=1, worker=1, bit=3))
+    with pytest.raises(DigestMismatchError, match=r"'layer\.1'"):
+        two_workers.publish("v2")
+    told = [(name, message.digests) for name, message, _ in sent if isinstance(message, Compare)]
+    assert told == [("worker-1", [digest(tensor) for tensor in two_workers.source.values()])]
+    sent.clear()
+    assert two_workers.publish("v3").ok
+    assert not [message for _, message, _ in sent if isinstance(message, Compare)]
 
 
 # FAULTS 6

@@ -5,7 +5,8 @@ T is the trainer's publisher, W a worker session. One round:
 1. T `Plan`; W `Accept` or `Refuse`. All accept before any byte moves. A manifest that a worker
    has had over this very connection, and has not refused, is only named.
 2. T `Data` (zero or more); W `Received` or `Fault`, and `Progress` while it is at it.
-3. T `Prepare`; W `Vote`, or `Fault`.
+3. T `Prepare`; W `Vote`, or `Fault`. To a vote for another set than was sent, which no commit can
+   follow, T answers with `Compare`, and W says in a `Fault` which pieces differ.
 4. T `Commit`; W `Ack` when the thread that owns the model has applied it (or could not).
 5. T `Finish`, or `Rollback` where another rank of the same instance failed; to a rollback W answers
    with another `Ack`.
@@ -228,12 +229,21 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """T: everything was sent; these are the digests."""
+    """T: everything was sent. Its size does not depend on the number of pieces."""
+
+    round_id: str
+    """Round."""
+    fingerprint: str
+    """Identity of what was sent."""
+
+
+class Compare(msgspec.Struct, frozen=True):
+    """T, to a worker that has voted for another set, once: say which pieces differ."""
 
     round_id: str
     """Round."""
     digests: Digests
-    """In plan order."""
+    """Of what was sent, in plan order."""
 
     def num_entries(self) -> int:
         """Entries, for the frame's limit."""
@@ -241,7 +251,7 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """W: every piece arrived with the digest of the prepare message."""
+    """W: every piece has arrived. A vote for another set than was sent asks for the digests."""
 
     round_id: str
     """Round."""
@@ -337,7 +347,7 @@ CODEC = Codec(
         MessageType(24, Received),
         MessageType(25, Progress),
         MessageType(26, Fault),
-        MessageType(27, Prepare, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
+        MessageType(27, Prepare),
         MessageType(28, Vote),
         MessageType(29, Commit),
         MessageType(30, Ack),
@@ -345,6 +355,7 @@ CODEC = Codec(
         MessageType(32, Rollback),
         MessageType(33, Abort),
         MessageType(34, Lost),
+        MessageType(35, Compare, max_nbytes=64 * MIB, max_entries=MAX_PIECES),
     ]
 )
 """Every message of the channel with its limits."""

@@ -14,6 +14,7 @@ from wtransfer.errors import (
     DigestMismatchError,
     GroupError,
     PeerLostError,
+    ProtocolError,
     RoundAbortedError,
     SchemaError,
     StallError,
@@ -24,6 +25,7 @@ from wtransfer.weight_sync.messages import (
     Accept,
     Ack,
     Commit,
+    Compare,
     Data,
     ErrorInfo,
     Fault,
@@ -38,6 +40,7 @@ from wtransfer.weight_sync.messages import (
 from wtransfer.weight_sync.trainer.round_state import RoundState
 
 ROUND, GOOD = "round", "fingerprint of what was sent"
+DIGESTS = ["digest"]
 BACK = ("restored", "reverted", "discarded")
 
 
@@ -85,6 +88,10 @@ class ModelWorker:
                 self.say(Received(ROUND, message.seq))
             else:
                 self.say(Vote(ROUND, GOOD if self.staged == "new" else "another", 1, {}))
+        elif isinstance(message, Compare) and self.staged is not None:
+            assert self.staged == "other bytes", "asked to compare what it has proven"
+            self.staged = None
+            self.say(Fault(ROUND, fault or ErrorInfo("DigestMismatchError", "'a' differs")))
         elif isinstance(message, Commit):
             assert self.staged == "new", "ordered to commit what it has not proven"
             self.staged, self.pending = None, True
@@ -210,7 +217,7 @@ class Rounds(RuleBasedStateMachine):
         if self.step == "data again":
             return lambda: self.ask("prepare", state.data, {})
         if self.step == "prepare" and all(rank.num_received == 2 for rank in ranks):
-            return lambda: self.ask("commit", state.prepare, ["digest"])
+            return lambda: self.ask("commit", state.prepare, GOOD, DIGESTS)
         if self.step == "commit" and all(rank.vote for rank in ranks):
             # What the votes are about, the machine has to look at.
             return lambda: self.ask("over", state.commit, GOOD)
@@ -329,7 +336,8 @@ class Rounds(RuleBasedStateMachine):
             told = worker.told
             assert not (told[Finish] and told[Rollback])
             assert not (told[Abort] and told[Commit])
-            assert max(told[kind] for kind in (Commit, Abort, Finish, Rollback)) <= 1
+            assert max(told[kind] for kind in (Commit, Abort, Finish, Rollback, Compare)) <= 1
+            assert not told[Compare] or (worker.gets_other_bytes and not told[Commit])
 
     def an_ended_round_was_aborted_everywhere(self):
         if self.state.ended is not None:
@@ -392,6 +400,8 @@ class Sent:
         self.single = ModelWorker("single")
         self.sent = []
         self.state = RoundState(ROUND, "v1", [self.ranks, [self.single]], self.send, **options)
+        self.state.prepare(GOOD, DIGESTS)
+        self.sent.clear()
 
     def send(self, workers, message):
         self.sent += [(worker.name, type(message)) for worker in workers]
@@ -449,10 +459,48 @@ def test_commit_needs_every_good_vote(missing):
     played.vote(*played.ranks)
     if missing:
         played.vote(played.single, fingerprint=missing)
+        assert played.sent == [("single", Compare)]
+        played.sent.clear()
     with pytest.raises(DigestMismatchError, match="the vote of single is about other bytes"):
         played.state.commit(GOOD)
     assert played.sent == []
     assert not played.state.committing
+
+
+def test_rank_that_votes_for_another_set_and_is_lost_before_it_names_it_ends_the_round():
+    played = Sent(may_drop=True)
+    played.vote(played.single, fingerprint="another")
+    played.sent.clear()
+    played.state.lose(played.single, PeerLostError("gone"))
+    assert isinstance(played.state.ended, DigestMismatchError)
+    assert "the vote of single is about other bytes" in str(played.state.ended)
+    assert played.sent == [("rank 0", Abort), ("rank 1", Abort), ("single", Abort)]
+
+
+def test_digests_are_sent_in_no_round_that_is_over_and_to_no_rank_that_was_dropped():
+    dropped = Sent(may_drop=True)
+    dropped.state.lose(dropped.ranks[0], PeerLostError("gone"))
+    ended = Sent()
+    ended.state.abort(RoundAbortedError("the user"))
+    for played in (dropped, ended):
+        played.sent.clear()
+        played.vote(played.ranks[1], fingerprint="another")
+        assert played.sent == []
+
+
+@pytest.mark.parametrize("first", [GOOD, "another"])
+def test_rank_votes_once(first):
+    played = Sent()
+    played.vote(played.single, fingerprint=first)
+    played.sent.clear()
+    for fingerprint in (GOOD, "another"):
+        with pytest.raises(ProtocolError, match="single gives a second vote"):
+            played.vote(played.single, fingerprint=fingerprint)
+    assert played.sent == []
+    played.vote(*played.ranks)
+    if first != GOOD:
+        with pytest.raises(DigestMismatchError):
+            played.state.commit(GOOD)
 
 
 def test_commit_is_refused_while_a_rank_says_that_its_group_broke():

@@ -48,3 +48,19 @@ def test_a_modules_parameters_may_be_replaced_on_both_sides(fleet, commit, chang
                 module.weight.data, module.bias.data = values["weight"], values["bias"]
         assert made.publish(f"v{number}").ok
         assert contents(serving.state_dict()) == contents(trained.state_dict())
+
+
+def test_what_a_worker_is_sent_in_a_round_does_not_grow_with_the_number_of_tensors(fleet, sent):
+    def nbytes(num_tensors):
+        made = fleet({f"norm.{i}": torch.ones(2) for i in range(num_tensors)}, engine="shm")
+        for _ in range(2):
+            made.join()
+        assert made.publish("v1").ok
+        sent.clear()
+        made.source["norm.1"].add_(1)
+        assert made.publish("v2").ok
+        assert {name for name, _, _ in sent} == {"worker-0", "worker-1"}
+        return sum(size for _, _, size in sent) / 2
+
+    # A greater number takes more bytes where it is written.
+    assert nbytes(2000) - nbytes(2) < 8

@@ -12,7 +12,7 @@ import pytest
 import wtransfer
 from wtransfer.engines.factory import WeightTransferEngineFactory
 from wtransfer.errors import CommitError, RoundBusyError
-from wtransfer.manifest import Manifest
+from wtransfer.manifest import Manifest, fingerprint
 from wtransfer.registry import hooks
 from wtransfer.testing.fakes import MemoryEngine
 from wtransfer.transport import rendezvous
@@ -72,7 +72,7 @@ def order_commit(publisher, round_id="r"):
     publisher.mail.expect(Ready)
     publisher.say(Plan(round_id, "v1", Manifest(())))
     publisher.mail.expect(Accept)
-    publisher.say(Prepare(round_id, []))
+    publisher.say(Prepare(round_id, fingerprint(Manifest(()), [])))
     publisher.mail.expect(Vote)
     publisher.say(Commit(round_id))
 

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wtransfer.errors import (
+    DigestMismatchError,
     EngineError,
     ManifestError,
+    ProtocolError,
     RoundAbortedError,
     SchemaError,
     StagingMemoryError,
@@ -53,7 +55,7 @@ def test_order_and_batches_do_not_matter(pairs, cuts):
     edges = [0, *sorted(cuts), len(pairs)]
     for start, end in itertools.pairwise(edges):
         staged.load_weights(iter(pairs[start:end]))
-    assert staged.verify(DIGESTS, {}) == DIGESTS
+    assert staged.digests() == DIGESTS
     assert progress == sorted(progress)
     assert progress[-1] == sum(tensor.nbytes for tensor in TENSORS.values())
 
@@ -122,10 +124,18 @@ def test_another_form_than_planned_is_refused(empty, tensor):
 
 def test_digests_of_another_number_than_pieces_are_refused(empty):
     empty.load_weights(TENSORS.items())
-    with pytest.raises(
-        ManifestError, match="the prepare message has 3 digests, the plan has 4 pieces"
-    ):
-        empty.verify(DIGESTS[:3], {})
+    with pytest.raises(ManifestError, match="the publisher sent 3 digests, the plan has 4 pieces"):
+        empty.compare(DIGESTS[:3])
+
+
+# FAULTS 6
+def test_pieces_that_differ_are_named_and_so_is_a_publisher_that_contradicts_itself(empty):
+    empty.load_weights(TENSORS.items())
+    error = empty.compare([DIGESTS[0], "0" * 32, DIGESTS[2], DIGESTS[0]])
+    assert (type(error), error.pieces, error.piece) == (DigestMismatchError, ["b", "d"], "b")
+    assert "2 of 4 pieces arrived with other bytes than the trainer sent: 'b', 'd'" in str(error)
+    with pytest.raises(ProtocolError, match="has not the fingerprint that it announced"):
+        empty.compare(DIGESTS)
 
 
 # FAULTS 44
@@ -136,7 +146,7 @@ def test_a_buffer_that_is_reused_after_the_call_changes_nothing():
         staged.load_weights([(name, buffer.copy_(TENSORS[name]))])
     staged.load_weights([(name, TENSORS[name]) for name in ("c", "d")])
     buffer.fill_(-1)
-    assert staged.verify(DIGESTS, {}) == DIGESTS
+    assert staged.digests() == DIGESTS
     assert contents(staged.tensors) == contents(TENSORS)
 
 
@@ -144,14 +154,14 @@ def test_strided_tensors_are_staged_by_their_elements(empty):
     base = torch.empty(3, 2).copy_(TENSORS["a"].t())
     empty.load_weights([("a", base.t())])
     empty.load_weights([(name, TENSORS[name]) for name in ("b", "c", "d")])
-    assert empty.verify(DIGESTS, {}) == DIGESTS
+    assert empty.digests() == DIGESTS
 
 
 # FAULTS 45
 def test_tied_weights_that_came_with_different_bytes_are_refused(empty):
     empty.load_weights(TENSORS.items())
     with pytest.raises(SchemaError, match="'a' and 'b' are one tensor") as caught:
-        empty.verify(DIGESTS, {"a": "a", "b": "a"})
+        empty.check_ties({"a": "a", "b": "a"})
     assert caught.value.piece == "b"
 
 

@@ -47,6 +47,7 @@ class Update:
         self.facts = {"round_id": self.round_id, "version": self.version, "worker": "w"}
         self.dropped = None
         self.next_seq, self.prepared, self.proven = 0, False, False
+        self.differs, self.asks = False, False
 
     def drop(self, reason):
         assert self.dropped is None, "dropped twice"
@@ -173,12 +174,28 @@ class WorkerMachine(RuleBasedStateMachine):
             assert not update.prepared
             update.prepared = True
 
-    @rule(age=st.integers(0, 1))
-    def verified(self, age):
+    @rule(age=st.integers(0, 1), as_sent=st.sampled_from([True, True, False]))
+    def verified(self, age, as_sent):
+        """Vote, once in a round; and hear the digests, which not every vote asks for."""
         update = self.update(age)
         current = update is self.state.update
-        assert self.state.verified(update) is current
-        update.proven |= current
+        if as_sent and not update.differs:
+            assert self.state.verified(update) is current
+            update.proven |= current
+        elif not (as_sent or update.proven or update.differs):
+            assert self.state.differs(update) is current
+            update.differs = update.asks = current
+            self.commit(age)
+        else:
+            self.compare(age)
+
+    def compare(self, age):
+        dropped, update = self.state.num_dropped, self.update(age)
+        found = self.state.compare(update.round_id)
+        assert (found is None) == (self.state.num_dropped == dropped + 1)
+        # Once, and none of a round that is over.
+        assert found is (update if update.asks and update is self.state.update else None)
+        update.asks = update.asks and found is None
 
     @rule(age=st.integers(0, 1))
     def failed(self, age):

@@ -550,13 +550,10 @@ class Round:
         proven = self.proven
         if proven is None:
             self._judge_nonfinite()
-        digests = proven.digests if proven else self._runner.source.digests()
-        with self._lock:
-            self.state.prepare(digests)
-        if proven is None:
-            # Beside the workers, which work out the same.
-            layout = self._known_layout()
+            layout, digests = self._known_layout(), self._runner.source.digests()
             proven = ProvenUpdate(self.version, layout, digests, layout.fingerprint(digests))
+        with self._lock:
+            self.state.prepare(proven.fingerprint, proven.digests)
         self._await(lambda rank: rank.vote is not None, "a vote")
         with self._lock:
             self.state.verify(proven.fingerprint)

@@ -18,6 +18,7 @@ from wtransfer.weight_sync.messages import (
     Accept,
     Ack,
     Commit,
+    Compare,
     Data,
     Fault,
     Finish,
@@ -46,6 +47,9 @@ class RankAnswers:
     nbytes: int = 0
     """Bytes that it has staged so far."""
     vote: Vote | None = None
+    """Its vote for what was sent."""
+    differs: bool = False
+    """Whether it has voted for another set instead: the round ends when it has said more."""
     ack: Ack | None = None
     error: WTransferError | None = None
     lost: bool = False
@@ -85,11 +89,14 @@ class RoundState:
     plan, data, prepare  the message to all         (the coordinator is past it)  raises why
     accept, received,    noted                      noted                         noted
     progress, vote
+    vote for another     Compare to that rank       protocol error: a second      noted
+    set                                             vote
     refuse, fault        Abort to all -> ended      noted                         noted
     fault: GroupError    noted as the `symptom`     noted                         noted
     lose (connection     Abort to all -> ended;     settle its instance           noted
-    lost, or stalled)    if it may be dropped:
-                         Abort to its instance
+    lost, or stalled)    if it may be dropped, and
+                         has not voted for another
+                         set: Abort to its instance
     abort                Abort to all -> ended      nothing: it comes too late    nothing
     commit               every vote is good:        (once)                        raises why
                          Commit to all ->
@@ -144,6 +151,8 @@ class RoundState:
         self._send = send
         self._min_instances = min_instances
         self._num_sent = 0
+        self._sent: tuple[str, list[str]] | None = None
+        """Fingerprint and digests of what was sent, once workers have been told."""
         self._places: dict[Worker, tuple[Instance, RankAnswers]] = {
             rank.worker: (instance, rank) for instance in self.instances for rank in instance.ranks
         }
@@ -207,20 +216,17 @@ class RoundState:
         self._to_all(Data(self.round_id, number, update_info))
         return number
 
-    def prepare(self, digests: list[str]) -> None:
-        """Send the digests of what was sent.
-
-        Raises:
-            LimitError: They are more than there may be.
-        """
+    def prepare(self, fingerprint: str, digests: list[str]) -> None:
+        """Send the identity of what was sent; keep the digests for a rank that has another set."""
         self.check()
-        self._to_all(Prepare(self.round_id, digests))
+        self._sent = (fingerprint, digests)
+        self._to_all(Prepare(self.round_id, fingerprint))
 
     def verify(self, fingerprint: str) -> None:
         """Raise unless every rank has proven that it holds the update.
 
-        The worker has compared every digest. The fingerprint that it computed from its own digests
-        is compared here as well, so a vote is proof and not a claim.
+        A worker votes with the fingerprint that it computed from its own digests. It is compared
+        here, whatever the worker made of it, so a vote is proof and not a claim.
 
         Raises:
             DigestMismatchError: A vote is about other bytes than were sent, or there is none.
@@ -228,10 +234,7 @@ class RoundState:
         self.check()
         for rank in self.ranks():
             if rank.vote is None or rank.vote.fingerprint != fingerprint:
-                name = rank.worker.name
-                raise DigestMismatchError(
-                    f"the vote of {name} is about other bytes than were sent", worker=name
-                )
+                raise _other_bytes(rank.worker)
             if rank.error is not None:
                 raise rank.error
 
@@ -282,9 +285,7 @@ class RoundState:
             before, rank.nbytes = rank.nbytes, max(rank.nbytes, message.nbytes)
             return rank.nbytes > before
         if isinstance(message, Vote):
-            if rank.vote is not None:
-                raise ProtocolError(f"{worker.name} gives a second vote in one round")
-            rank.vote = message
+            self._vote(instance, rank, message)
         elif isinstance(message, Ack):
             if not self.committing:
                 raise ProtocolError(f"{worker.name} gives an ack before the commit")
@@ -300,6 +301,21 @@ class RoundState:
         else:
             raise ProtocolError(f"a worker does not send {type(message).__name__}")
         return True
+
+    def _vote(self, instance: Instance, rank: RankAnswers, vote: Vote) -> None:
+        name = rank.worker.name
+        if self._sent is None:
+            raise ProtocolError(f"{name} votes before it was asked to")
+        if rank.vote is not None or rank.differs:
+            raise ProtocolError(f"{name} gives a second vote in one round")
+        fingerprint, digests = self._sent
+        if vote.fingerprint == fingerprint:
+            rank.vote = vote
+            return
+        rank.differs = True
+        if self.ended is None and not instance.dropped:
+            # Once to each rank, and to no other: they are as many as the pieces.
+            self._send([rank.worker], Compare(self.round_id, digests))
 
     def fault(self, worker: Worker, error: WTransferError) -> None:
         """Take in that a worker cannot go on with the round."""
@@ -318,6 +334,11 @@ class RoundState:
                 # It never got `Finish`, so it rolls back by itself: its ack no longer counts.
                 rank.ack = None
             self._settle(instance)
+        elif rank.differs:
+            # Whatever it would have named: its vote has ended the round.
+            mismatch = _other_bytes(worker)
+            mismatch.__cause__ = error
+            self.fault(worker, mismatch)
         elif self.may_drop and self.ended is None and len(self.live()) > self._min_instances:
             rank.error = rank.error or error
             if not instance.dropped:
@@ -353,3 +374,9 @@ class RoundState:
 
     def _to_all(self, message: msgspec.Struct) -> None:
         self._send([rank.worker for rank in self.ranks()], message)
+
+
+def _other_bytes(worker: Worker) -> DigestMismatchError:
+    return DigestMismatchError(
+        f"the vote of {worker.name} is about other bytes than were sent", worker=worker.name
+    )

@@ -18,6 +18,7 @@ from wtransfer.errors import AddressError, WTransferError
 from wtransfer.weight_sync.messages import (
     Ack,
     Commit,
+    Compare,
     Data,
     Fault,
     Lost,
@@ -32,6 +33,7 @@ from wtransfer.weight_sync.worker.participant import Participant
 if TYPE_CHECKING:
     import msgspec
 
+    from wtransfer.checkpoint.source import ManifestFile
     from wtransfer.checkpoint.versions import Version
     from wtransfer.weight_sync.worker.session import WorkerSession
     from wtransfer.weights import LoadWeights
@@ -67,6 +69,8 @@ class Attempts:
     """When to try again, in monotonic seconds."""
     round_id: str | None = None
     """Round in which the version is staged or pending."""
+    offered: ManifestFile | None = None
+    """What that round brings, until the worker's vote."""
 
     @property
     def due(self) -> bool:
@@ -151,8 +155,13 @@ class Follower:
             elif attempts.round_id != getattr(message, "round_id", None):
                 pass  # about a version that is not the current one any more
             elif isinstance(message, Vote):
-                self.refusal = None
-                self._participant.handle(Commit(message.round_id))
+                offered, attempts.offered = attempts.offered, None
+                assert offered is not None, "a worker votes once in a round"
+                if message.fingerprint != offered.fingerprint:
+                    self._participant.handle(Compare(message.round_id, offered.digests))
+                else:
+                    self.refusal = None
+                    self._participant.handle(Commit(message.round_id))
             elif isinstance(message, (Refuse, Fault)):
                 attempts.failed()
             elif isinstance(message, Ack) and message.outcome in ("committed", "discarded"):
@@ -213,10 +222,11 @@ class Follower:
                 return
             # In one step: `close` ends what was planned before it.
             round_id = attempts.round_id = secrets.token_hex(8)
+            attempts.offered = source.manifest
             self._participant.handle(Plan(round_id, version.version, source.manifest.manifest))
         # The engine's thread takes them in order; if one fails, the others are late and dropped.
         self._participant.handle(Data(round_id, 0, {"source": source}))
-        self._participant.handle(Prepare(round_id, source.manifest.digests))
+        self._participant.handle(Prepare(round_id, source.manifest.fingerprint))
 
     def _refuse(self, error: WTransferError) -> None:
         if error.message != getattr(self.refusal, "message", None):

@@ -23,6 +23,7 @@ from wtransfer.weight_sync.messages import (
     Abort,
     Accept,
     Commit,
+    Compare,
     Data,
     ErrorInfo,
     Fault,
@@ -158,7 +159,12 @@ class StagedUpdate:
         return Received(self.round_id, data.seq)
 
     def verify(self, prepare: Prepare) -> Vote:
-        """Prove that every piece has arrived as it was sent; see `Staging.verify`."""
+        """Say what has arrived; what arrived as it was sent is left to the commit.
+
+        Raises:
+            IncompleteUpdateError: Pieces never arrived.
+            SchemaError: Names of one tensor arrived with different bytes.
+        """
         begun = time.monotonic()
         runner, state = self._participant.runner, self._participant.session.weight_state
         runner.optional("finish_weight_update")
@@ -166,13 +172,21 @@ class StagedUpdate:
         assert layout is not None
         if runner.may_rewrite:
             staging.digest_again()
+        fingerprint = layout.fingerprint(staging.digests())
+        # Equal fingerprints are equal digests of every piece.
+        as_sent = fingerprint == prepare.fingerprint
         judged = self.held.judged or {}
-        tied = any(spec.aliases for spec in judged.values())
-        digests = staging.verify(prepare.digests, canonical_names(judged) if tied else {})
-        fingerprint = layout.fingerprint(digests)
+        if as_sent and any(spec.aliases for spec in judged.values()):
+            staging.check_ties(canonical_names(judged))
         # What an engine delivers from here on is in no digest.
         staging.stop("the update is verified")
         self.seconds["verify"] = time.monotonic() - begun
+        vote = Vote(self.round_id, fingerprint, staging.nbytes, self.seconds)
+        if not as_sent:
+            # Before the vote leaves, which asks for the digests. A commit would be dropped.
+            if not state.differs(self):
+                raise RoundAbortedError(f"the round was ended: {self.dropped}")
+            return vote
         with state.changed:
             self._staging = None
             self.held = replace(self.held, fingerprint=fingerprint, tensors=staging.tensors)
@@ -180,7 +194,11 @@ class StagedUpdate:
             if not state.verified(self):
                 self.held = self.held.without_tensors()
                 raise RoundAbortedError(f"the round was ended: {self.dropped}")
-        return Vote(self.round_id, fingerprint, staging.nbytes, self.seconds)
+        return vote
+
+    def compare(self, message: Compare) -> Fault:
+        """Name the pieces that arrived with other bytes than were sent; see `Staging.compare`."""
+        raise self._staged().compare(message.digests)
 
     def _staged(self) -> Staging:
         staging = self._staging
@@ -241,6 +259,10 @@ class Participant:
                 staged = state.prepare(message.round_id)
                 if staged is not None:
                     self._queue(staged, lambda update: update.verify(message), Fault)
+            case Compare():
+                staged = state.compare(message.round_id)
+                if staged is not None:
+                    self._queue(staged, lambda update: update.compare(message), Fault)
             case Commit():
                 state.commit(message.round_id)
             case Finish():

@@ -11,6 +11,7 @@ from wtransfer.errors import (
     EngineError,
     IncompleteUpdateError,
     ManifestError,
+    ProtocolError,
     RoundAbortedError,
     SchemaError,
 )
@@ -129,27 +130,13 @@ class Staging:
             _check_memory(name, tensor)
             self._digests[name] = digest(tensor, self._algorithm)
 
-    def verify(self, digests: Sequence[str], canonical: Mapping[str, str]) -> list[str]:
-        """Prove that everything arrived as it was sent.
-
-        Args:
-            digests: The trainer's, in plan order.
-            canonical: Name or alias -> name of the storage; names of one storage must agree. Empty
-                where no storage has two names.
-
-        Returns:
-            This worker's digests, in plan order.
+    def digests(self) -> list[str]:
+        """Return the digests of what has arrived, in plan order.
 
         Raises:
             IncompleteUpdateError: Pieces never arrived.
-            DigestMismatchError: Pieces arrived with other bytes.
-            SchemaError: Names of one tensor arrived with different bytes.
         """
         names = self._layout.names
-        if len(digests) != len(names):
-            raise ManifestError(
-                f"the prepare message has {len(digests)} digests, the plan has {len(names)} pieces"
-            )
         missing = [name for name in names if name not in self._digests]
         if missing:
             raise IncompleteUpdateError(
@@ -157,19 +144,48 @@ class Staging:
                 missing=missing[:20],
                 piece=missing[0],
             )
-        own = [self._digests[name] for name in names]
-        wrong = [
-            name for name, arrived, sent in zip(names, own, digests, strict=True) if arrived != sent
-        ]
-        if wrong:
-            raise DigestMismatchError(
-                f"{len(wrong)} of {len(digests)} pieces arrived with other bytes than the trainer "
-                f"sent: {_listed(wrong)}",
-                pieces=wrong[:20],
-                piece=wrong[0],
+        return [self._digests[name] for name in names]
+
+    def compare(self, sent: Sequence[str]) -> DigestMismatchError:
+        """Return an error that names the pieces which arrived with other bytes than were sent.
+
+        Args:
+            sent: The trainer's digests, in plan order, once `digests` has returned this worker's.
+
+        Raises:
+            ManifestError: They are not as many as the pieces.
+            ProtocolError: They are the same: the publisher has contradicted itself.
+        """
+        own = self.digests()
+        if len(sent) != len(own):
+            raise ManifestError(
+                f"the publisher sent {len(sent)} digests, the plan has {len(own)} pieces"
             )
+        rows = zip(self._layout.names, own, sent, strict=True)
+        wrong = [name for name, arrived, expected in rows if arrived != expected]
+        if not wrong:
+            raise ProtocolError(
+                "every piece arrived with the digest that the publisher sent, and the set has not "
+                "the fingerprint that it announced"
+            )
+        return DigestMismatchError(
+            f"{len(wrong)} of {len(sent)} pieces arrived with other bytes than the trainer sent: "
+            f"{_listed(wrong)}",
+            pieces=wrong[:20],
+            piece=wrong[0],
+        )
+
+    def check_ties(self, canonical: Mapping[str, str]) -> None:
+        """Raise unless the names of each storage arrived with the same bytes.
+
+        Args:
+            canonical: Name or alias -> name of the storage.
+
+        Raises:
+            SchemaError: Names of one tensor arrived with different bytes.
+        """
         first: dict[str, str] = {}
-        for name in names if canonical else ():
+        for name in self._layout.names:
             other = first.setdefault(canonical.get(name, name), name)
             if self._digests[other] != self._digests[name]:
                 raise SchemaError(
@@ -177,7 +193,6 @@ class Staging:
                     "with different bytes",
                     piece=name,
                 )
-        return own
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:

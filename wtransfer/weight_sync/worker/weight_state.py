@@ -9,6 +9,9 @@ event               thread      takes effect if               effect
 plan                channel     nothing is pending            the update is the round's
 data, prepare       channel     next in its order             the engine may receive, or verify
 verified            engine      the round goes on             a commit may be ordered
+differs             engine      the round goes on             the digests may come, and no commit
+compare             channel     it means this round, which    the pieces that differ may be named
+                                differs; once
 failed              engine      the round goes on             staging is dropped
 end_round           channel     it means this round           staging is dropped: an abort, a newer
                                                               plan, a lost publisher
@@ -147,6 +150,7 @@ class WeightState:
         self._next_seq = 0
         self._prepared = False
         self._verified = False
+        self._differs = False
         self._applying = False
         self._rollback_after: str | None = None
         """Why to roll back what is being applied, as soon as it is."""
@@ -213,7 +217,7 @@ class WeightState:
             assert self.update is None, "end_round() first"
             self.update = update
             self._next_seq = 0
-            self._prepared = self._verified = False
+            self._prepared = self._verified = self._differs = False
 
     def data(self, round_id: str, seq: int) -> StagedUpdate | None:
         """Return the update that takes this data; None if the message is late or repeated."""
@@ -227,6 +231,13 @@ class WeightState:
         with self.changed:
             update = self._current(round_id, not self._prepared)
             self._prepared = self._prepared or update is not None
+            return update
+
+    def compare(self, round_id: str) -> StagedUpdate | None:
+        """Return the update whose pieces to compare; None if the digests were not asked for."""
+        with self.changed:
+            update = self._current(round_id, self._differs)
+            self._differs = self._differs and update is None
             return update
 
     def commit(self, round_id: str) -> None:
@@ -315,6 +326,12 @@ class WeightState:
                 return False
             self._verified = True
             return True
+
+    def differs(self, update: StagedUpdate) -> bool:
+        """Record that another set has arrived than was sent; return whether the round goes on."""
+        with self.changed:
+            self._differs = self.update is update
+            return self._differs
 
     def failed(self, update: StagedUpdate, reason: str) -> bool:
         """End the round, since staging or verifying failed; False: it had ended already."""
