@@ -43,15 +43,6 @@ SPECS_SEEN_BY_CONNECTORS = {
     "wtransfer.specs.factory",
     "wtransfer.specs.seed_adapter",
 }
-CIRCLES = [
-    {
-        "wtransfer.weight_sync.worker.follower",
-        "wtransfer.weight_sync.worker.participant",
-        "wtransfer.weight_sync.worker.session",
-        "wtransfer.weight_sync.worker.weight_state",
-    },
-]
-"""Modules that know each other by their types; there shall be none."""
 
 
 def modules():
@@ -174,7 +165,7 @@ def test_there_are_no_import_cycles(with_types):
         for name in graph
         if name in behind[name]
     }
-    assert circles == (set(map(frozenset, CIRCLES)) if with_types else set())
+    assert circles == set()
 
 
 def test_ground_floor_and_interfaces_import_neither_torch_nor_pluggy():

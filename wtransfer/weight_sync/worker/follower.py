@@ -28,14 +28,13 @@ from wtransfer.weight_sync.messages import (
     Vote,
 )
 from wtransfer.weight_sync.worker.engine_runner import EngineRunner
-from wtransfer.weight_sync.worker.participant import Participant
+from wtransfer.weight_sync.worker.participant import Member, Participant
 
 if TYPE_CHECKING:
     import msgspec
 
     from wtransfer.checkpoint.source import ManifestFile
     from wtransfer.checkpoint.versions import Version
-    from wtransfer.weight_sync.worker.session import WorkerSession
     from wtransfer.weights import LoadWeights
 
 logger = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class Follower:
     a minute.
     """
 
-    def __init__(self, session: WorkerSession, address: str) -> None:
+    def __init__(self, session: Member, address: str) -> None:
         self.address = address
         self.connected_since: float | None = None
         self.refusal: Exception | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from wtransfer.calls import Flag, forget_frames
 from wtransfer.errors import PeerError, ProtocolError, RoundAbortedError, WTransferError
@@ -45,19 +45,47 @@ from wtransfer.weight_sync.worker.staging import Staging
 from wtransfer.weight_sync.worker.weight_state import WeightSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     import msgspec
 
     from wtransfer.transport.channel import Connection
-    from wtransfer.weight_sync.worker.follower import Follower
-    from wtransfer.weight_sync.worker.session import WorkerSession
-    from wtransfer.weight_sync.worker.weight_state import Pending
+    from wtransfer.weight_sync.messages import Hello
+    from wtransfer.weight_sync.worker.weight_state import Answered, Pending, WeightState
+    from wtransfer.weights import TensorSpec
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.1
 """Least time between two progress messages."""
+
+
+class Member(Protocol):
+    """A worker, as far as rounds concern it."""
+
+    name: str
+    rank: int
+    num_ranks: int
+    cast: bool
+    """Whether floating dtypes are cast at a commit."""
+    cast_hint: str
+    """How a user lets them be cast, for errors."""
+    weight_state: WeightState[StagedUpdate]
+
+    def hello(self, host: str | None) -> Hello:
+        """Return what a publisher is told first."""
+
+    def schema(self) -> Mapping[str, TensorSpec] | None:
+        """Return the model's form; None: it has none of its own."""
+
+    def notes(self) -> list[str]:
+        """Return what the publisher's report shall say of this worker."""
+
+    def note_error(self, error: WTransferError) -> None:
+        """Take in why an update is refused."""
+
+    def notify_aborted(self, pending: Pending[StagedUpdate], error: WTransferError) -> None:
+        """Tell observers that a pending update is dropped."""
 
 
 class StagedUpdate:
@@ -228,8 +256,8 @@ class Participant:
 
     def __init__(
         self,
-        session: WorkerSession,
-        publisher: PublisherConnection | Follower,
+        session: Member,
+        publisher: Answered,
         runner: EngineRunner,
         on_error: Callable[[WTransferError], None],
     ) -> None:
@@ -298,7 +326,7 @@ class Participant:
         self.ended(self._state.end_round(reason))
         self._dropped(self._state.publisher_lost(), reason)
 
-    def _dropped(self, pending: Pending | None, reason: str) -> None:
+    def _dropped(self, pending: Pending[StagedUpdate] | None, reason: str) -> None:
         if pending is not None:
             error = RoundAbortedError(f"the update was dropped before it was applied: {reason}")
             self.runner.submit(lambda: self.session.notify_aborted(pending, error))
@@ -371,7 +399,7 @@ class PublisherConnection:
 
     def __init__(
         self,
-        session: WorkerSession,
+        session: Member,
         address: str,
         token: str,
         host: str | None,

@@ -46,7 +46,7 @@ from wtransfer.transport.digests import digest
 from wtransfer.transport.handshake import resolve_token
 from wtransfer.weight_sync.messages import ErrorInfo, Hello
 from wtransfer.weight_sync.worker.follower import Follower, folder_of, is_folder
-from wtransfer.weight_sync.worker.participant import PublisherConnection
+from wtransfer.weight_sync.worker.participant import PublisherConnection, StagedUpdate
 from wtransfer.weight_sync.worker.schema import CAST_HINT, check_has, check_unchanged, schema_of
 from wtransfer.weight_sync.worker.target import (
     CommitMode,
@@ -139,7 +139,7 @@ class WorkerSession:
         self.name = name or f"{socket.gethostname()}:{os.getpid()}/{rank}"
         self.rank = rank
         self.num_ranks = num_ranks
-        self.weight_state = WeightState(num_ranks, self._send)
+        self.weight_state = WeightState[StagedUpdate](num_ranks, self._send)
         """What the worker holds, held before and is about to hold."""
         self.publisher: PublisherConnection | Follower | None = None
         """The publisher, or the folder of versions, that was joined and not left."""
@@ -515,7 +515,7 @@ class WorkerSession:
             return []
         return ["keeps no previous version: a failed commit empties it"]
 
-    def notify_aborted(self, pending: Pending, error: WTransferError) -> None:
+    def notify_aborted(self, pending: Pending[StagedUpdate], error: WTransferError) -> None:
         """Tell observers that an update whose commit was ordered is not what the model has."""
         error.add_facts(**pending.update.facts)
         hooks.notify("wtransfer_round_aborted", error=error, **pending.update.facts)
@@ -561,7 +561,7 @@ class WorkerSession:
         proven = getattr(self._target, "proven", True)
         return self.weight_state.held.kv_name if proven else local_fingerprint()
 
-    def _apply(self, pending: Pending) -> Failure | None:
+    def _apply(self, pending: Pending[StagedUpdate]) -> Failure | None:
         begun = time.monotonic()
         pending.update.seconds["wait"] = begun - pending.since
         state, held = self.weight_state, pending.held
@@ -603,7 +603,7 @@ class WorkerSession:
 
     def _restore_previous(
         self,
-        pending: Pending,
+        pending: Pending[StagedUpdate],
         previous: WeightSet,
         *,
         cause: BaseException | None = None,
@@ -672,7 +672,7 @@ class WorkerSession:
         if held.judged is not None and schema is not None:
             check_has(held.judged, held.tensors, schema, self._present)
 
-    def _await_finish(self, committed: Pending) -> Failure | None:
+    def _await_finish(self, committed: Pending[StagedUpdate]) -> Failure | None:
         """Wait until every rank has committed; between two of them no step may run."""
         state = self.weight_state
 

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import xxhash
 
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     import msgspec
     import torch
 
-    from wtransfer.weight_sync.worker.participant import StagedUpdate
     from wtransfer.weights import TensorSpec
 
 ORPHANED = "the publisher was lost before every rank of the instance had committed"
@@ -106,11 +105,40 @@ def unknown_weights() -> WeightSet:
     return WeightSet(None, local_fingerprint())
 
 
+class Answered(Protocol):
+    """The publisher of a round: one that is dialed, or a folder."""
+
+    address: str
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is reached right now."""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Take an answer; on any of the worker's threads."""
+
+
+class Update(Protocol):
+    """An update beside the model, as far as the order of events concerns it."""
+
+    publisher: Answered
+    round_id: str
+    version: str
+    held: WeightSet
+    seconds: dict[str, float]
+
+    def drop(self, reason: str) -> None:
+        """Release everything that is staged."""
+
+
+TUpdate = TypeVar("TUpdate", bound=Update)
+
+
 @dataclass(frozen=True)
-class Pending:
+class Pending(Generic[TUpdate]):
     """What ``commit_pending`` has to do: apply a verified set, or the previous one again."""
 
-    update: StagedUpdate
+    update: TUpdate
     """The update whose commit was ordered."""
     held: WeightSet
     """What the model shall consist of."""
@@ -119,7 +147,7 @@ class Pending:
     since: float = field(default_factory=time.monotonic)
 
 
-class WeightState:
+class WeightState(Generic[TUpdate]):
     """The state machine of one worker; its events are listed above.
 
     Args:
@@ -136,9 +164,9 @@ class WeightState:
         """The lock; notified after every event that a thread may wait for."""
         self.held = unknown_weights()
         """What the model consists of."""
-        self.update: StagedUpdate | None = None
+        self.update: TUpdate | None = None
         """The round that is being staged."""
-        self.pending: Pending | None = None
+        self.pending: Pending[TUpdate] | None = None
         """What the model's thread has to do."""
         self.num_dropped = 0
         """Late or repeated messages that were dropped."""
@@ -154,14 +182,14 @@ class WeightState:
         self._applying = False
         self._rollback_after: str | None = None
         """Why to roll back what is being applied, as soon as it is."""
-        self._unfinished: Pending | None = None
+        self._unfinished: Pending[TUpdate] | None = None
         """The last commit, until its `Finish`."""
         self._previous: WeightSet | None = None
         """What the model had before that commit."""
         self._behind = False
         self._applied = ""
         """The last round whose commit stands."""
-        self._unsaid: tuple[Pending, str, Exception | None] | None = None
+        self._unsaid: tuple[Pending[TUpdate], str, Exception | None] | None = None
         """The outcome that the publisher has yet to be told."""
 
     @property
@@ -200,7 +228,7 @@ class WeightState:
 
     # -- the publisher's messages
 
-    def plan(self, update: StagedUpdate) -> None:
+    def plan(self, update: TUpdate) -> None:
         """Begin a round.
 
         Raises:
@@ -219,21 +247,21 @@ class WeightState:
             self._next_seq = 0
             self._prepared = self._verified = self._differs = False
 
-    def data(self, round_id: str, seq: int) -> StagedUpdate | None:
+    def data(self, round_id: str, seq: int) -> TUpdate | None:
         """Return the update that takes this data; None if the message is late or repeated."""
         with self.changed:
             update = self._current(round_id, not self._prepared and seq == self._next_seq)
             self._next_seq += update is not None
             return update
 
-    def prepare(self, round_id: str) -> StagedUpdate | None:
+    def prepare(self, round_id: str) -> TUpdate | None:
         """Return the update to verify; None if the message is late or repeated."""
         with self.changed:
             update = self._current(round_id, not self._prepared)
             self._prepared = self._prepared or update is not None
             return update
 
-    def compare(self, round_id: str) -> StagedUpdate | None:
+    def compare(self, round_id: str) -> TUpdate | None:
         """Return the update whose pieces to compare; None if the digests were not asked for."""
         with self.changed:
             update = self._current(round_id, self._differs)
@@ -261,7 +289,7 @@ class WeightState:
                 self._finish()
                 self.changed.notify_all()
 
-    def rollback(self, round_id: str, reason: str) -> Pending | None:
+    def rollback(self, round_id: str, reason: str) -> Pending[TUpdate] | None:
         """Roll a commit back, or drop the set if the model's thread has not begun with it.
 
         Returns:
@@ -279,7 +307,7 @@ class WeightState:
                 return self.discard()
             return None
 
-    def publisher_lost(self) -> Pending | None:
+    def publisher_lost(self) -> Pending[TUpdate] | None:
         """Choose the old version for a rank of several whose commit is not finished.
 
         A worker by itself keeps what is pending: it is verified and its commit was ordered. In an
@@ -295,7 +323,7 @@ class WeightState:
                 return None
             return self.rollback(commit.update.round_id, ORPHANED)
 
-    def end_round(self, reason: str, round_id: str | None = None) -> StagedUpdate | None:
+    def end_round(self, reason: str, round_id: str | None = None) -> TUpdate | None:
         """End the round that is being staged; return its update to the caller that ended it.
 
         Args:
@@ -311,7 +339,7 @@ class WeightState:
             update.drop(reason)
             return update
 
-    def _current(self, round_id: str, in_order: bool) -> StagedUpdate | None:
+    def _current(self, round_id: str, in_order: bool) -> TUpdate | None:
         if in_order and self.update is not None and self.update.round_id == round_id:
             return self.update
         self.num_dropped += 1
@@ -319,7 +347,7 @@ class WeightState:
 
     # -- the engine's results
 
-    def verified(self, update: StagedUpdate) -> bool:
+    def verified(self, update: TUpdate) -> bool:
         """Record that every piece is proven; return whether the round still goes on."""
         with self.changed:
             if self.update is not update:
@@ -327,26 +355,26 @@ class WeightState:
             self._verified = True
             return True
 
-    def differs(self, update: StagedUpdate) -> bool:
+    def differs(self, update: TUpdate) -> bool:
         """Record that another set has arrived than was sent; return whether the round goes on."""
         with self.changed:
             self._differs = self.update is update
             return self._differs
 
-    def failed(self, update: StagedUpdate, reason: str) -> bool:
+    def failed(self, update: TUpdate, reason: str) -> bool:
         """End the round, since staging or verifying failed; False: it had ended already."""
         with self.changed:
             return self.update is update and self.end_round(reason) is not None
 
     # -- the thread that owns the model
 
-    def begin(self) -> Pending | None:
+    def begin(self) -> Pending[TUpdate] | None:
         """Return what the model's thread has to do; it is being applied from here on."""
         with self.changed:
             self._applying = self.pending is not None
             return self.pending
 
-    def applied(self, pending: Pending, previous: WeightSet, *, keep: bool) -> None:
+    def applied(self, pending: Pending[TUpdate], previous: WeightSet, *, keep: bool) -> None:
         """Record that the model consists of a new set.
 
         Args:
@@ -370,7 +398,7 @@ class WeightState:
             self._unsaid = (pending, "committed", None)
             self._follow_up()
 
-    def has_applied(self, pending: Pending) -> bool:
+    def has_applied(self, pending: Pending[TUpdate]) -> bool:
         """Return whether `applied` was recorded: whatever is raised since, the commit stands."""
         return self._applied == pending.update.round_id
 
@@ -384,7 +412,7 @@ class WeightState:
             self._follow_up()
 
     def not_applied(
-        self, pending: Pending, previous: WeightSet, error: Exception, *, restored: bool
+        self, pending: Pending[TUpdate], previous: WeightSet, error: Exception, *, restored: bool
     ) -> None:
         """Record that the model has its previous set again; or, if that failed, no named one.
 
@@ -409,7 +437,7 @@ class WeightState:
             self._unsaid = (pending, outcome if restored else "empty", error)
             self._follow_up()
 
-    def discard(self) -> Pending | None:
+    def discard(self) -> Pending[TUpdate] | None:
         """Drop a set that is pending; return it. A rollback cannot be dropped."""
         with self.changed:
             pending = self.pending
@@ -430,7 +458,7 @@ class WeightState:
             self.empty = True
             self._send(Lost(self.held.fingerprint, self.state_for_publisher, reason))
 
-    def close(self) -> Pending | None:
+    def close(self) -> Pending[TUpdate] | None:
         """Drop everything; return what was pending, and is not being applied."""
         with self.changed:
             self.closed = True
@@ -466,7 +494,7 @@ class WeightState:
     def _finish(self) -> None:
         self._unfinished = self._previous = None
 
-    def _ack(self, pending: Pending, outcome: str, error: Exception | None = None) -> None:
+    def _ack(self, pending: Pending[TUpdate], outcome: str, error: Exception | None = None) -> None:
         self._send(
             Ack(
                 round_id=pending.update.round_id,
