@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from wtransfer_vllm.plugin import is_ours, remember
+from wtransfer_vllm.names import is_ours, remember
 
 pytest.importorskip("vllm", reason="vLLM is not installed: tests/make_env.py ENV")
 

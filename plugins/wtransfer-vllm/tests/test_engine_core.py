@@ -7,7 +7,7 @@ import pytest
 
 from wtransfer_vllm.engine_core import FINISH, UPDATE, watch
 from wtransfer_vllm.messages import Outcome
-from wtransfer_vllm.plugin import remember
+from wtransfer_vllm.names import remember
 
 bag = types.SimpleNamespace
 

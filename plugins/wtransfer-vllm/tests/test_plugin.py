@@ -79,14 +79,14 @@ def test_name_of_a_vllm_backend_stays_vllms(python):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
         factory.register_engine("ipc", "vllms", "Own")
         theirs = factory._registry["ipc"]
-        from wtransfer_vllm import plugin
+        from wtransfer_vllm import names, plugin
         from wtransfer_vllm.plugin import register
         register()
         print(json.dumps({
             "kept": factory._registry["ipc"] is theirs,
             "ours": sorted(each for each in factory._registry if each.startswith("wtransfer-")),
-            "means": plugin.our_name("engines", "wtransfer-ipc"),
-            "is_ours": [plugin.is_ours("engines", each) for each in ("ipc", "wtransfer-ipc")],
+            "means": names.our_name("engines", "wtransfer-ipc"),
+            "is_ours": [names.is_ours("engines", each) for each in ("ipc", "wtransfer-ipc")],
         }))
     """
     found = python("current", code)

@@ -19,7 +19,7 @@ RELEASE = "0.33.0"
 LOOK = """
     import json
     import vllm
-    from wtransfer_vllm import plugin
+    from wtransfer_vllm import names, plugin
     plugin.register()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -33,7 +33,7 @@ LOOK = """
     print(json.dumps({
         "release": vllm.__version__,
         "engine": [engine.__name__, sorted(engine.__abstractmethods__)],
-        "connectors": sorted(plugin.vllm_names("connectors").values()),
+        "connectors": sorted(names.vllm_names("connectors").values()),
         "refusal": refusal,
         "watched": hasattr(EngineCore.collective_rpc, "wtransfer_call"),
     }))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from wtransfer_vllm.plugin import is_ours
+from wtransfer_vllm.names import is_ours
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's, so that its log has it
 

@@ -142,14 +142,14 @@ class CheckedEngine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        from wtransfer_vllm import plugin
+        from wtransfer_vllm import names, plugin
         from wtransfer_vllm.clients import LLMClient
 
         if "kv_transfer_config" in options:
             plugin.register()
             importlib.import_module(plugin.CONNECTOR_FACTORY)
             transfer = options["kv_transfer_config"]
-            transfer["kv_connector"] = plugin.vllm_names("connectors")[transfer["kv_connector"]]
+            transfer["kv_connector"] = names.vllm_names("connectors")[transfer["kv_connector"]]
         self._llm: Any = LLM(**options)
         self.client = LLMClient(self._llm)
 

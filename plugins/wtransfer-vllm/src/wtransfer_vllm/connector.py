@@ -31,7 +31,7 @@ from wtransfer.errors import ConnectorOptionError
 from wtransfer.registry.registry import registry
 
 from wtransfer_vllm.kv_stats import KVPromMetrics, KVStats, KVStatsInterval
-from wtransfer_vllm.plugin import is_ours, our_name
+from wtransfer_vllm.names import is_ours, our_name
 from wtransfer_vllm.vouching import vouch_for_checkpoint
 
 if TYPE_CHECKING:

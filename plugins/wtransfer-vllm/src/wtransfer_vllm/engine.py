@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from wtransfer_vllm.member import Member, place_of
-from wtransfer_vllm.plugin import our_name
+from wtransfer_vllm.names import our_name
 from wtransfer_vllm.target import SeedTarget, VllmTarget
 
 if TYPE_CHECKING:

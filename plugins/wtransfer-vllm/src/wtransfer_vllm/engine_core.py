@@ -19,8 +19,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from wtransfer_vllm.caches import forget_kv, has_our_connector, tell_connector
-from wtransfer_vllm.messages import Outcome, addressed, is_foreign
-from wtransfer_vllm.plugin import is_ours
+from wtransfer_vllm.messages import Outcome, addressed, is_foreign, member_of
+from wtransfer_vllm.names import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,11 +108,6 @@ def _has_our_engine(core: Any) -> bool:
 
 
 # -- called in each worker, by the engine core
-
-
-def member_of(worker: Any) -> Any:
-    """Return a worker's `Member`; None if its weight engine is not one of wtransfer."""
-    return getattr(getattr(worker, "weight_transfer_engine", None), "member", None)
 
 
 def outcome_of(worker: Any) -> dict[str, Any]:

@@ -89,3 +89,8 @@ def is_foreign(update_info: Any = None) -> bool:
     if isinstance(update_info, list):
         return any(map(is_foreign, update_info))
     return bool(update_info) and set(update_info) != {"is_checkpoint_format"}
+
+
+def member_of(worker: Any) -> Any:
+    """Return a worker's `Member`; None if its weight engine is not one of wtransfer."""
+    return getattr(getattr(worker, "weight_transfer_engine", None), "member", None)

@@ -24,6 +24,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from wtransfer_vllm.names import PREFIX, is_ours, remember, vllm_names
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
@@ -179,11 +181,7 @@ def __getattr__(name: str) -> Any:
     )
 
 
-# -- names: that of a backend in vLLM is its own, or has a prefix where vLLM has one of that name
-
-PREFIX = "wtransfer-"
-_ours: dict[tuple[str, str], str] = {}
-"""(kind, name in vLLM) -> name in wtransfer's registry."""
+# -- backends of one kind
 
 
 def _register_all(kind: str, register: Callable[[str, str], object]) -> list[str]:
@@ -203,32 +201,6 @@ def _register_all(kind: str, register: Callable[[str, str], object]) -> list[str
             added.append(name)
             break
     return added
-
-
-def remember(kind: str, name: str, ours: str) -> None:
-    """Record under which name vLLM's factory has a backend.
-
-    Args:
-        kind: ``engines``, ``connectors`` or ``specs``.
-        name: Its name in vLLM.
-        ours: Its name in wtransfer's registry.
-    """
-    _ours[kind, name] = ours
-
-
-def is_ours(kind: str, name: str | None) -> bool:
-    """Return whether a name in vLLM is a backend of wtransfer; known in every process."""
-    return (kind, name) in _ours
-
-
-def our_name(kind: str, name: str) -> str:
-    """Return a backend's name in wtransfer's registry; of other backends the same name."""
-    return _ours.get((kind, name), name)
-
-
-def vllm_names(kind: str) -> dict[str, str]:
-    """Return name in wtransfer's registry -> name in vLLM, of one kind."""
-    return {ours: name for (of, name), ours in _ours.items() if of == kind}
 
 
 # -- modules that are not imported yet

@@ -24,19 +24,19 @@ def describe(kind: str, name: str, options: Mapping[str, Any]) -> dict[str, str]
     """
     # The description goes to the standard output, to which vLLM would log as well.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    from wtransfer_vllm import plugin
+    from wtransfer_vllm import names, plugin
 
     plugin.register()
     for factory in (plugin.CONNECTOR_FACTORY, plugin.SPEC_FACTORY):
         importlib.import_module(factory)
-    in_vllm = plugin.vllm_names(kind).get(name)
+    in_vllm = names.vllm_names(kind).get(name)
     if in_vllm is None:
         return {"name": "none: this vLLM's factory has not taken it"}
     if kind == "engines":
         return {"name": in_vllm, "argument": _argument("weight", {"backend": in_vllm})}
     connector, shown = in_vllm, in_vllm
     if kind == "specs":
-        connector = plugin.vllm_names("connectors")["OffloadingConnector"]
+        connector = names.vllm_names("connectors")["OffloadingConnector"]
         shown = f"{in_vllm}, which refuses: it runs under {connector}"
         options = {"spec_name": name, **options}
     config = {

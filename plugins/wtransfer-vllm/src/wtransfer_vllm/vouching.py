@@ -30,7 +30,7 @@ from wtransfer.transport.files import Folder, FolderLock, storage_errors, tempor
 from wtransfer.weight_version import process_weights
 
 from wtransfer_vllm.checkpoint import FileState, checkpoint_folder, file_states
-from wtransfer_vllm.engine_core import member_of
+from wtransfer_vllm.messages import member_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

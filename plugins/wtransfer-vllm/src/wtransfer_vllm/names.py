@@ -1,0 +1,33 @@
+"""Names of backends in vLLM: their own, or with a prefix where vLLM has one of that name."""
+
+from __future__ import annotations
+
+PREFIX = "wtransfer-"
+_ours: dict[tuple[str, str], str] = {}
+"""(kind, name in vLLM) -> name in wtransfer's registry."""
+
+
+def remember(kind: str, name: str, ours: str) -> None:
+    """Record under which name vLLM's factory has a backend.
+
+    Args:
+        kind: ``engines``, ``connectors`` or ``specs``.
+        name: Its name in vLLM.
+        ours: Its name in wtransfer's registry.
+    """
+    _ours[kind, name] = ours
+
+
+def is_ours(kind: str, name: str | None) -> bool:
+    """Return whether a name in vLLM is a backend of wtransfer; known in every process."""
+    return (kind, name) in _ours
+
+
+def our_name(kind: str, name: str) -> str:
+    """Return a backend's name in wtransfer's registry; of other backends the same name."""
+    return _ours.get((kind, name), name)
+
+
+def vllm_names(kind: str) -> dict[str, str]:
+    """Return name in wtransfer's registry -> name in vLLM, of one kind."""
+    return {ours: name for (of, name), ours in _ours.items() if of == kind}
